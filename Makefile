@@ -1,0 +1,82 @@
+# Everything a developer types. The settings: `make build TORCH_VERSION=2.11.0 CUDA=OFF WERROR=ON PYTHON=python3.12`.
+PYTHON ?= python3
+TORCH_VERSION ?= 2.15.0
+CUDA ?= AUTO
+WERROR ?= OFF
+JOBS ?= $(shell nproc)
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+TOOLS := $(VENV)/.tools-torch-$(TORCH_VERSION)
+CMAKE := $(BIN)/cmake
+CMAKE_FLAGS := -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFSDP2X_WERROR=$(WERROR)
+CXX_FILES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
+PY_DIRS = $(wildcard python tests benchmarks examples cmake)
+
+export OMP_NUM_THREADS ?= 1
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: build demo test test-full test-cpp lint format bench sanitize clean help
+
+help:
+	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
+	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
+	@echo "make test      ctest and pytest; test-full adds the slow tests"
+	@echo "make lint      ruff and clang-format; format applies them"
+	@echo "make sanitize  the C++ tests under ASan and UBSan"
+	@echo "make bench     one training step against stock FSDP2"
+
+# The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
+$(TOOLS): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python cmake/list_extras.py train test lint > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install -q "torch==$(TORCH_VERSION)" "scikit-build-core>=0.11" "cmake>=3.24" ninja \
+	  -r $(VENV)/requirements.txt
+	rm -f $(VENV)/.tools-torch-*
+	touch $@
+
+# Editable: edits of Python files act at once; a changed C++ file, and a new Python file, need `make build` again. Only
+# what changed is compiled, because build/dev is kept.
+build: $(TOOLS)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -C build-dir=build/dev \
+	  -C cmake.define.FSDP2X_CUDA=$(CUDA) -C cmake.define.FSDP2X_WERROR=$(WERROR) \
+	  -C cmake.define.FSDP2X_DEBUG_COUNTERS=ON -e .
+
+demo: build
+	$(BIN)/python examples/demo.py
+
+test-cpp: $(TOOLS)
+	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
+	$(CMAKE) --build build/cpp
+	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+
+test: build test-cpp
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+test-full: build test-cpp
+	$(BIN)/python -m pytest tests --full $(PYTEST_ARGS)
+
+sanitize: $(TOOLS)
+	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
+	  -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
+	$(CMAKE) --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --no-tests=error
+
+lint: $(TOOLS)
+	$(BIN)/ruff check $(PY_DIRS)
+	$(BIN)/ruff format --check $(PY_DIRS)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(TOOLS)
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff format $(PY_DIRS)
+	$(BIN)/ruff check --fix $(PY_DIRS)
+
+bench: build
+	$(BIN)/python benchmarks/bench_step.py
+
+clean:
+	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

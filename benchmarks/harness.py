@@ -1,0 +1,115 @@
+"""One harness for all benchmarks: alternating runs in one process group, medians and spread, JSON and a table.
+
+Ratios between implementations measured in one run are what counts: machines are noisy and differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Samples:
+    """Seconds of each phase of each counted step of one implementation."""
+
+    phases: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.phases.setdefault(phase, []).append(seconds)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Per phase: median, minimum and maximum in milliseconds."""
+        return {
+            phase: {
+                "median_ms": 1e3 * statistics.median(values),
+                "min_ms": 1e3 * min(values),
+                "max_ms": 1e3 * max(values),
+            }
+            for phase, values in self.phases.items()
+        }
+
+
+class PhaseTimer:
+    """Splits a step into phases; the last call of ``mark`` before ``stop`` ends the step."""
+
+    def __init__(self, samples: Samples, counted: bool) -> None:
+        self._samples, self._counted = samples, counted
+        self._start = self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        if self._counted:
+            self._samples.add(phase, now - self._last)
+        self._last = now
+
+    def stop(self) -> None:
+        if self._counted:
+            self._samples.add("step", time.perf_counter() - self._start)
+
+
+def launch(script: str, world: int, timeout_s: float) -> int:
+    """Runs ``script`` again under torchrun with the same arguments; returns its exit status."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", script]
+    return subprocess.run([*command, *sys.argv[1:]], env=env, timeout=timeout_s, check=False).returncode
+
+
+def start_group() -> int:
+    """Joins the gloo group torchrun describes; one thread a rank. Returns the rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    return dist.get_rank()
+
+
+def alternate(steps: dict[str, Callable[[PhaseTimer], None]], warmup: int, count: int) -> dict[str, Samples]:
+    """Runs the steps of all implementations in turn, so that drift of the machine hits all alike."""
+    samples = {name: Samples() for name in steps}
+    for index in range(warmup + count):
+        names = list(steps) if index % 2 == 0 else list(reversed(steps))
+        for name in names:
+            dist.barrier()
+            timer = PhaseTimer(samples[name], counted=index >= warmup)
+            steps[name](timer)
+            timer.stop()
+    return samples
+
+
+def environment() -> dict[str, object]:
+    """What a reader needs to judge the numbers."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "world": dist.get_world_size(),
+        "threads_per_rank": torch.get_num_threads(),
+        "commit": commit or "unknown",
+    }
+
+
+def save(path: Path, name: str, results: dict) -> None:
+    """Writes one benchmark's results with its environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"benchmark": name, "environment": environment(), "results": results}, indent=1) + "\n")
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is the head."""
+    head, *body = rows
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join([" --- "] + [" ---: "] * (len(head) - 1)) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])

@@ -1,0 +1,32 @@
+# Ring cuda: sets FSDP2X_CUDA_VERSION and makes the target fsdp2x_cuda where nvcc is wanted and found.
+set(FSDP2X_CUDA_VERSION "")
+if(NOT FSDP2X_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "FSDP2X_CUDA must be AUTO, ON or OFF; got '${FSDP2X_CUDA}'.")
+endif()
+if(FSDP2X_CUDA STREQUAL OFF)
+  return()
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  find_program(CMAKE_CUDA_COMPILER nvcc HINTS "$ENV{CUDA_HOME}/bin" "/usr/local/cuda/bin")
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(FSDP2X_CUDA STREQUAL ON)
+    message(FATAL_ERROR "FSDP2X_CUDA is ON but no working nvcc was found: put it on PATH, set CUDACXX to it, or use "
+                        "FSDP2X_CUDA=OFF.")
+  endif()
+  message(STATUS "fsdp2x: no nvcc, csrc/cuda is left out")
+  return()
+endif()
+
+# One build for Ampere, Hopper and Blackwell, with PTX of the newest for what comes after.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+endif()
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(FSDP2X_CUDA_VERSION "${CMAKE_CUDA_COMPILER_VERSION}")
+add_subdirectory(csrc/cuda)

@@ -1,0 +1,55 @@
+# The extension module fsdp2x._C: csrc/engine and csrc/bind, linked to the torch that cmake/find_torch.py finds.
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/find_torch.py" --dir "${FSDP2X_TORCH_DIR}"
+  OUTPUT_VARIABLE torch_lines
+  ERROR_VARIABLE torch_error
+  RESULT_VARIABLE torch_status
+  OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_STRIP_TRAILING_WHITESPACE)
+if(NOT torch_status EQUAL 0)
+  message(FATAL_ERROR "${torch_error}")
+endif()
+foreach(key IN ITEMS dir version cxx11_abi)
+  string(REGEX MATCH "(^|\n)${key}=([^\n]*)" _ "${torch_lines}")
+  set(torch_${key} "${CMAKE_MATCH_2}")
+endforeach()
+message(STATUS "fsdp2x: torch ${torch_version} in ${torch_dir}")
+
+file(GLOB extension_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/engine/*.cpp"
+     "${PROJECT_SOURCE_DIR}/csrc/bind/*.cpp")
+Python_add_library(_C MODULE WITH_SOABI ${extension_sources})
+target_compile_features(_C PRIVATE cxx_std_20)
+target_include_directories(_C PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+# SYSTEM: warnings are for our own code. pybind11 is the copy that torch bundles: ProcessGroup and tensors cross.
+target_include_directories(_C SYSTEM PRIVATE "${torch_dir}/include" "${torch_dir}/include/torch/csrc/api/include")
+target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
+# libtorch.so is left out: it is an empty shell that pulls in libtorch_cuda.so, of which nothing is used here.
+target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
+                                 "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
+# The static libraries' symbols stay hidden: torch brings a libcudart of its own, not to be mixed up with the static one.
+target_link_options(_C PRIVATE -Wl,--exclude-libs,ALL)
+if(TARGET fsdp2x_cuda)
+  # Whole, so that every build shows that it links, and loads without a driver.
+  target_link_libraries(_C PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,fsdp2x_cuda>)
+endif()
+# fsdp2x and torch lie side by side in site-packages, wherever that is.
+set_target_properties(_C PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN/../torch/lib")
+if(FSDP2X_PCH)
+  target_precompile_headers(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:<torch/csrc/utils/pybind.h$<ANGLE-R>>
+                            $<$<COMPILE_LANGUAGE:CXX>:<ATen/ATen.h$<ANGLE-R>>)
+endif()
+
+set(FSDP2X_TORCH_VERSION "${torch_version}")
+set(FSDP2X_CUDA_LITERAL None)
+if(FSDP2X_CUDA_VERSION)
+  set(FSDP2X_CUDA_LITERAL "\"${FSDP2X_CUDA_VERSION}\"")
+endif()
+set(FSDP2X_DEBUG_COUNTERS_LITERAL False)
+if(FSDP2X_DEBUG_COUNTERS)
+  set(FSDP2X_DEBUG_COUNTERS_LITERAL True)
+endif()
+configure_file("${CMAKE_CURRENT_LIST_DIR}/build_info.py.in" "${PROJECT_BINARY_DIR}/_build_info.py" @ONLY)
+
+install(TARGETS _C LIBRARY DESTINATION fsdp2x)
+install(FILES "${PROJECT_BINARY_DIR}/_build_info.py" DESTINATION fsdp2x)

@@ -1,0 +1,214 @@
+// The extension module fsdp2x._C: names only, no decisions.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "core/error.hpp"
+#include "cpu/shm_group.hpp"
+#include "engine/group_transport.hpp"
+#include "engine/hooks.hpp"
+#include "engine/host_transport.hpp"
+#include "engine/root.hpp"
+#include "engine/storage.hpp"
+#include "engine/unit.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+PyRef own(const py::handle& object) { return PyRef::borrow(object.ptr()); }
+
+// (outer, dim, inner, orig dtype, compute dtype, reduce dtype); dtypes the engine cannot cast travel as bytes.
+using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType>;
+
+std::vector<ParamShape> shapes_of(const std::vector<ShapeTuple>& tuples) {
+  std::vector<ParamShape> shapes;
+  for (const auto& [outer, dim, inner, orig, compute, reduce] : tuples) {
+    ParamShape shape{outer, dim, inner, engine_dtype(orig), engine_dtype(compute), engine_dtype(reduce), true};
+    if (shape.orig == DType::byte) {
+      shape.inner *= static_cast<int64_t>(c10::elementSize(orig));
+      shape.compute = shape.reduce = DType::byte;
+      shape.trainable = false;
+    }
+    shapes.push_back(shape);
+  }
+  return shapes;
+}
+
+// (fqn, sharded, unsharded, gradient spec, [(parameters dict, name, weakref or None)])
+using OwnerTuple = std::tuple<py::dict, py::str, py::object>;
+using ParamTuple = std::tuple<std::string, py::object, py::object, py::object, std::vector<OwnerTuple>>;
+
+std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
+  std::vector<Param> params;
+  for (const auto& [fqn, sharded, unsharded, spec, owner_tuples] : tuples) {
+    std::vector<Owner> owners;
+    for (const auto& [parameters, name, weak_module] : owner_tuples) {
+      owners.push_back({own(parameters), own(name), weak_module.is_none() ? PyRef() : own(weak_module)});
+    }
+    params.emplace_back(fqn, own(sharded), own(unsharded), own(spec), std::move(owners));
+  }
+  return params;
+}
+
+py::dict stats_of(const Root& root) {
+  const TransportStats stats = root.transport->stats();
+  py::dict result;
+  result["gather_slots_owned"] = stats.gather_slots_owned;
+  result["gather_slot_bytes"] = stats.gather_slot_bytes;
+  result["peak_gather_bytes"] = stats.peak_gather_bytes;
+  result["scratch_slots_owned"] = stats.scratch_slots_owned;
+  result["scratch_bytes"] = stats.scratch_bytes;
+  result["owners"] = stats.owners;
+  result["gradient_block_allocations"] = root.blocks.num_allocations();
+  result["gathers"] = root.counters.gathers;
+  result["prefetched_gathers"] = root.counters.prefetched_gathers;
+  result["reductions"] = root.counters.reductions;
+  result["parameter_stores"] = root.counters.parameter_stores;
+  result["python_calls"] = root.counters.python_calls;
+  return result;
+}
+
+void bind_layout(py::module_& m) {
+  py::class_<Layout>(m, "Layout")
+      .def(py::init([](const std::vector<ShapeTuple>& shapes, int world, int rank) {
+             return Layout(shapes_of(shapes), world, rank);
+           }),
+           py::arg("shapes"), py::arg("world"), py::arg("rank"))
+      .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
+      .def_property_readonly("slot_bytes", &Layout::slot_bytes)
+      .def_property_readonly("scratch_bytes", &Layout::scratch_bytes)
+      .def_property_readonly("shard_offsets", [](const Layout& layout) {
+        std::vector<size_t> offsets;
+        for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);
+        return offsets;
+      });
+  m.def(
+      "shard_rows",
+      [](int64_t dim, int world, int rank) {
+        const RowRange rows = shard_rows(dim, world, rank);
+        return std::make_pair(rows.begin, rows.end);
+      },
+      py::arg("dim"), py::arg("world"), py::arg("rank"));
+  m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
+  m.def("tensor_without_memory", &tensor_without_memory, py::arg("sizes"), py::arg("dtype"), py::arg("device"));
+}
+
+void bind_root(py::module_& m) {
+  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+      .def("add_unit", &Root::add_unit, py::arg("unit"))
+      .def("reset", &Root::reset)
+      .def_property_readonly("transport_name", [](const Root& root) { return root.transport->name(); })
+      .def_property_readonly("in_forward", &Root::in_forward)
+      .def_readwrite("is_last_backward", &Root::is_last_backward)
+      .def("stats", &stats_of);
+  m.def(
+      "local_root",
+      [](at::Device device) { return std::make_shared<Root>(std::make_unique<HostTransport>(nullptr), device); },
+      py::arg("device"));
+  m.def(
+      "shm_root",
+      [](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s,
+         at::Device device) {
+        const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, {}};
+        std::unique_ptr<cpu::ShmGroup> group;
+        {
+          py::gil_scoped_release released;
+          group = cpu::ShmGroup::create(options);
+        }
+        return std::make_shared<Root>(std::make_unique<HostTransport>(std::move(group)), device);
+      },
+      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
+      py::arg("device"));
+  m.def(
+      "group_root",
+      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& wait, at::Device device) {
+        Collectives collectives{own(all_gather), own(reduce_scatter), own(wait)};
+        return std::make_shared<Root>(std::make_unique<GroupTransport>(std::move(collectives), device), device);
+      },
+      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"), py::arg("device"));
+}
+
+void set_prefetch(std::vector<std::weak_ptr<Unit>>& list, const std::vector<std::shared_ptr<Unit>>& units) {
+  list.assign(units.begin(), units.end());
+}
+
+void bind_unit(py::module_& m) {
+  py::class_<UnitOptions>(m, "UnitOptions")
+      .def(py::init<>())
+      .def_readwrite("reshard_after_forward", &UnitOptions::reshard_after_forward)
+      .def_readwrite("reshard_after_backward", &UnitOptions::reshard_after_backward)
+      .def_readwrite("requires_gradient_sync", &UnitOptions::requires_gradient_sync)
+      .def_readwrite("unshard_in_backward", &UnitOptions::unshard_in_backward)
+      .def_readwrite("cast_forward_inputs", &UnitOptions::cast_forward_inputs)
+      .def_readwrite("param_dtype", &UnitOptions::param_dtype)
+      .def_readwrite("output_dtype", &UnitOptions::output_dtype)
+      .def_readwrite("divide_factor", &UnitOptions::divide_factor)
+      .def_readwrite("force_sum_reduction", &UnitOptions::force_sum_reduction);
+  py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
+      .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
+                       const std::vector<ParamTuple>& params, const py::object& make_gradient,
+                       const py::object& add_to_foreign, const UnitOptions& options) {
+             return std::make_shared<Unit>(name, layout, pool, params_of(params), own(make_gradient),
+                                           own(add_to_foreign), options);
+           }),
+           py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
+           py::arg("add_to_foreign"), py::arg("options"))
+      .def("begin_unshard", &Unit::begin_unshard)
+      .def("unshard", &Unit::unshard)
+      .def("reshard", &Unit::reshard)
+      .def("reset", &Unit::reset)
+      .def("forget_gradients", [](Unit& unit) { unit.gradients.forget(); })
+      .def("set_sharded_param",
+           [](Unit& unit, size_t index, const py::object& param, const py::object& spec) {
+             unit.params.at(index).set_sharded_object(own(param));
+             unit.params.at(index).set_gradient_spec(own(spec));
+           })
+      .def("set_forward_prefetch",
+           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) { set_prefetch(unit.forward_prefetch, units); })
+      .def("set_backward_prefetch",
+           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
+             set_prefetch(unit.backward_prefetch, units);
+           })
+      .def_readonly("name", &Unit::name)
+      .def_readonly("index", &Unit::index)
+      .def_property_readonly("options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
+      .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
+      .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); })
+      .def_property_readonly("slot_bytes", [](const Unit& unit) { return unit.layout.slot_bytes(); })
+      .def_property_readonly("shard_pool_bytes", [](const Unit& unit) { return unit.layout.shard_pool_bytes(); })
+      .def_property_readonly("gradient_pool_bytes", [](const Unit& unit) { return unit.gradients.pool_bytes(); })
+      .def_property_readonly("pool", [](const Unit& unit) { return unit.pool; })
+      .def("unsharded_param", [](const Unit& unit, size_t index) {
+        return py::reinterpret_borrow<py::object>(unit.params.at(index).unsharded_object());
+      });
+  py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
+      .def(py::init<const std::vector<py::object>&, py::object>(), py::arg("modules"), py::arg("lazy_init"))
+      .def("set_unit", &UnitHooks::set_unit)
+      .def("set_all",
+           [](UnitHooks& hooks, const std::vector<std::shared_ptr<UnitHooks>>& all) {
+             hooks.set_all({all.begin(), all.end()});
+           })
+      .def("forget_progress", &UnitHooks::forget_progress)
+      .def("pre_forward", &UnitHooks::pre_forward)
+      .def("post_forward", &UnitHooks::post_forward);
+}
+
+}  // namespace
+
+}  // namespace fsdp2x
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The engine of fsdp2x; import it through fsdp2x.runtime.native only.";
+  pybind11::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const fsdp2x::Error& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  fsdp2x::bind_layout(m);
+  fsdp2x::bind_root(m);
+  fsdp2x::bind_unit(m);
+}

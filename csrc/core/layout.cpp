@@ -1,0 +1,154 @@
+// Computes the offsets and copy plans of a unit. A shard is stored as a contiguous [outer, rows, inner] block whose pad
+// lies behind it, in the pools as well as in the segments, so only the whole tensor ever needs strides.
+#include "core/layout.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/error.hpp"
+
+namespace fsdp2x {
+namespace {
+
+void check_shape(size_t index, const ParamShape& shape) {
+  const std::string which = "layout: parameter " + std::to_string(index);
+  if (shape.outer < 0 || shape.dim < 0 || shape.inner < 0) {
+    throw Error(which + " has a negative size: got outer " + std::to_string(shape.outer) + ", dim " +
+                std::to_string(shape.dim) + ", inner " + std::to_string(shape.inner));
+  }
+  if ((shape.orig == DType::byte) != (shape.compute == DType::byte)) {
+    throw Error(which + " cannot be cast from " + dtype_name(shape.orig) + " to " + dtype_name(shape.compute) +
+                ": bytes are only moved; give it the same dtype for storage and compute");
+  }
+  if (shape.trainable && (shape.orig == DType::byte || shape.reduce == DType::byte)) {
+    throw Error(which + " is trainable but its dtype (" + dtype_name(shape.orig) + ", reduced in " +
+                dtype_name(shape.reduce) + ") cannot be summed: freeze it or use a floating dtype");
+  }
+}
+
+size_t num_bytes(int64_t numel, DType dtype) { return static_cast<size_t>(numel) * dtype_bytes(dtype); }
+
+// A strided plan whose pieces follow each other on both sides is one piece.
+Copy merged(Copy copy) {
+  const bool dense = copy.src_stride == copy.piece_numel && copy.dst_stride == copy.piece_numel;
+  if (copy.count == 1 || dense) {
+    copy.piece_numel *= copy.count;
+    copy.count = 1;
+    copy.src_stride = copy.dst_stride = copy.piece_numel;
+  }
+  return copy;
+}
+
+// Rows of a shard (contiguous at `shard_offset`) -> their place in the whole tensor at `whole_offset`.
+Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset, DType src, size_t whole_offset,
+                    DType dst) {
+  Copy copy;
+  copy.src_offset = shard_offset;
+  copy.dst_offset = whole_offset + num_bytes(rows.begin * shape.inner, dst);
+  copy.count = shape.outer;
+  copy.piece_numel = rows.size() * shape.inner;
+  copy.src_stride = copy.piece_numel;
+  copy.dst_stride = shape.dim * shape.inner;
+  copy.src = src;
+  copy.dst = dst;
+  return merged(copy);
+}
+
+}  // namespace
+
+RowRange shard_rows(int64_t dim, int world, int rank) {
+  const int64_t chunk = (dim + world - 1) / world;
+  const int64_t begin = std::min(dim, chunk * rank);
+  return {begin, std::min(dim, begin + chunk)};
+}
+
+Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(world), rank_(rank) {
+  if (world < 1 || rank < 0 || rank >= world) {
+    throw Error("layout: rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world));
+  }
+  scratch_bytes_ = align_up(shapes.size());
+  params_.reserve(shapes.size());
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    check_shape(i, shapes[i]);
+    ParamPlace place;
+    place.shape = shapes[i];
+    const ParamShape& shape = place.shape;
+    place.rows = shard_rows(shape.dim, world, rank);
+    place.shard_numel = shape.outer * place.rows.size() * shape.inner;
+    place.padded_shard_numel = shape.outer * shard_rows(shape.dim, world, 0).size() * shape.inner;
+
+    place.shard_offset = shard_pool_bytes_;
+    shard_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.orig));
+    place.slot_offset = slot_bytes_;
+    slot_bytes_ += align_up(num_bytes(shape.numel(), shape.compute));
+    place.gather_segment_offset = gather_segment_bytes_;
+    gather_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.compute));
+    if (shape.trainable) {
+      place.scratch_offset = scratch_bytes_;
+      scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.reduce));
+      place.reduce_segment_offset = reduce_segment_bytes_;
+      reduce_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.reduce));
+    }
+    params_.push_back(std::move(place));
+  }
+
+  for (const ParamPlace& place : params_) {
+    if (place.shard_numel == 0) continue;
+    const ParamShape& shape = place.shape;
+    shard_to_slot_.push_back(
+        shard_to_whole(shape, place.rows, place.shard_offset, shape.orig, place.slot_offset, shape.compute));
+    Copy segment;
+    segment.src_offset = place.shard_offset;
+    segment.dst_offset = place.gather_segment_offset;
+    segment.count = 1;
+    segment.piece_numel = segment.src_stride = segment.dst_stride = place.shard_numel;
+    segment.src = shape.orig;
+    segment.dst = shape.compute;
+    shard_to_segment_.push_back(segment);
+  }
+}
+
+std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
+  if (source_rank < 0 || source_rank >= world_) {
+    throw Error("layout: segment of rank " + std::to_string(source_rank) + " asked for in a world of " +
+                std::to_string(world_));
+  }
+  std::vector<Copy> copies;
+  copies.reserve(params_.size());
+  for (const ParamPlace& place : params_) {
+    const ParamShape& shape = place.shape;
+    const RowRange rows = shard_rows(shape.dim, world_, source_rank);
+    if (shape.outer * rows.size() * shape.inner == 0) continue;
+    copies.push_back(
+        shard_to_whole(shape, rows, place.gather_segment_offset, shape.compute, place.slot_offset, shape.compute));
+  }
+  return copies;
+}
+
+std::vector<Copy> Layout::gradient_to_segments(size_t param, DType grad) const {
+  if (param >= params_.size() || !params_[param].shape.trainable) {
+    throw Error("layout: parameter " + std::to_string(param) + " of " + std::to_string(params_.size()) +
+                " has no reduce segment: it does not exist or is not trainable");
+  }
+  const ParamPlace& place = params_[param];
+  const ParamShape& shape = place.shape;
+  std::vector<Copy> copies;
+  for (int rank = 0; rank < world_; ++rank) {
+    const RowRange rows = shard_rows(shape.dim, world_, rank);
+    if (shape.outer * rows.size() * shape.inner == 0) continue;
+    Copy copy;
+    copy.src_offset = num_bytes(rows.begin * shape.inner, grad);
+    copy.dst_offset = static_cast<size_t>(rank) * reduce_segment_bytes_ + place.reduce_segment_offset;
+    copy.count = shape.outer;
+    copy.piece_numel = rows.size() * shape.inner;
+    copy.src_stride = shape.dim * shape.inner;
+    copy.dst_stride = copy.piece_numel;
+    copy.src = grad;
+    copy.dst = shape.reduce;
+    copies.push_back(merged(copy));
+  }
+  return copies;
+}
+
+}  // namespace fsdp2x

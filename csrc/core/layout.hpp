@@ -1,0 +1,104 @@
+// Where every parameter of a unit lies: in the shard pool, the gather slot, the reduce scratch and the rank-major
+// segments. The only place that knows how rows map to ranks. Built once per unit, immutable.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/dtype.hpp"
+
+namespace fsdp2x {
+
+inline constexpr size_t kAlignBytes = 64;
+
+constexpr size_t align_up(size_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
+
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+};
+
+// Rows of `rank` when `dim` rows are cut as torch.chunk cuts them: ceil(dim / world) rows each, the last ranks short or
+// empty.
+RowRange shard_rows(int64_t dim, int world, int rank);
+
+// What the layout needs to know of one parameter. Its global tensor is seen as [outer, dim, inner] and sharded along
+// `dim`: outer == 1 for Shard(0).
+struct ParamShape {
+  int64_t outer = 1;
+  int64_t dim = 0;
+  int64_t inner = 1;
+  DType orig = DType::f32;     // dtype of the sharded parameter and of `.grad`
+  DType compute = DType::f32;  // dtype of the unsharded parameter
+  DType reduce = DType::f32;   // dtype gradients are packed and summed in
+  bool trainable = true;
+  int64_t numel() const { return outer * dim * inner; }
+};
+
+// A strided copy of `count` pieces of `piece_numel` elements each. Offsets in bytes from a base pointer, strides in
+// elements.
+struct Copy {
+  size_t src_offset = 0;
+  size_t dst_offset = 0;
+  int64_t count = 0;
+  int64_t piece_numel = 0;
+  int64_t src_stride = 0;
+  int64_t dst_stride = 0;
+  DType src = DType::f32;
+  DType dst = DType::f32;
+};
+
+struct ParamPlace {
+  ParamShape shape;
+  RowRange rows;                     // of this rank
+  int64_t shard_numel = 0;           // outer * rows.size() * inner
+  int64_t padded_shard_numel = 0;    // outer * ceil(dim / world) * inner: the same on every rank
+  size_t shard_offset = 0;           // in the shard pool and the gradient pool, bytes
+  size_t slot_offset = 0;            // in the gather slot, bytes
+  size_t scratch_offset = 0;         // in the reduce scratch, bytes; trainable parameters only
+  size_t gather_segment_offset = 0;  // in one rank's gather segment, bytes
+  size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes; trainable parameters only
+};
+
+class Layout {
+ public:
+  Layout(std::vector<ParamShape> shapes, int world, int rank);
+
+  int world() const { return world_; }
+  int rank() const { return rank_; }
+  const std::vector<ParamPlace>& params() const { return params_; }
+
+  size_t shard_pool_bytes() const { return shard_pool_bytes_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+  // The scratch begins with one flag byte per parameter (all parameters, in order), rounded up to kAlignBytes;
+  // scratch_offset of the parameters counts from the start of the scratch and lies behind the flags.
+  size_t scratch_bytes() const { return scratch_bytes_; }
+  size_t gather_segment_bytes() const { return gather_segment_bytes_; }
+  size_t reduce_segment_bytes() const { return reduce_segment_bytes_; }
+
+  // This rank's shard pool -> its rows in the gather slot, with the cast. Empty shards are left out.
+  const std::vector<Copy>& shard_to_slot() const { return shard_to_slot_; }
+  // This rank's shard pool -> its gather segment, with the cast.
+  const std::vector<Copy>& shard_to_segment() const { return shard_to_segment_; }
+  // Segment of `source_rank` (offset from that segment's start) -> the gather slot. Pads are left out.
+  std::vector<Copy> segment_to_slot(int source_rank) const;
+  // Whole unsharded gradient of parameter `param` (contiguous, dtype `grad`) -> the W reduce segments laid end to
+  // end, with the cast. Pads are not written: zero the buffer once.
+  std::vector<Copy> gradient_to_segments(size_t param, DType grad) const;
+
+ private:
+  int world_;
+  int rank_;
+  std::vector<ParamPlace> params_;
+  size_t shard_pool_bytes_ = 0;
+  size_t slot_bytes_ = 0;
+  size_t scratch_bytes_ = 0;
+  size_t gather_segment_bytes_ = 0;
+  size_t reduce_segment_bytes_ = 0;
+  std::vector<Copy> shard_to_slot_;
+  std::vector<Copy> shard_to_segment_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,52 @@
+// The slot ledger: who owns which transient piece of an arena. Pure bookkeeping of offsets; the memory belongs to
+// whoever maps the arena. Deterministic: the same calls in the same order give the same offsets on every rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fsdp2x {
+
+struct Slot {
+  int id = -1;            // stable index of the slot, counted from 0 in order of creation
+  size_t offset = 0;      // from the arena's start, a multiple of the page size
+  size_t bytes = 0;       // capacity: what was asked for, rounded up to pages
+  uint64_t num_uses = 0;  // how often it was acquired, this use included
+};
+
+class SlotLedger {
+ public:
+  // `page_bytes`: every slot's offset and capacity is a multiple of it.
+  explicit SlotLedger(size_t page_bytes);
+
+  // The free slot with the smallest capacity that fits `bytes` and is not more than twice as large, the lowest id among
+  // equals; otherwise a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
+  Slot acquire(size_t bytes, const std::string& owner);
+  // Throws when the slot is not owned.
+  void release(int id);
+
+  size_t num_owned() const;
+  size_t num_slots() const { return slots_.size(); }
+  size_t arena_bytes() const { return arena_bytes_; }
+  size_t owned_bytes() const;
+  size_t peak_owned_bytes() const { return peak_owned_bytes_; }
+  const Slot& slot(int id) const;
+  // "slot 0 (4096 bytes): layers.0; slot 3 (8192 bytes): root" or "empty": for errors and tests.
+  std::string owners() const;
+
+ private:
+  struct Entry {
+    Slot slot;
+    std::string owner;
+    bool owned = false;
+  };
+  size_t page_bytes_;
+  std::vector<Entry> slots_;
+  size_t arena_bytes_ = 0;
+  size_t owned_bytes_ = 0;
+  size_t peak_owned_bytes_ = 0;
+};
+
+}  // namespace fsdp2x

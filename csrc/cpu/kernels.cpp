@@ -1,0 +1,185 @@
+// Casts, sums and copy plans on top of the kernel table; the choice of the table.
+#include "cpu/kernels.hpp"
+
+#ifdef FSDP2X_X86_KERNELS
+#include <cpuid.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "core/error.hpp"
+#include "cpu/kernel_math.hpp"
+#include "cpu/kernel_table.hpp"
+
+namespace fsdp2x::cpu {
+namespace {
+
+bool is_supported(Isa isa) {
+#ifdef FSDP2X_X86_KERNELS
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  const bool avx2 = f16c && __builtin_cpu_supports("avx2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return isa == Isa::base || (isa == Isa::avx2 && avx2) || (isa == Isa::avx512 && avx512);
+#else
+  return isa == Isa::base;
+#endif
+}
+
+const KernelTable& table_of(Isa isa) {
+#ifdef FSDP2X_X86_KERNELS
+  if (isa == Isa::avx2) return kernel_table_avx2();
+  if (isa == Isa::avx512) return kernel_table_avx512();
+#else
+  static_cast<void>(isa);
+#endif
+  return kernel_table_base();
+}
+
+const KernelTable& best_table() {
+  if (is_supported(Isa::avx512)) return table_of(Isa::avx512);
+  return table_of(is_supported(Isa::avx2) ? Isa::avx2 : Isa::base);
+}
+
+std::atomic<const KernelTable*>& active_table() {
+  static std::atomic<const KernelTable*> table{&best_table()};
+  return table;
+}
+
+using CastLoop = void (*)(void* dst, const void* src, int64_t numel);
+
+CastLoop cast_loop(DType dst, DType src) {
+  if (dst == DType::byte || src == DType::byte) {
+    throw Error(std::string("kernels: cannot cast ") + dtype_name(src) + " to " + dtype_name(dst) +
+                ": bytes are only moved");
+  }
+  return kernel_table().cast[static_cast<int>(dst)][static_cast<int>(src)];
+}
+
+template <size_t kBytes>
+void copy_fixed(std::byte* dst, size_t dst_stride, const std::byte* src, size_t src_stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(dst, src, kBytes);
+    dst += dst_stride;
+    src += src_stride;
+  }
+}
+
+// Strides and the piece in bytes. Tiny pieces (a last dim cut to one element) get a copy of a constant size.
+void copy_pieces(std::byte* dst, size_t dst_stride, const std::byte* src, size_t src_stride, int64_t count,
+                 size_t bytes) {
+  switch (bytes) {
+    case 2:
+      return copy_fixed<2>(dst, dst_stride, src, src_stride, count);
+    case 4:
+      return copy_fixed<4>(dst, dst_stride, src, src_stride, count);
+    case 8:
+      return copy_fixed<8>(dst, dst_stride, src, src_stride, count);
+    case 16:
+      return copy_fixed<16>(dst, dst_stride, src, src_stride, count);
+    default:
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(dst, src, bytes);
+        dst += dst_stride;
+        src += src_stride;
+      }
+  }
+}
+
+// acc in a tile: dst is too narrow to add to.
+template <class A>
+void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, DType src_type, const std::byte* src,
+                      int64_t numel) {
+  alignas(kAlignBytes) A tile[kTileNumel];
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    std::byte* out = dst + static_cast<size_t>(begin) * dtype_bytes(dst_type);
+    ops.load[static_cast<int>(dst_type)](tile, out, count);
+    ops.add[static_cast<int>(src_type)](tile, src + static_cast<size_t>(begin) * dtype_bytes(src_type), count);
+    ops.store[static_cast<int>(dst_type)](out, tile, count);
+  }
+}
+
+}  // namespace
+
+const KernelTable& kernel_table() { return *active_table().load(std::memory_order_relaxed); }
+
+bool select_kernels(Isa isa) {
+  if (!is_supported(isa)) return false;
+  active_table().store(&table_of(isa), std::memory_order_relaxed);
+  return true;
+}
+
+void cast_copy(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel) {
+  if (numel <= 0) return;
+  if (dst_type == src_type) {
+    std::memcpy(dst, src, static_cast<size_t>(numel) * dtype_bytes(dst_type));
+    return;
+  }
+  cast_loop(dst_type, src_type)(dst, src, numel);
+}
+
+void add(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel) {
+  require_summable(dst_type, "add");
+  require_summable(src_type, "add");
+  if (numel <= 0) return;
+  const KernelTable& table = kernel_table();
+  auto* out = static_cast<std::byte*>(dst);
+  const auto* in = static_cast<const std::byte*>(src);
+  if (dst_type == DType::f64) {
+    table.f64.add[static_cast<int>(src_type)](static_cast<double*>(dst), src, numel);
+  } else if (src_type == DType::f64) {
+    add_through_tile(table.f64, dst_type, out, src_type, in, numel);
+  } else if (dst_type == DType::f32) {
+    table.f32.add[static_cast<int>(src_type)](static_cast<float*>(dst), src, numel);
+  } else {
+    add_through_tile(table.f32, dst_type, out, src_type, in, numel);
+  }
+}
+
+void divide(DType type, void* dst, int64_t numel, double divisor) {
+  require_summable(type, "divide");
+  if (numel <= 0) return;
+  const KernelTable& table = kernel_table();
+  if (type == DType::f64) return divide_all(table.f64, static_cast<double*>(dst), numel, divisor);
+  if (type == DType::f32) return divide_all(table.f32, static_cast<float*>(dst), numel, divisor);
+  alignas(kAlignBytes) float tile[kTileNumel];
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    std::byte* out = static_cast<std::byte*>(dst) + static_cast<size_t>(begin) * dtype_bytes(type);
+    table.f32.load[static_cast<int>(type)](tile, out, count);
+    divide_all(table.f32, tile, count, divisor);
+    table.f32.store[static_cast<int>(type)](out, tile, count);
+  }
+}
+
+void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base) {
+  for (const Copy& copy : copies) {
+    const std::byte* src = static_cast<const std::byte*>(src_base) + copy.src_offset;
+    std::byte* dst = static_cast<std::byte*>(dst_base) + copy.dst_offset;
+    if (copy.count == 1) {
+      cast_copy(copy.dst, dst, copy.src, src, copy.piece_numel);
+      continue;
+    }
+    if (copy.count <= 0 || copy.piece_numel <= 0) continue;
+    const size_t src_step = static_cast<size_t>(copy.src_stride) * dtype_bytes(copy.src);
+    const size_t dst_step = static_cast<size_t>(copy.dst_stride) * dtype_bytes(copy.dst);
+    if (copy.src == copy.dst) {
+      copy_pieces(dst, dst_step, src, src_step, copy.count,
+                  static_cast<size_t>(copy.piece_numel) * dtype_bytes(copy.src));
+      continue;
+    }
+    const CastLoop loop = cast_loop(copy.dst, copy.src);
+    for (int64_t i = 0; i < copy.count; ++i) {
+      loop(dst, src, copy.piece_numel);
+      src += src_step;
+      dst += dst_step;
+    }
+  }
+}
+
+}  // namespace fsdp2x::cpu

@@ -1,0 +1,43 @@
+// CPU kernels on raw pointers. Each has a plain scalar twin in tests/cpp. fp32 arithmetic unless a side is f64;
+// rounding to bf16/f16 is to nearest even, NaN stays NaN; no contraction of multiply and add (-ffp-contract=off).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/dtype.hpp"
+#include "core/layout.hpp"
+
+namespace fsdp2x::cpu {
+
+// dst[i] = cast(src[i]). Equal types are a memcpy; `byte` casts only to `byte` (throws Error otherwise).
+void cast_copy(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel);
+
+// dst[i] = cast(dst[i] + src[i]), the sum in fp32 (f64 if either side is f64).
+void add(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel);
+
+// dst[i] = cast(dst[i] / divisor).
+void divide(DType type, void* dst, int64_t numel, double divisor);
+
+// Runs a copy plan from one base pointer to another.
+void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base);
+
+struct ReducePiece {
+  DType src_type = DType::f32;
+  DType dst_type = DType::f32;
+  const void* const* sources = nullptr;  // one per contributing rank, in rank order
+  int num_sources = 0;                   // 0: the sum is zero
+  void* dst = nullptr;                   // contiguous, overlaps no source
+  int64_t count = 1;                     // pieces; sources advance by src_stride elements, dst by piece_numel
+  int64_t piece_numel = 0;
+  int64_t src_stride = 0;
+  double divisor = 1.0;     // true division, so that 2 ranks match sum / 2 bit for bit
+  bool accumulate = false;  // dst += cast(sum / divisor) instead of dst = ...
+};
+
+// dst = cast(sum of the sources in rank order / divisor), optionally added to dst. Returns the sum of squares of the
+// stored dst values in f64.
+double reduce(const ReducePiece& piece);
+
+}  // namespace fsdp2x::cpu

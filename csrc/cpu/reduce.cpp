@@ -1,0 +1,154 @@
+// The reduction kernel: one walk over the destination in tiles that stay in the first-level cache, so that sources are
+// read once, the destination is written once, and its squares are summed while it is still near.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/kernel_math.hpp"
+#include "cpu/kernel_table.hpp"
+#include "cpu/kernels.hpp"
+
+namespace fsdp2x::cpu {
+namespace {
+
+// Where in the sources a position of the (dense) destination lies.
+class Cursor {
+ public:
+  explicit Cursor(const ReducePiece& piece) : piece_(piece) {}
+  // Elements left in this piece, at most `wanted`.
+  int64_t run(int64_t wanted) const { return std::min(wanted, piece_.piece_numel - within_); }
+  int64_t source_index() const { return index_ * piece_.src_stride + within_; }
+  void advance(int64_t numel) {
+    within_ += numel;
+    if (within_ == piece_.piece_numel) {
+      within_ = 0;
+      ++index_;
+    }
+  }
+
+ private:
+  const ReducePiece& piece_;
+  int64_t index_ = 0;
+  int64_t within_ = 0;
+};
+
+double fold(const double* lanes) {
+  double sum = 0.0;
+  for (int i = 0; i < kNumLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// fp32 to fp32 with few sources: sum, division and accumulation in registers.
+double reduce_fused(const KernelTable& table, const ReducePiece& piece) {
+  const float divisor = static_cast<float>(piece.divisor);
+  const bool multiply = reciprocal_is_exact(divisor);
+  const auto loop = table.sum_f32[piece.accumulate][!multiply][piece.num_sources - 1];
+  const float factor = multiply ? 1.0f / divisor : divisor;
+  float* dst = static_cast<float*>(piece.dst);
+  const int64_t numel = piece.count * piece.piece_numel;
+  alignas(kAlignBytes) double lanes[kNumLanes] = {};
+  Cursor cursor(piece);
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    for (int64_t done = 0; done < count;) {
+      const int64_t run = cursor.run(count - done);
+      const float* sources[kMaxFusedSources];
+      for (int s = 0; s < piece.num_sources; ++s) {
+        sources[s] = static_cast<const float*>(piece.sources[s]) + cursor.source_index();
+      }
+      loop(dst + begin + done, sources, run, factor);
+      cursor.advance(run);
+      done += run;
+    }
+    table.f32.sum_squares(dst + begin, count, lanes);
+  }
+  return fold(lanes);
+}
+
+// The sum of `numel` elements at `cursor`, divided.
+template <class A>
+void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece& piece, Cursor& cursor) {
+  const int src = static_cast<int>(piece.src_type);
+  if (piece.num_sources == 0) {
+    std::memset(acc, 0, static_cast<size_t>(numel) * sizeof(A));
+    return;
+  }
+  for (int64_t done = 0; done < numel;) {
+    const int64_t run = cursor.run(numel - done);
+    const size_t offset = static_cast<size_t>(cursor.source_index()) * dtype_bytes(piece.src_type);
+    ops.load[src](acc + done, static_cast<const std::byte*>(piece.sources[0]) + offset, run);
+    for (int s = 1; s < piece.num_sources; ++s) {
+      ops.add[src](acc + done, static_cast<const std::byte*>(piece.sources[s]) + offset, run);
+    }
+    cursor.advance(run);
+    done += run;
+  }
+  divide_all(ops, acc, numel, piece.divisor);
+}
+
+// The destination has the accumulator's type: it is the accumulator.
+template <class A>
+double reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece) {
+  constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
+  const int64_t numel = piece.count * piece.piece_numel;
+  alignas(kAlignBytes) A tile[kTileNumel];
+  alignas(kAlignBytes) double lanes[kNumLanes] = {};
+  Cursor cursor(piece);
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    A* out = static_cast<A*>(piece.dst) + begin;
+    sum_into(piece.accumulate ? tile : out, count, ops, piece, cursor);
+    if (piece.accumulate) ops.add[kOwn](out, tile, count);
+    ops.sum_squares(out, count, lanes);
+  }
+  return fold(lanes);
+}
+
+// The destination is narrower: it is rounded to from a tile.
+template <class A>
+double reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece) {
+  constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
+  const int dst = static_cast<int>(piece.dst_type);
+  const int64_t numel = piece.count * piece.piece_numel;
+  alignas(kAlignBytes) A tile[kTileNumel];
+  alignas(kAlignBytes) A sum[kTileNumel];
+  alignas(kAlignBytes) double lanes[kNumLanes] = {};
+  Cursor cursor(piece);
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    std::byte* out = static_cast<std::byte*>(piece.dst) + static_cast<size_t>(begin) * dtype_bytes(piece.dst_type);
+    sum_into(tile, count, ops, piece, cursor);
+    if (piece.accumulate) {
+      // What is added is the cast sum, as if a gradient of dst's type had been made and then added.
+      ops.load[dst](sum, out, count);
+      ops.store[dst](out, tile, count);
+      ops.load[dst](tile, out, count);
+      ops.add[kOwn](tile, sum, count);
+    }
+    ops.store[dst](out, tile, count);
+    ops.load[dst](tile, out, count);
+    ops.sum_squares(tile, count, lanes);
+  }
+  return fold(lanes);
+}
+
+template <class A>
+double reduce_tiles(const Arithmetic<A>& ops, const ReducePiece& piece) {
+  constexpr DType kOwn = std::is_same_v<A, double> ? DType::f64 : DType::f32;
+  return piece.dst_type == kOwn ? reduce_in_place(ops, piece) : reduce_rounded(ops, piece);
+}
+
+}  // namespace
+
+double reduce(const ReducePiece& piece) {
+  require_summable(piece.src_type, "reduce");
+  require_summable(piece.dst_type, "reduce");
+  if (piece.count <= 0 || piece.piece_numel <= 0) return 0.0;
+  const KernelTable& table = kernel_table();
+  if (piece.src_type == DType::f64 || piece.dst_type == DType::f64) return reduce_tiles(table.f64, piece);
+  const bool all_f32 = piece.src_type == DType::f32 && piece.dst_type == DType::f32;
+  if (all_f32 && piece.num_sources >= 1 && piece.num_sources <= kMaxFusedSources) return reduce_fused(table, piece);
+  return reduce_tiles(table.f32, piece);
+}
+
+}  // namespace fsdp2x::cpu

@@ -1,0 +1,97 @@
+// What lies where in the memfd, and the records of the control area. csrc/README.md draws it; these are the numbers.
+//
+// Every record has one writer, the rank it belongs to; what a rank writes is contiguous, so two ranks never write the
+// same cache line. All of it starts as zero: sequence numbers and epochs count from 1.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace fsdp2x::cpu {
+
+inline constexpr uint64_t kShmMagic = 0x6d68732d78326466;  // changes with the layout below
+inline constexpr uint64_t kRingEntries = 4096;
+inline constexpr uint32_t kMaxSlots = 65536;
+inline constexpr uint32_t kMaxUnits = 65536;
+inline constexpr int kMaxRanks = 1024;
+
+using Word = std::atomic<uint64_t>;
+using Doorbell = std::atomic<uint32_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "shared memory needs lock-free 64-bit atomics");
+static_assert(Doorbell::is_always_lock_free && sizeof(Doorbell) == 4, "a futex is a 32-bit word");
+
+struct alignas(128) RankState {
+  Word pid;         // as rank 0 sees it; 0 when the rank lives in another pid namespace
+  Word closed;      // 1 when the rank destroyed its group
+  Word barriers;    // how many barriers it entered
+  Word num_posted;  // sequence of its last gather
+  Word progress;    // position in the backward order
+  // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
+  Word wanted_gather;  // sequence
+  Word wanted_slot;    // slot and the use it wants to begin, see wish_for_slot()
+  // Written by its peers as well, hence a line of their own.
+  alignas(128) Doorbell doorbell;
+  Doorbell sleeping;
+};
+
+inline uint64_t wish_for_slot(uint32_t slot, uint64_t num_uses) { return num_uses << 16 | slot; }
+inline uint32_t wished_slot(uint64_t wish) { return static_cast<uint32_t>(wish & (kMaxSlots - 1)); }
+inline uint64_t wished_use(uint64_t wish) { return wish >> 16; }
+
+struct alignas(64) RingEntry {
+  Word sequence;
+  Word unit;
+  Word slot;
+  Word slot_offset;
+  Word bytes;
+};
+
+struct alignas(32) UnitRecord {
+  Word posted;
+  Word tag;
+  Word scratch_offset;
+  Word consumed;
+};
+
+// Offsets in the memfd for `world` ranks and a file of `total` bytes. The first half holds the control area and the
+// gather arena, the second half is cut into one scratch arena per rank. Nothing of it is there before it is written.
+class ShmMap {
+ public:
+  ShmMap(int world, size_t total) : world_(static_cast<size_t>(world)), total_(total) {}
+
+  size_t control_bytes() const { return align(units_offset() + world_ * kMaxUnits * sizeof(UnitRecord)); }
+  size_t gather_offset() const { return control_bytes(); }
+  size_t gather_bytes() const { return total_ / 2 - control_bytes(); }
+  size_t scratch_offset(int rank) const { return total_ / 2 + static_cast<size_t>(rank) * scratch_bytes(); }
+  size_t scratch_bytes() const { return total_ / 2 / world_ / kAlign * kAlign; }
+
+  RankState& state(std::byte* control, int rank) const {
+    return *reinterpret_cast<RankState*>(control + static_cast<size_t>(rank) * sizeof(RankState));
+  }
+  RingEntry& entry(std::byte* control, int rank, uint64_t sequence) const {
+    const size_t index = static_cast<size_t>(rank) * kRingEntries + sequence % kRingEntries;
+    return *reinterpret_cast<RingEntry*>(control + ring_offset() + index * sizeof(RingEntry));
+  }
+  // The use of `slot` that `rank` released last.
+  Word& released(std::byte* control, int rank, uint32_t slot) const {
+    const size_t index = static_cast<size_t>(rank) * kMaxSlots + slot;
+    return *reinterpret_cast<Word*>(control + slots_offset() + index * sizeof(Word));
+  }
+  UnitRecord& unit(std::byte* control, int rank, uint32_t unit) const {
+    const size_t index = static_cast<size_t>(rank) * kMaxUnits + unit;
+    return *reinterpret_cast<UnitRecord*>(control + units_offset() + index * sizeof(UnitRecord));
+  }
+
+ private:
+  static constexpr size_t kAlign = 65536;  // at least the page size of every machine
+  static size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+  size_t ring_offset() const { return align(world_ * sizeof(RankState)); }
+  size_t slots_offset() const { return align(ring_offset() + world_ * kRingEntries * sizeof(RingEntry)); }
+  size_t units_offset() const { return align(slots_offset() + world_ * kMaxSlots * sizeof(Word)); }
+
+  size_t world_;
+  size_t total_;
+};
+
+}  // namespace fsdp2x::cpu

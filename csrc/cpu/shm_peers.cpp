@@ -1,0 +1,144 @@
+// Futexes, pidfds, and the sentences for a peer that does not come.
+//
+// No wake-up is lost: a waiter announces that it sleeps, then looks once more at what it waits for; a peer stores that,
+// then looks whether the waiter sleeps. A full fence on both sides makes sure that one of the two sees the other.
+#include "cpu/shm_peers.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdio>
+#include <ctime>
+
+#include "core/error.hpp"
+
+namespace fsdp2x::cpu {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+// Cores that this process may run on.
+int num_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", seconds);
+  return text;
+}
+
+Peers::Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::function<std::string(int)> where)
+    : options_(options),
+      map_(map),
+      control_(control),
+      where_(std::move(where)),
+      // A peer that has no core of its own cannot arrive while this rank spins.
+      num_pauses_(options.world > num_cores() ? 8 : 300),
+      num_yields_(options.world > num_cores() ? 20 : 100),
+      processes_(static_cast<size_t>(options.world)),
+      polled_(static_cast<size_t>(options.world), pollfd{-1, POLLIN, 0}),
+      dead_(static_cast<size_t>(options.world), false) {}
+
+void Peers::watch() {
+  watching_ = true;
+  for (int rank = 0; rank < options_.world; ++rank) {
+    const auto pid = static_cast<pid_t>(state(rank).pid.load(std::memory_order_acquire));
+    if (rank == options_.rank || pid == 0) continue;
+    const auto index = static_cast<size_t>(rank);
+    processes_[index] = FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    polled_[index].fd = processes_[index].get();
+  }
+}
+
+void Peers::pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void Peers::ring() const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int rank = 0; rank < options_.world; ++rank) {
+    RankState& peer = state(rank);
+    if (rank == options_.rank || peer.sleeping.load(std::memory_order_relaxed) == 0) continue;
+    peer.doorbell.fetch_add(1);
+    ::syscall(SYS_futex, &peer.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+uint32_t Peers::begin_sleep() const {
+  RankState& own = state(options_.rank);
+  own.sleeping.store(1);
+  const uint32_t bell = own.doorbell.load();
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return bell;
+}
+
+void Peers::sleep(uint32_t bell, Clock::time_point deadline) const {
+  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
+  const auto slice = std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(0), kSlice);
+  const timespec timeout = {0, static_cast<long>(slice.count())};
+  // Any return is fine: the caller looks again.
+  ::syscall(SYS_futex, &state(options_.rank).doorbell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
+}
+
+void Peers::end_sleep() const { state(options_.rank).sleeping.store(0, std::memory_order_relaxed); }
+
+void Peers::look() {
+  if (!watching_) return;
+  for (pollfd& item : polled_) item.revents = 0;
+  ::poll(polled_.data(), polled_.size(), 0);
+  for (int rank = 0; rank < options_.world; ++rank) {
+    const auto index = static_cast<size_t>(rank);
+    const auto pid = static_cast<pid_t>(state(rank).pid.load(std::memory_order_relaxed));
+    if (rank == options_.rank || pid == 0) continue;
+    const bool watched = processes_[index].valid();
+    const bool gone = watched ? (polled_[index].revents & POLLIN) != 0 : ::kill(pid, 0) != 0 && errno == ESRCH;
+    if (gone) dead_[index] = true;
+  }
+}
+
+std::string Peers::name(int rank) const {
+  const uint64_t pid = state(rank).pid.load(std::memory_order_relaxed);
+  return "rank " + std::to_string(rank) + (pid != 0 ? " (pid " + std::to_string(pid) + ")" : "");
+}
+
+std::string Peers::other_dead(int rank) const {
+  for (int other = 0; other < options_.world; ++other) {
+    if (other != rank && is_dead(other) && !is_closed(other)) return "; " + name(other) + " has died";
+  }
+  return "";
+}
+
+void Peers::fail_gone(int rank, const std::string& what, double waited_s) const {
+  const std::string who = "shared memory: " + name(rank);
+  const std::string mine = " while rank " + std::to_string(options_.rank) + " waited for it in " + what + " (for " +
+                           seconds_text(waited_s) + ")" + other_dead(rank);
+  if (is_closed(rank)) {
+    throw Error(who + " closed its shared-memory group" + mine +
+                ": every rank must run the same steps and keep its model until all of them are done");
+  }
+  throw Error(who + " died" + mine + ": its own output says why; restart all ranks");
+}
+
+void Peers::fail_timeout(int rank, const std::string& what, double waited_s) const {
+  throw Error("shared memory: rank " + std::to_string(options_.rank) + " waited " + seconds_text(waited_s) + " for " +
+              name(rank) + " in " + what + "; that rank lives and " + where_(rank) + other_dead(rank) +
+              ": look at its stack (it hangs or runs something else), or raise `timeout` if it is only slow");
+}
+
+}  // namespace fsdp2x::cpu

@@ -1,0 +1,80 @@
+// The gradient pool of a unit: memory for the sharded gradients, taken when the first reduction of a step arrives and
+// given back when nobody holds a gradient any more.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/param.hpp"
+
+namespace fsdp2x {
+
+// Free blocks of all units of one root, by size. Blocks are kept for the next step.
+class BlockPool {
+ public:
+  explicit BlockPool(at::Device device) : device_(device) {}
+  at::Tensor take(size_t bytes);
+  void give_back(at::Tensor block);
+  void clear() { free_.clear(); }
+  size_t num_allocations() const { return num_allocations_; }
+
+ private:
+  at::Device device_;
+  std::multimap<size_t, at::Tensor> free_;
+  size_t num_allocations_ = 0;
+};
+
+// Where the reduction of one parameter goes.
+struct GradientTarget {
+  void* data = nullptr;     // this rank's rows, contiguous, dtype of `.grad`
+  bool accumulate = false;  // `.grad` is ours and holds a value
+  at::Tensor foreign;       // memory for a sum that is added to a `.grad` that is not ours
+};
+
+// Every member function needs the GIL.
+class Gradients {
+ public:
+  // make_gradient(spec, local tensor) -> DTensor and add_to_foreign(parameter, local tensor) are Python callables.
+  Gradients(const Layout& layout, std::vector<Param>& params, at::Device device, PyRef make_gradient,
+            PyRef add_to_foreign);
+
+  // Decides how the gradient of `param` is written; takes memory when there is none.
+  GradientTarget prepare(size_t param, BlockPool& blocks);
+  // Makes the written gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks.
+  void attach(size_t param, const GradientTarget& target);
+  // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
+  void release_if_unused(BlockPool& blocks);
+  // After parameters moved or changed their dtype: forget every gradient tensor.
+  void forget();
+  size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
+
+ private:
+  // Reference counts of a gradient that only we hold, taken when it was made.
+  struct Counts {
+    size_t tensor = 0, local = 0, storage = 0;
+    Py_ssize_t tensor_object = 0, local_object = 0;
+  };
+  struct Entry {
+    at::Tensor tensor;  // DTensor
+    at::Tensor local;
+    Counts alone;
+    bool in_block = false;
+  };
+  Counts count(const Entry& entry) const;
+  bool held_elsewhere(const Entry& entry) const;
+  void make(size_t param, const at::Tensor& memory, size_t offset, bool in_block);
+
+  const Layout& layout_;
+  std::vector<Param>& params_;
+  at::Device device_;
+  PyRef make_gradient_;
+  PyRef add_to_foreign_;
+  at::Tensor block_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace fsdp2x

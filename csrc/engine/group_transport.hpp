@@ -1,0 +1,75 @@
+// The transport over a torch.distributed process group: any backend, any number of hosts. Collectives are issued through
+// Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one fused copy-out.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "engine/transport.hpp"
+
+namespace fsdp2x {
+
+// Python callables of one process group, all asynchronous: all_gather(output, input) -> work,
+// reduce_scatter(output, input, average: bool) -> work, wait(work).
+struct Collectives {
+  PyRef all_gather;
+  PyRef reduce_scatter;
+  PyRef wait;
+};
+
+class GroupTransport final : public Transport {
+ public:
+  GroupTransport(Collectives collectives, at::Device device);
+
+  const char* name() const override { return "process_group"; }
+  void register_unit(const Unit& unit) override;
+  void begin_gather(Unit& unit) override;
+  void finish_gather(Unit& unit) override;
+  void release_gather(Unit& unit) override;
+  void discard_writes(std::byte*, size_t) override {}
+  void pack(Unit& unit, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(Unit& unit) override;
+  bool needs_empty_reduction(const Unit&) const override { return false; }
+  bool finish_reduce(Unit& unit, bool flush) override;
+  void abandon_reduce(Unit& unit) override;
+  void publish_progress(uint64_t) override {}
+  TransportStats stats() const override;
+
+ private:
+  // Staging of one gather or one reduction, kept for the next that fits.
+  struct Staging {
+    at::Tensor memory;
+    PyRef work;
+  };
+  // How the gradients of the parameters that are trainable now lie in a segment. Freezing makes another plan, it never
+  // re-shards.
+  struct ReducePlan {
+    Layout layout;
+    size_t segment_bytes;  // the layout's segment and the flags behind it
+    std::map<std::pair<size_t, DType>, std::vector<Copy>> gradient_to_segments;
+  };
+  struct PerUnit {
+    Staging gather;
+    Staging reduction;  // W segments laid end to end
+    Staging reduced;    // this rank's summed segment
+    std::vector<std::vector<Copy>> segment_to_slot;  // per source rank
+    std::map<std::vector<bool>, ReducePlan> plans;   // by requires_grad of the parameters
+    ReducePlan* plan = nullptr;                      // of the open scratch
+  };
+  void open_scratch(Unit& unit);
+  at::Tensor take(size_t bytes);
+  void give_back(Staging& staging);
+  void wait(Staging& staging);
+  at::Tensor as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const;
+  PerUnit& per_unit(const Unit& unit);
+
+  Collectives collectives_;
+  at::Device device_;
+  SlotLedger gather_ledger_;
+  std::vector<at::Tensor> gather_memory_;
+  std::multimap<size_t, at::Tensor> free_;
+  size_t num_scratches_ = 0;
+  std::map<uint32_t, PerUnit> units_;
+};
+
+}  // namespace fsdp2x

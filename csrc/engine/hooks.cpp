@@ -1,0 +1,203 @@
+// What runs around a module's forward.
+#include "engine/hooks.hpp"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "core/error.hpp"
+#include "engine/root.hpp"
+#include "engine/torch_compat.hpp"
+#include "engine/walk.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
+// that is, when the unit's own backward is done.
+struct PostBackwardNode final : public compat::Node {
+  PostBackwardNode(std::shared_ptr<Unit> node_unit, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), unit(std::move(node_unit)), token(unit->take_call_token()), entry(unit->root->enter()) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    token.reset();
+    unit->backward_position = unit->root->backward_position(entry);
+    unit->post_backward();
+    return std::move(grads);
+  }
+
+  std::string name() const override { return "fsdp2x::PostBackward"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    throw Error(
+        "fsdp2x does not support compiled autograd: its hooks move memory that a traced graph cannot see. Compile the "
+        "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
+  }
+
+  std::shared_ptr<Unit> unit;
+  std::shared_ptr<int> token;
+  std::optional<uint64_t> entry;
+};
+
+TensorMap to_dtype(at::ScalarType dtype) {
+  return [dtype](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype) return {};
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor.to(dtype)));
+  };
+}
+
+}  // namespace
+
+UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init) : lazy_init_(std::move(lazy_init)) {
+  for (const py::object& module : modules) modules_.push_back(module.ptr());
+}
+
+py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object kwargs) {
+  if (!unit_) lazy_init_();
+  Unit& unit = *unit_;
+  const PyObject* const old_args = args.ptr();
+  const PyObject* const old_kwargs = kwargs.ptr();
+  if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
+  if (unit.phase() == Phase::backward) {
+    // A checkpoint inside this unit's backward recomputes it: the hooks of the first forward still stand.
+    unit.unshard();
+    cast_inputs(args, kwargs);
+  } else {
+    const bool first = unit.phase() != Phase::forward;
+    unit.set_phase(Phase::forward);
+    if (first && !unit.root->in_forward()) {
+      unit.root->begin_forward(&unit);
+      unit.set_phase(Phase::forward);
+      if (!unit.device.is_cpu()) move_inputs(args, kwargs);
+    }
+    cast_inputs(args, kwargs);
+    unit.unshard();
+    if (first) {
+      unit.root->prefetch_forward(unit);
+      if (at::GradMode::is_enabled()) {
+        unit.armed = true;
+        attach_post_backward(args, kwargs);
+      }
+    }
+  }
+  if (args.ptr() == old_args && kwargs.ptr() == old_kwargs) return py::none();
+  return py::make_tuple(std::move(args), std::move(kwargs));
+}
+
+py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
+  if (!unit_ || !unit_->root) return py::none();  // lazy init raised
+  if (output.is_none()) {
+    // always_call hooks also run, with None, while the exception of a failed forward is being handled.
+    const py::object handled = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
+    if (handled && !handled.is_none()) {
+      fail_forward();
+      return py::none();
+    }
+  }
+  Unit& unit = *unit_;
+  bool done = unit.phase() != Phase::backward;
+  if (modules_.size() > 1) {
+    const auto found = std::find(remaining_.begin(), remaining_.end(), module.ptr());
+    const bool was_remaining = found != remaining_.end();
+    if (was_remaining) remaining_.erase(found);
+    done = done && was_remaining && remaining_.empty();
+  }
+  py::object result = output;
+  if (done) {
+    finish_forward(output);
+    if (unit.root->is_forward_root(&unit)) {
+      result = complete_others(result);
+      unit.root->end_forward();
+    }
+  }
+  result = cast_output(result);
+  return result.ptr() == output.ptr() ? py::none() : result;
+}
+
+void UnitHooks::finish_forward(const py::object& output) {
+  if (!inside_backward()) {
+    if (unit_->options.reshard_after_forward) unit_->reshard();
+    unit_->root->record_forward(*unit_);
+  }
+  attach_pre_backward(output);
+  unit_->set_phase(Phase::idle);
+}
+
+py::object UnitHooks::complete_others(py::object output) {
+  for (auto it = all_.rbegin(); it != all_.rend(); ++it) {
+    const auto hooks = it->lock();
+    if (!hooks || hooks.get() == this || hooks->remaining_.empty()) continue;
+    hooks->remaining_.clear();
+    hooks->finish_forward(output);
+    output = hooks->cast_output(output);
+  }
+  return output;
+}
+
+void UnitHooks::fail_forward() {
+  remaining_.clear();
+  if (!unit_->root->is_forward_root(unit_.get()) || inside_backward()) return;
+  for (const auto& weak : all_) {
+    if (const auto hooks = weak.lock()) hooks->forget_progress();
+  }
+  unit_->root->reset();
+}
+
+void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
+  const TensorMap move = [device = unit_->device](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.device() == device) return {};
+    return py::reinterpret_steal<py::object>(
+        THPVariable_Wrap(tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true)));
+  };
+  args = map_tensors(args.ptr(), move);
+  kwargs = map_tensors(kwargs.ptr(), move);
+}
+
+void UnitHooks::cast_inputs(py::object& args, py::object& kwargs) const {
+  if (!unit_->options.cast_forward_inputs || !unit_->options.param_dtype) return;
+  const TensorMap cast = to_dtype(*unit_->options.param_dtype);
+  args = map_tensors(args.ptr(), cast);
+  kwargs = map_tensors(kwargs.ptr(), cast);
+}
+
+py::object UnitHooks::cast_output(const py::object& output) const {
+  if (!unit_->options.output_dtype) return output;
+  return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype));
+}
+
+void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
+  torch::autograd::variable_list inputs;
+  const auto collect = [&inputs](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.requires_grad()) inputs.push_back(tensor);
+  };
+  for_each_tensor(args.ptr(), collect);
+  for_each_tensor(kwargs.ptr(), collect);
+  if (inputs.empty()) return;
+  const auto node =
+      compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
+  const torch::autograd::variable_list outputs = compat::pass_through(inputs, node);
+  size_t next = 0;
+  const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {
+    if (!THPVariable_Unpack(object).requires_grad()) return {};
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs.at(next++)));
+  };
+  args = map_tensors(args.ptr(), replace);
+  kwargs = map_tensors(kwargs.ptr(), replace);
+}
+
+void UnitHooks::attach_pre_backward(const py::object& output) {
+  if (!at::GradMode::is_enabled()) return;
+  for_each_tensor(output.ptr(), [this](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!tensor.requires_grad()) return;
+    tensor.register_hook([unit = unit_](const at::Tensor&) { unit->pre_backward(); });
+  });
+}
+
+}  // namespace fsdp2x

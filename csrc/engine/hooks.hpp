@@ -1,0 +1,51 @@
+// What runs around a module's forward: the pre-forward and post-forward hooks and the autograd nodes they attach.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/unit.hpp"
+
+namespace fsdp2x {
+
+namespace py = pybind11;
+
+// The hooks of one unit. A unit of several modules runs its pre-forward before the first of them and its post-forward
+// after the last; each module's inputs and outputs are cast.
+class UnitHooks {
+ public:
+  // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and
+  // must call set_unit.
+  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init);
+
+  void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
+  // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
+  void set_all(std::vector<std::weak_ptr<UnitHooks>> all) { all_ = std::move(all); }
+
+  // For register_forward_pre_hook(with_kwargs=True): (args, kwargs), or None when nothing changed.
+  py::object pre_forward(const py::object& module, py::object args, py::object kwargs);
+  // For register_forward_hook(always_call=True): the new output, or None when nothing changed.
+  py::object post_forward(const py::object& module, const py::object& args, const py::object& output);
+  // Forgets which modules ran, after an exception.
+  void forget_progress() { remaining_.clear(); }
+
+ private:
+  py::object cast_output(const py::object& output) const;
+  void move_inputs(py::object& args, py::object& kwargs) const;
+  void cast_inputs(py::object& args, py::object& kwargs) const;
+  void attach_post_backward(py::object& args, py::object& kwargs);
+  void attach_pre_backward(const py::object& output);
+  void finish_forward(const py::object& output);
+  py::object complete_others(py::object output);
+  void fail_forward();
+
+  std::shared_ptr<Unit> unit_;
+  py::object lazy_init_;
+  std::vector<PyObject*> modules_;
+  std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward
+  std::vector<std::weak_ptr<UnitHooks>> all_;
+};
+
+}  // namespace fsdp2x

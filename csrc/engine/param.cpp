@@ -1,0 +1,64 @@
+// One parameter of a unit: registration in its modules and the memory of its unsharded tensor.
+#include "engine/param.hpp"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "core/error.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+std::string poison_message(const std::string& fqn) {
+  return "fsdp2x: the unsharded parameter '" + fqn +
+         "' was used while it is resharded. Its memory exists only inside its unit's forward and backward: use it there, "
+         "or call unshard() on the unit's module first.";
+}
+
+}  // namespace
+
+Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef gradient_spec, std::vector<Owner> owners)
+    : fqn_(std::move(fqn)),
+      sharded_(std::move(sharded)),
+      unsharded_(std::move(unsharded)),
+      gradient_spec_(std::move(gradient_spec)),
+      owners_(std::move(owners)),
+      poison_(poison_message(fqn_)),
+      device_(at::kCPU) {
+  const at::Tensor& tensor = this->unsharded();
+  storage_ = tensor.storage().getWeakStorageImpl().lock();
+  device_ = tensor.device();
+  poison_.apply(*storage_, device_);
+}
+
+const at::Tensor& Param::sharded() const { return THPVariable_Unpack(sharded_.get()); }
+
+const at::Tensor& Param::unsharded() const { return THPVariable_Unpack(unsharded_.get()); }
+
+void Param::fill(void* data) {
+  poison_.lift(*storage_);
+  point_storage(*storage_, data, device_);
+  const at::Tensor& tensor = unsharded();
+  const bool requires_grad = sharded().requires_grad();
+  if (tensor.requires_grad() != requires_grad) tensor.requires_grad_(requires_grad);
+  version_at_fill_ = tensor._version();
+}
+
+void Param::empty() { poison_.apply(*storage_, device_); }
+
+bool Param::was_written() const { return unsharded()._version() != version_at_fill_; }
+
+void Param::store(PyObject* parameter) const {
+  for (const Owner& owner : owners_) {
+    if (!owner.weak_module) {
+      if (PyDict_SetItem(owner.parameters.get(), owner.name.get(), parameter) != 0) throw python_error();
+      continue;
+    }
+    PyObject* module = PyWeakref_GetObject(owner.weak_module.get());  // borrowed
+    if (module == Py_None) continue;
+    if (PyObject_SetAttr(module, owner.name.get(), parameter) != 0) throw python_error();
+  }
+}
+
+}  // namespace fsdp2x

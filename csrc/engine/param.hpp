@@ -1,0 +1,65 @@
+// One parameter of a unit: its sharded and unsharded nn.Parameter, who owns it, and the swap between the two.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+#include "engine/py_ref.hpp"
+#include "engine/storage.hpp"
+#include "engine/torch_compat.hpp"
+
+namespace fsdp2x {
+
+// A place in the module tree where the parameter is registered. Tied parameters have several.
+struct Owner {
+  PyRef parameters;   // the module's `_parameters` dict
+  PyRef name;         // str
+  PyRef weak_module;  // weakref of a module whose class overrides __setattr__ (an LSTM), else null
+};
+
+// Created by Python once per parameter; lives as long as the unit. Every member function needs the GIL.
+class Param {
+ public:
+  Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef gradient_spec, std::vector<Owner> owners);
+
+  const std::string& fqn() const { return fqn_; }
+  // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object holds.
+  const at::Tensor& sharded() const;
+  const at::Tensor& unsharded() const;
+  PyObject* sharded_object() const { return sharded_.get(); }
+  PyObject* unsharded_object() const { return unsharded_.get(); }
+  PyObject* gradient_spec() const { return gradient_spec_.get(); }
+
+  // load_state_dict(assign=True) registers another Parameter object.
+  void set_sharded_object(PyRef sharded) { sharded_ = std::move(sharded); }
+  void set_gradient_spec(PyRef spec) { gradient_spec_ = std::move(spec); }
+
+  // Points the unsharded storage into the slot and follows the sharded parameter's requires_grad.
+  void fill(void* data);
+  // Takes the memory away; a later access throws a message that names the parameter.
+  void empty();
+  // True when somebody wrote to the unsharded parameter in place since fill().
+  bool was_written() const;
+
+  void register_sharded() const { store(sharded_.get()); }
+  void register_unsharded() const { store(unsharded_.get()); }
+
+  compat::NodePtr<compat::Node> accumulator;  // holds our post hook, so it must not die between steps
+
+ private:
+  void store(PyObject* parameter) const;
+
+  std::string fqn_;
+  PyRef sharded_;
+  PyRef unsharded_;
+  PyRef gradient_spec_;
+  std::vector<Owner> owners_;
+  Poison poison_;
+  c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the unsharded parameter
+  at::Device device_;
+  uint32_t version_at_fill_ = 0;
+};
+
+}  // namespace fsdp2x

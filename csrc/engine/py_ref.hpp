@@ -1,0 +1,43 @@
+// An owned Python reference that may be dropped on any thread: the destructor takes the GIL, and leaks on purpose when
+// the interpreter is already gone.
+#pragma once
+
+#include <Python.h>
+
+#include <utility>
+
+namespace fsdp2x {
+
+class PyRef {
+ public:
+  PyRef() = default;
+  static PyRef borrow(PyObject* object) {
+    Py_XINCREF(object);
+    return PyRef(object);
+  }
+  static PyRef steal(PyObject* object) { return PyRef(object); }
+
+  PyRef(PyRef&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  PyRef& operator=(PyRef&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  PyRef(const PyRef&) = delete;
+  PyRef& operator=(const PyRef&) = delete;
+
+  ~PyRef() {
+    if (object_ == nullptr || !Py_IsInitialized()) return;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(object_);
+    PyGILState_Release(gil);
+  }
+
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  explicit PyRef(PyObject* object) : object_(object) {}
+  PyObject* object_ = nullptr;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,222 @@
+// What the units below one root module share.
+#include "engine/root.hpp"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+namespace fsdp2x {
+
+namespace {
+
+// Positions of one backward lie below those of the next: they only grow over the life of a group.
+constexpr int kPositionBits = 24;
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+Root::Root(std::unique_ptr<Transport> root_transport, at::Device device)
+    : transport(std::move(root_transport)), blocks(device) {}
+
+void Root::add_unit(const std::shared_ptr<Unit>& unit) {
+  unit->index = static_cast<uint32_t>(units_.size());
+  unit->root = shared_from_this();
+  units_.push_back(unit);
+  transport->register_unit(*unit);
+}
+
+std::vector<std::shared_ptr<Unit>> Root::units() const {
+  std::vector<std::shared_ptr<Unit>> alive;
+  alive.reserve(units_.size());
+  for (const auto& weak : units_) {
+    if (auto unit = weak.lock()) alive.push_back(std::move(unit));
+  }
+  return alive;
+}
+
+void Root::begin_forward(Unit* unit) {
+  forward_root_ = unit;
+  this_sequence_.clear();
+  sequence_cursor_ = 0;
+  if (inside_backward()) return;  // a checkpoint recomputes the whole model
+  if (callback_queued_) {
+    // The last backward raised, so its callback never ran.
+    reset();
+    forward_root_ = unit;
+  }
+  const auto alive = units();
+  const bool outstanding =
+      std::any_of(alive.begin(), alive.end(), [](const auto& other) { return other->has_outstanding_calls(); });
+  if (!outstanding) {
+    forward_order_.clear();
+    num_entries_ = 0;
+    for (const auto& other : alive) other->forward_indices.clear();
+  }
+  release_unused_gradients();
+}
+
+void Root::end_forward() {
+  forward_root_ = nullptr;
+  last_sequence_.swap(this_sequence_);
+  if (inside_backward()) return;
+  for (const auto& unit : units()) {
+    if (unit->param_state() == ParamState::gathering) unit->cancel_unshard();
+  }
+}
+
+void Root::prefetch_forward(Unit& unit) {
+  if (!unit.forward_prefetch.empty()) {
+    for (const auto& weak : unit.forward_prefetch) {
+      if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        ++counters.prefetched_gathers;
+        target->begin_unshard();
+      }
+    }
+    return;
+  }
+  if (inside_backward()) return;
+  this_sequence_.push_back(unit.weak_from_this());
+  const auto is_unit = [&unit](const std::weak_ptr<Unit>& weak) { return weak.lock().get() == &unit; };
+  const auto found = std::find_if(last_sequence_.begin() + static_cast<std::ptrdiff_t>(sequence_cursor_),
+                                  last_sequence_.end(), is_unit);
+  if (found == last_sequence_.end()) {
+    sequence_cursor_ = last_sequence_.size();  // another order than last time: no guess is better than a wrong one
+    return;
+  }
+  sequence_cursor_ = static_cast<size_t>(found - last_sequence_.begin()) + 1;
+  if (sequence_cursor_ == last_sequence_.size()) return;
+  const auto next = last_sequence_[sequence_cursor_].lock();
+  if (next && next->param_state() == ParamState::sharded && next->has_params()) {
+    ++counters.prefetched_gathers;
+    next->begin_unshard();
+  }
+}
+
+void Root::record_forward(Unit& unit) {
+  unit.forward_indices.push_back(forward_order_.size());
+  forward_order_.push_back(unit.weak_from_this());
+}
+
+void Root::begin_backward() {
+  if (callback_queued_ || !inside_backward()) return;
+  callback_queued_ = true;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [weak = weak_from_this()] {
+        if (auto root = weak.lock()) root->end_backward();
+      });
+}
+
+void Root::prefetch_backward(Unit& unit) {
+  std::shared_ptr<Unit> before;
+  if (!unit.forward_indices.empty()) {
+    const size_t index = unit.forward_indices.back();
+    unit.forward_indices.pop_back();
+    if (index > 0 && index <= forward_order_.size()) before = forward_order_[index - 1].lock();
+  }
+  if (!unit.backward_prefetch.empty()) {
+    for (const auto& weak : unit.backward_prefetch) {
+      if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        ++counters.prefetched_gathers;
+        target->begin_unshard();
+      }
+    }
+    return;
+  }
+  if (before && before.get() != &unit && before->has_params() && before->param_state() == ParamState::sharded &&
+      before->options.unshard_in_backward && before->phase() != Phase::reduced) {
+    ++counters.prefetched_gathers;
+    before->begin_unshard();
+  }
+}
+
+std::optional<uint64_t> Root::enter() {
+  if (inside_backward()) return std::nullopt;
+  return num_entries_++;
+}
+
+uint64_t Root::backward_position(std::optional<uint64_t> entry) const {
+  if (!entry) return progress_ + 1;
+  constexpr uint64_t kMaxEntries = (uint64_t{1} << kPositionBits) - 1;
+  return (num_backwards_ << kPositionBits) + kMaxEntries - std::min(*entry, kMaxEntries);
+}
+
+void Root::publish(uint64_t position) {
+  if (position <= progress_) return;
+  progress_ = position;
+  transport->publish_progress(position);
+}
+
+void Root::reduce(Unit& unit) {
+  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
+  // (and an optimizer in its hooks runs) before the next ones are on their way.
+  finish_pending();
+  publish(unit.backward_position);
+  unit.begin_reduce();
+  pending_.push_back(unit.shared_from_this());
+}
+
+void Root::finish_pending() {
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if ((*it)->scratch.pending_flush || !(*it)->finish_reduce(/*flush=*/false)) {
+      (*it)->scratch.pending_flush = true;
+      ++it;
+    } else {
+      it = pending_.erase(it);
+    }
+  }
+}
+
+void Root::end_backward() {
+  const auto alive = units();
+  publish((num_backwards_ + 1) << kPositionBits);
+  // Units whose post-backward node never ran (inputs without gradient), whose calls are still outstanding, or that got
+  // gradients after their reduction. The order is the same on every rank.
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    Unit& unit = **it;
+    unit.sweep_gradients();
+    if (unit.options.reshard_after_backward) unit.reshard();
+    if (!unit.options.requires_gradient_sync) continue;
+    if (unit.scratch.posted && unit.scratch.open) {
+      continue;
+    }
+    if (unit.scratch.open || transport->needs_empty_reduction(unit)) {
+      unit.begin_reduce();
+      pending_.push_back(*it);
+    }
+  }
+  while (!pending_.empty()) {
+    pending_.front()->finish_reduce(/*flush=*/true);
+    pending_.pop_front();
+  }
+  for (const auto& unit : alive) {
+    unit->end_backward();
+    if (unit->options.requires_gradient_sync) unit->armed = false;
+    unit->scratch.reduced_this_backward = false;
+  }
+  callback_queued_ = false;
+  ++num_backwards_;
+  if (!is_last_backward) return;
+  forward_order_.clear();
+  for (const auto& unit : alive) unit->forward_indices.clear();
+}
+
+void Root::reset() {
+  for (const auto& unit : units()) unit->reset();
+  pending_.clear();
+  forward_order_.clear();
+  this_sequence_.clear();
+  last_sequence_.clear();
+  forward_root_ = nullptr;
+  callback_queued_ = false;
+  ++num_backwards_;
+}
+
+void Root::release_unused_gradients() {
+  pybind11::gil_scoped_acquire gil;
+  for (const auto& unit : units()) unit->gradients.release_if_unused(blocks);
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,78 @@
+// What the units below one root module share: the transport, the block pool, the recorded orders, the pending
+// reductions and the once-per-backward callback.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/unit.hpp"
+
+namespace fsdp2x {
+
+// Counted since the root was made; read by tests and by describe().
+struct Counters {
+  uint64_t gathers = 0;
+  uint64_t prefetched_gathers = 0;
+  uint64_t reductions = 0;
+  uint64_t parameter_stores = 0;
+  uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores
+};
+
+class Root : public std::enable_shared_from_this<Root> {
+ public:
+  Root(std::unique_ptr<Transport> transport, at::Device device);
+
+  // In the same order on every rank.
+  void add_unit(const std::shared_ptr<Unit>& unit);
+  std::vector<std::shared_ptr<Unit>> units() const;
+
+  // --- forward ---
+  bool in_forward() const { return forward_root_ != nullptr; }
+  bool is_forward_root(const Unit* unit) const { return forward_root_ == unit; }
+  void begin_forward(Unit* unit);
+  void end_forward();
+  // After `unit` is unsharded: start the gather of the unit that ran after it in the last forward.
+  void prefetch_forward(Unit& unit);
+  void record_forward(Unit& unit);
+
+  // --- backward ---
+  // Number of a forward call under grad, in pre-forward order: post-backward nodes run in the reverse of it, also when
+  // units are nested. None for a recomputation inside backward.
+  std::optional<uint64_t> enter();
+  // Position of that call's reduction among all of this and earlier backwards: grows, the same on every rank.
+  uint64_t backward_position(std::optional<uint64_t> entry) const;
+  void begin_backward();  // queues the callback once
+  void prefetch_backward(Unit& unit);
+  // The unit's gradients are complete: reduce them, finish what is pending.
+  void reduce(Unit& unit);
+  void end_backward();
+
+  void reset();
+
+  std::unique_ptr<Transport> transport;
+  BlockPool blocks;
+  Counters counters;
+  bool is_last_backward = true;
+
+ private:
+  void publish(uint64_t position);
+  void finish_pending();
+  void release_unused_gradients();
+
+  std::vector<std::weak_ptr<Unit>> units_;
+  const Unit* forward_root_ = nullptr;
+  std::vector<std::weak_ptr<Unit>> forward_order_;   // post-forward order of this iteration, with repetitions
+  std::vector<std::weak_ptr<Unit>> last_sequence_;   // pre-forward order of the last complete forward
+  std::vector<std::weak_ptr<Unit>> this_sequence_;
+  size_t sequence_cursor_ = 0;
+  bool callback_queued_ = false;
+  uint64_t num_backwards_ = 0;
+  uint64_t num_entries_ = 0;
+  uint64_t progress_ = 0;  // largest position published
+  std::deque<std::shared_ptr<Unit>> pending_;  // reductions that are posted and not finished
+};
+
+}  // namespace fsdp2x

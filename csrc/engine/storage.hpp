@@ -1,0 +1,42 @@
+// Storages whose data pointer the engine moves: into a slot, into a pool, or to null with a message.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+
+#include "core/dtype.hpp"
+
+namespace fsdp2x {
+
+// The engine's dtype for a torch dtype; types it cannot cast are `byte`.
+DType engine_dtype(at::ScalarType type);
+
+// A tensor with a StorageImpl of its own over [offset, offset + its bytes) of `pool`, which it keeps alive.
+at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype);
+
+// A contiguous tensor whose storage has its final size but no memory yet.
+at::Tensor tensor_without_memory(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
+
+// Points `storage` at memory it does not own: whoever calls this keeps the memory alive and detaches in time.
+void point_storage(c10::StorageImpl& storage, void* data, at::Device device);
+
+// Points `storage` at [offset ..) of `pool` and makes it an owner of the pool.
+void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, size_t offset);
+
+// A message that travels between its owner and a poisoned storage without being copied: poisoning and healing are on
+// the hot path.
+class Poison {
+ public:
+  explicit Poison(std::string message) : message_(std::move(message)) {}
+  // Null pointer; any access to the data throws the message.
+  void apply(c10::StorageImpl& storage, at::Device device);
+  // Undoes apply; the pointer stays null until point_storage.
+  void lift(c10::StorageImpl& storage);
+
+ private:
+  std::optional<std::string> message_;
+};
+
+}  // namespace fsdp2x

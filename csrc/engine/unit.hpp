@@ -1,0 +1,104 @@
+// A unit: modules whose parameters are gathered together. Owns the shard pool, the parameters, their gradients, and the
+// two state machines of csrc/README.md.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/gradients.hpp"
+#include "engine/param.hpp"
+#include "engine/transport.hpp"
+
+namespace fsdp2x {
+
+class Root;
+
+enum class ParamState { sharded, gathering, unsharded };
+enum class Phase { idle, forward, backward, reduced };
+
+const char* to_string(ParamState state);
+const char* to_string(Phase phase);
+
+// What the user's setters change; read at each use.
+struct UnitOptions {
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  bool requires_gradient_sync = true;
+  bool unshard_in_backward = true;
+  bool cast_forward_inputs = true;
+  std::optional<at::ScalarType> param_dtype;   // inputs are cast to it
+  std::optional<at::ScalarType> output_dtype;  // outputs are cast to it
+  std::optional<double> divide_factor;         // null: the number of ranks
+  bool force_sum_reduction = false;            // sum on the wire, divide afterwards
+};
+
+class Unit : public std::enable_shared_from_this<Unit> {
+ public:
+  Unit(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, PyRef make_gradient,
+       PyRef add_to_foreign, UnitOptions options);
+  ~Unit();
+
+  // --- parameters ---
+  void begin_unshard();
+  void finish_unshard();
+  void unshard();
+  void reshard();
+  // A prefetched gather that nobody used.
+  void cancel_unshard();
+  ParamState param_state() const { return param_state_; }
+
+  // --- phases ---
+  Phase phase() const { return phase_; }
+  void set_phase(Phase phase) { phase_ = phase; }
+  void pre_backward();
+  void post_backward();
+  // Called by the hook on the parameter's AccumulateGrad node.
+  void pack_gradient(size_t param);
+  // Gradients that came by another way than the hook (assigned by the user, accumulated before the unit was tracked).
+  void sweep_gradients();
+  void begin_reduce();
+  bool finish_reduce(bool flush);
+  void end_backward();
+  // Back to sharded and idle; gradients of the iteration are dropped.
+  void reset();
+
+  // Tracks a forward call under grad until its backward has run or its graph is freed.
+  std::shared_ptr<int> take_call_token() { return call_token_; }
+  bool has_outstanding_calls() const { return call_token_.use_count() > 1; }
+
+  // Hooks the AccumulateGrad nodes of parameters that require a gradient by now.
+  void attach_accumulator_hooks();
+
+  std::string name;
+  uint32_t index = 0;  // in its root, the same on every rank
+  std::shared_ptr<Root> root;
+  UnitOptions options;
+  Layout layout;
+  at::Tensor pool;
+  at::Device device;
+  std::vector<Param> params;
+  Gradients gradients;
+  GatherSlot gather;
+  Scratch scratch;
+  bool armed = false;  // took part in a forward under grad since its last synchronised backward
+  std::vector<size_t> forward_indices;  // positions in the root's forward order, last call last
+  uint64_t backward_position = 0;
+  std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
+
+  bool has_params() const { return !params.empty(); }
+  double divisor() const;
+
+ private:
+  void set_params(ParamState from, ParamState to);
+
+  ParamState param_state_ = ParamState::sharded;
+  Phase phase_ = Phase::idle;
+  std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
+};
+
+}  // namespace fsdp2x

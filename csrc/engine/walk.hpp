@@ -1,0 +1,24 @@
+// Finds and replaces tensors in the arguments and outputs of a forward. Tuples, lists and dicts are walked here; other
+// containers (dataclasses, named tuples, ModelOutput) by the Python helpers of runtime/walk.py.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <vector>
+
+namespace fsdp2x {
+
+namespace py = pybind11;
+
+// Returns the replacement of a tensor, or a null object to keep it.
+using TensorMap = std::function<py::object(PyObject* tensor)>;
+
+// Calls `visit` for every tensor in `tree`, depth first, in a fixed order.
+void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit);
+
+// A copy of `tree` with tensors replaced, or `tree` itself when nothing was.
+py::object map_tensors(PyObject* tree, const TensorMap& replace);
+
+}  // namespace fsdp2x

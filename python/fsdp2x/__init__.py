@@ -1,0 +1,24 @@
+"""fsdp2x: ``fully_shard`` for people who train HuggingFace models, on a C++ engine.
+
+``import fsdp2x`` starts nothing: no process group, no thread, no device context.
+"""
+
+# First: it says what to do when the installed torch is not the one the extension was built for.
+from fsdp2x.runtime import native  # noqa: F401  isort: split
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp2x.api import fully_shard
+from fsdp2x.describe import describe
+from fsdp2x.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "describe",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]

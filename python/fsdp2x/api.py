@@ -1,0 +1,175 @@
+"""``fully_shard``: the public call. Validates, plans the units, shards each and mixes ``FSDPModule`` into its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp2x.module import FSDPModule
+from fsdp2x.runtime import collect, torch_private
+from fsdp2x.runtime.mesh import ShardGroup, default_mesh, shard_group
+from fsdp2x.runtime.params import UnitParams
+from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.transport import check_transport
+from fsdp2x.wrap import plan_units, should_auto_wrap
+
+_sharded_classes: dict[type, type] = {}
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    auto_wrap: bool | list | Callable[[str, nn.Module], bool] | None = None,
+    transport: str = "auto",
+    timeout: timedelta | None = None,
+):
+    """Shards parameters, gradients and optimizer state of ``module`` over the ranks of ``mesh``, in place.
+
+    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last three arguments are ours.
+    Parameters become ``DTensor``s with placement ``Shard(0)`` (rows ``ceil(d0 / W)`` a rank, the last ranks short or
+    empty) whose bytes lie in one pool per unit. They are gathered before the unit's forward and backward, freed
+    afterwards, and their gradients are averaged over the ranks into ``.grad`` during backward.
+
+    Args:
+        module: a module, or a list of modules that form one unit. A HuggingFace model none of whose submodules is
+            sharded yet is split into units first (see ``auto_wrap``); on any other module the call makes one unit of
+            the parameters that nested calls left over, so call bottom-up.
+        mesh: 1-D device mesh; default all ranks on the machine's accelerator, else the CPU.
+        reshard_after_forward: free the parameters after forward and gather them again in backward. ``None``: True,
+            but False for the root.
+        shard_placement_fn: maps a parameter to ``None`` or ``Shard(dim)``; ``dim > 0`` needs an even split.
+        mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` reduces in the
+            parameters' original dtype.
+        offload_policy: only ``OffloadPolicy()`` for now.
+        ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        dp_mesh_dims: not supported yet.
+        auto_wrap: ``None``: split HuggingFace models only. ``True``: split any model. ``False``: never. A list of
+            classes or class names, or a predicate ``(name, module) -> bool``: these modules become units.
+        transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``: the former where
+            it is possible.
+        timeout: limit of every wait for a peer; default the process group's.
+
+    Returns:
+        ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
+
+    Raises:
+        ValueError: a container without ``forward``, a mesh of the wrong shape, a wrap class that does not exist,
+            an unknown transport, a scalar parameter.
+        AssertionError: the module is sharded already (upstream's type and message).
+        NotImplementedError: an argument that is not supported yet, by name.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    _check_modules(modules)
+    _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)
+    check_transport(transport)
+    # Without a plan and an unsharded child the call is upstream's.
+    split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
+    if auto_wrap not in (None, False) and not isinstance(module, nn.Module):
+        raise ValueError("fully_shard: auto_wrap splits one model, but a list of modules was passed")
+    plans = plan_units(module, auto_wrap, ignored_params=ignored_params or ()) if split else []
+    ranks = shard_group(mesh or default_mesh())
+    common = {
+        "ranks": ranks,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "ignored_params": ignored_params or set(),
+        "transport": transport,
+        "timeout": timeout,
+    }
+    for plan in plans:
+        part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
+        reshard = plan.reshard_after_forward if plan.reshard_after_forward is not None else reshard_after_forward
+        _shard_or_undo(part, list(plan.modules), reshard_after_forward=reshard, **common)
+    return _shard_or_undo(module, modules, reshard_after_forward=reshard_after_forward, **common)
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("fully_shard expects at least one module, got an empty list")
+    for module in modules:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def _check_supported(reshard_after_forward, offload_policy: OffloadPolicy, dp_mesh_dims) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        if not isinstance(reshard_after_forward, int):
+            raise ValueError(f"reshard_after_forward should be a bool, an int or None, got {reshard_after_forward!r}")
+        raise NotImplementedError(
+            f"fsdp2x.fully_shard: reshard_after_forward={reshard_after_forward} (a smaller world after forward) is not "
+            "supported yet; use True or False"
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"fsdp2x.fully_shard: offload_policy={offload_policy} is not supported yet; use OffloadPolicy()"
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("fsdp2x.fully_shard: dp_mesh_dims is not supported yet; pass the 1-D data mesh")
+
+
+def _shard_or_undo(module, modules: list[nn.Module], **arguments):
+    already = [m for m in modules if _shard.state(m) is not None]
+    try:
+        return _shard(module, **arguments)
+    except BaseException:
+        if not already:
+            torch_private.forget_contract(modules, _shard.__wrapped__)
+        raise
+
+
+def _shard_modules(
+    module: nn.Module | list[nn.Module],
+    *,
+    ranks: ShardGroup,
+    reshard_after_forward: bool | None,
+    shard_placement_fn: Callable | None,
+    mp_policy: MixedPrecisionPolicy,
+    ignored_params: set[nn.Parameter],
+    transport: str,
+    timeout: timedelta | None,
+):
+    """One unit: collects, moves, cuts, registers hooks and swaps classes."""
+    modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
+    managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
+    owned = collect.collect_params(managed, ignored_params)
+    collect.move_to_device([entry.param for entry in owned], ranks.device)
+    collect.move_to_device(collect.collect_buffers(managed), ranks.device)
+    params = UnitParams(owned, ranks, shard_placement_fn)
+    state: UnitState = _shard.state(modules[0])
+    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, params)
+    for managed_module in managed:
+        # Read by Dynamo and by HuggingFace's generate().
+        managed_module._is_fsdp_managed_module = True
+        managed_module._fsdp_use_orig_params = True
+    for one in modules:
+        one.__class__ = _sharded_class(type(one))
+    return module
+
+
+# The name under which torch's registry knows the API; upstream's error message repeats it.
+_shard_modules.__name__ = "fully_shard"
+_shard = torch_private.contract(state_cls=UnitState)(_shard_modules)
+fully_shard.state = _shard.state
+
+
+def _sharded_class(cls: type) -> type:
+    """``FSDP<Name>``; made with the metaclass of ``cls``, so that models that are ABCs work."""
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+    return _sharded_classes[cls]
+
+
+def _no_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")

@@ -1,0 +1,157 @@
+"""The folder of checkpoints: names, the atomic rename, the `latest` pointer, retention and repair after a kill.
+
+    checkpoints/
+      latest                 text: name of the newest whole checkpoint; replaced by rename
+      step-000010/           whole: it got this name after everything in it was on disk
+      .tmp-step-000020/      being written, or left by a kill; removed by the next run
+      .old-step-000010/      the former step-000010 while a new one takes its place; put back if the kill came between
+
+Only rank 0 of a training run writes here. Readers never change anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from .agree import CheckpointError
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d+)")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def temporary_path(root: Path, step: int) -> Path:
+    return root / f".tmp-{step_name(step)}"
+
+
+def whole_checkpoints(root: Path) -> list[Path]:
+    """Folders with a final name, oldest step first."""
+    steps = (
+        [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None] if root.is_dir() else []
+    )
+    return [path for _, path in sorted(steps)]
+
+
+def resolve(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the latest of a folder of them; raises `CheckpointError`."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        replaced = path.parent / f".old-{path.name}"
+        if replaced.is_dir():
+            return replaced
+        raise CheckpointError(f"{path}: no such checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: got a file, expected the folder of a checkpoint")
+    if (path / "manifest.json").is_file():
+        return path
+    pointer = path / LATEST
+    if not pointer.is_file():
+        nested = path / "checkpoints"
+        if (nested / LATEST).is_file():
+            return resolve(nested)
+        raise CheckpointError(
+            f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
+        )
+    name = pointer.read_text(encoding="utf-8").strip()
+    if step_of(name) is None:
+        raise CheckpointError(
+            f"{pointer}: got {name[:80]!r}, expected the name of a checkpoint such as {step_name(10)}"
+        )
+    return resolve(path / name)
+
+
+def prepare(root: Path, step: int) -> Path:
+    """Removes leftovers and makes an empty temporary folder for `step`."""
+    root.mkdir(parents=True, exist_ok=True)
+    repair(root)
+    temporary = temporary_path(root, step)
+    temporary.mkdir()
+    return temporary
+
+
+def publish(root: Path, step: int) -> Path:
+    """Gives the temporary folder its final name and points `latest` to it. Its files must be on disk already."""
+    temporary, final = temporary_path(root, step), root / step_name(step)
+    replaced = root / f".old-{final.name}"
+    sync_folder(temporary)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync_folder(root)
+    write_file(root / f".tmp-{LATEST}", final.name + "\n")
+    os.replace(root / f".tmp-{LATEST}", root / LATEST)
+    sync_folder(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def retain(root: Path, keep: int) -> list[Path]:
+    """Deletes all but the newest `keep` checkpoints, never the one `latest` names; returns what was deleted."""
+    pointer = root / LATEST
+    newest = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    checkpoints = whole_checkpoints(root)
+    # A run resumed from an older step leaves higher steps of the former run behind: those are older work.
+    current = step_of(newest)
+    former = [path for path in checkpoints if current is not None and (step_of(path.name) or 0) > current]
+    ours = [path for path in checkpoints if path not in former]
+    kept = {*ours[-keep:], *former[: max(keep - len(ours), 0)]}
+    deleted = []
+    for path in checkpoints:
+        if path not in kept and path.name != newest:
+            # Renamed first, so that a kill while deleting leaves no half checkpoint under a whole one's name.
+            doomed = root / f".tmp-delete-{path.name}"
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+            deleted.append(path)
+    return deleted
+
+
+def repair(root: Path) -> None:
+    """Undoes what a kill left: half-written folders go, a checkpoint that was being replaced comes back."""
+    if not root.is_dir():
+        return
+    for path in list(root.iterdir()):
+        if path.name.startswith(".old-step-"):
+            final = root / path.name.removeprefix(".old-")
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                os.rename(path, final)
+        elif path.name.startswith(".tmp-"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes text and waits until it is on disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names in a folder durable: renames and new files are only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""``describe``: a readable report of the units of a sharded model, from the layouts that run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.state import UnitState, unit_states
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit. Bytes are per rank; ``slot_bytes`` is the whole unsharded unit in the compute dtype."""
+
+    name: str
+    params: tuple[str, ...]
+    num_elements: int
+    trainable_elements: int
+    shard_bytes: int
+    slot_bytes: int
+    reshard_after_forward: bool
+    param_state: str
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """All units of a model; ``str()`` prints a table."""
+
+    units: tuple[UnitReport, ...]
+    world: int
+    transport: str
+    stats: dict
+
+    def __str__(self) -> str:
+        head = ("unit", "params", "elements", "shard bytes", "slot bytes", "reshard", "state")
+        rows = [
+            (
+                unit.name,
+                str(len(unit.params)),
+                f"{unit.num_elements:,}",
+                f"{unit.shard_bytes:,}",
+                f"{unit.slot_bytes:,}",
+                "yes" if unit.reshard_after_forward else "no",
+                unit.param_state.lower(),
+            )
+            for unit in self.units
+        ]
+        total = (
+            "total",
+            str(sum(len(unit.params) for unit in self.units)),
+            f"{sum(unit.num_elements for unit in self.units):,}",
+            f"{sum(unit.shard_bytes for unit in self.units):,}",
+            f"{max((unit.slot_bytes for unit in self.units), default=0):,} max",
+            "",
+            "",
+        )
+        widths = [max(len(row[i]) for row in (head, *rows, total)) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(line))
+            for line in (list(zip(row, widths, strict=True)) for row in (head, *rows, total))
+        ]
+        tail = f"{self.world} rank(s), transport {self.transport}"
+        if self.stats:
+            tail += (
+                f", gather slots owned {self.stats['gather_slots_owned']} "
+                f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
+            )
+        return "\n".join([*lines, tail])
+
+
+def describe(model: nn.Module) -> ModelReport:
+    """Units of ``model`` with their parameters, elements, bytes and slots. Local: no communication.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+    """
+    states = unit_states(model)
+    if not states:
+        raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
+    names = {id(module): name for name, module in model.named_modules()}
+    fqns = {id(param): name for name, param in model.named_parameters(remove_duplicate=True)}
+    root = next((state.root for state in states if state.root is not None), None)
+    return ModelReport(
+        units=tuple(_report(state, names, fqns) for state in states),
+        world=states[0].ranks.world,
+        transport=root.transport_name if root is not None else f"{states[0].transport} (not initialized)",
+        stats=root.stats() if root is not None else {},
+    )
+
+
+def _report(state: UnitState, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
+    policy, params = state.mp_policy, state.params.params
+    layout = _C.Layout(
+        state.params.shapes(policy.param_dtype, policy.reduce_dtype), state.ranks.world, state.ranks.rank
+    )
+    return UnitReport(
+        name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
+        params=tuple(fqns.get(id(param.param), param.fqn or param.owners[0][1]) for param in params),
+        num_elements=sum(param.shape.numel() for param in params),
+        trainable_elements=sum(param.shape.numel() for param in params if param.param.requires_grad),
+        shard_bytes=layout.shard_pool_bytes,
+        slot_bytes=layout.slot_bytes,
+        reshard_after_forward=state.live_options().reshard_after_forward,
+        param_state=state.unit.param_state if state.unit is not None else "SHARDED",
+    )

@@ -1,0 +1,208 @@
+"""``FSDPModule``: the class a sharded module's class is mixed with. Methods delegate to its ``UnitState``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from fsdp2x.runtime.state import UnitState, get_state
+
+
+class UnshardHandle(torch_fsdp.UnshardHandle):
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+
+    def __init__(self, state: UnitState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Waits until the parameters are gathered and registers them on the modules."""
+        if self._state is not None:
+            self._state.unit.unshard()
+            self._state = None
+
+
+class FSDPModule(torch_fsdp.FSDPModule):
+    """Methods of a module that ``fsdp2x.fully_shard`` was applied to.
+
+    Every public method of torch's ``FSDPModule`` either works as there or raises ``NotImplementedError`` with its name.
+    """
+
+    _orig_cls_mro_index = 3  # [FSDP<Orig>, this, torch's FSDPModule, Orig, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        # Indexing a ModuleList of sharded layers builds a new list: it must be of the original class.
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def _get_fsdp_state(self) -> UnitState:
+        state = get_state(self)
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {type(self).__name__}")
+        return state
+
+    def _states(self, recurse: bool) -> Iterator[UnitState]:
+        for module in self.modules() if recurse else (self,):
+            if isinstance(module, FSDPModule):
+                yield module._get_fsdp_state()
+
+    def _set_option(self, name: str, value: Any, recurse: bool) -> None:
+        for state in self._states(recurse):
+            setattr(state.live_options(), name, value)
+
+    def reshard(self) -> None:
+        """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters now. Not recursive.
+
+        Args:
+            async_op: return at once with a handle; ``handle.wait()`` registers the parameters (the unit's forward
+                waits anyway).
+        """
+        state = self._get_fsdp_state()
+        if state.unit is None:
+            state.lazy_init(provisional=True)
+        if async_op:
+            state.unit.begin_unshard()
+            return UnshardHandle(state)
+        state.unit.unshard()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Makes the model usable again after forward or backward raised. Root only; the iteration's gradients are lost.
+
+        After an exception in forward the units are already reset; after one in backward, the next forward of the
+        root does it too. On several ranks every rank must have failed in the same step.
+        """
+        self._get_fsdp_state().reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
+        state = self._get_fsdp_state()
+        if state.root is None:
+            state.lazy_init()
+        state.root.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True."""
+        self._set_option("requires_gradient_sync", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """No effect: only 2-D meshes have an all-reduce, and those raise when the model is sharded."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the parameters (gathered again in backward). Acts from the next forward on."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward}"
+            )
+        for state in self._states(recurse):
+            state.auto_reshard = False
+            state.live_options().reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the parameters; False keeps them for the next micro-batch."""
+        self._set_option("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: do not gather this unit in backward (an embedding's backward does not read its weight)."""
+        self._set_option("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides this unit's summed gradients by ``factor`` instead of the number of ranks. Not recursive."""
+        self._set_option("divide_factor", float(factor), recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sums on the wire and divides afterwards. Not recursive; the shared-memory transport always does."""
+        self._set_option("force_sum_reduction", enable, recurse=False)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units whose gather starts when this unit's forward starts, instead of the one recorded after it."""
+        self._set_prefetch("set_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units whose gather starts when this unit's backward starts, instead of the one recorded before it."""
+        self._set_prefetch("set_backward_prefetch", modules)
+
+    def _set_prefetch(self, setter: str, modules: list[FSDPModule]) -> None:
+        for module in modules:
+            if not isinstance(module, FSDPModule):
+                raise ValueError(f"Expects a list of FSDP modules but got a {type(module).__name__}")
+        state = self._get_fsdp_state()
+        targets = [module._get_fsdp_state() for module in modules]
+        state.prefetch[setter] = targets
+        state.apply_prefetch()
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect: gathers never allocate, which is what this knob of upstream's is about."""
+
+    def _apply(self, fn, recurse: bool = True):
+        state = self._get_fsdp_state()
+        state.reshard()
+        result = super(torch_fsdp.FSDPModule, self)._apply(fn, recurse=recurse)
+        state.adopt()
+        if state.unit is not None:
+            state.unit.forget_gradients()
+        return result
+
+
+def _not_implemented(name: str):
+    def method(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"fsdp2x.FSDPModule.{name} is not supported yet; use torch.distributed.fsdp.fully_shard where you need it"
+        )
+
+    method.__name__ = name
+    method.__doc__ = "Not supported yet: raises NotImplementedError."
+    return method
+
+
+def _refuse_unknown_methods() -> None:
+    """What upstream's class has and ours has not must not reach for upstream's internals."""
+    for name, value in vars(torch_fsdp.FSDPModule).items():
+        if callable(value) and not name.startswith("__") and name not in vars(FSDPModule):
+            setattr(FSDPModule, name, _not_implemented(name))
+
+
+_refuse_unknown_methods()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.method_name`` gather and free the parameters as ``forward`` does. No-op on unsharded modules.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    def method(self, *args: Any, **kwargs: Any):
+        hooks = self._get_fsdp_state().hooks
+        if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
+            args, kwargs = changed
+        output = None
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                hooks.post_forward(self, args, None)
+            raise
+        changed = hooks.post_forward(self, args, output)
+        return output if changed is None else changed
+
+    method.__name__ = method_name
+    setattr(module, method_name, method.__get__(module, type(module)))

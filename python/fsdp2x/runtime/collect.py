@@ -1,0 +1,74 @@
+"""What one ``fully_shard`` call manages: modules not claimed by a nested call, their parameters and who owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fsdp2x.runtime import torch_private
+
+
+@dataclass
+class OwnedParam:
+    """A parameter and every place (module, name) among the managed modules where it is registered."""
+
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Modules below ``roots``, children first, without those below a nested sharded or replicated module."""
+    roots = list(roots)
+    visited: set[int] = set()
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if torch_private.is_replicated(module):
+            return
+        if is_sharded(module) and not any(module is root for root in roots):
+            return
+        visited.add(id(module))
+        for child in module.children():
+            if id(child) not in visited:
+                visit(child)
+        found.append(module)
+
+    for root in roots:
+        if id(root) not in visited:
+            visit(root)
+    return found
+
+
+def collect_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
+    """The distinct parameters of ``modules`` in order of first registration.
+
+    Raises:
+        ValueError: a parameter is a scalar, which has no dim to shard.
+    """
+    by_id: dict[int, OwnedParam] = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param.dim() == 0:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {name} to a 1D tensor with numel equal to 1."
+                )
+            by_id.setdefault(id(param), OwnedParam(param)).owners.append((module, name))
+    return list(by_id.values())
+
+
+def collect_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The distinct buffers of ``modules``."""
+    return list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
+
+
+def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Moves parameters and buffers in place; tensors on the meta device stay there."""
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)

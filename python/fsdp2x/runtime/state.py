@@ -1,0 +1,253 @@
+"""The Python side of one unit: its modules, its parameters, its settings, and the lazy initialization of a root.
+
+One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)`` returns it. The engine's objects
+(hooks from the start, unit and root from the first forward on) hang below it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.runtime import params as sharding
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.transport import make_root
+
+
+class UnitState(torch_private.State):
+    """State of one unit. Attributes without a comment are what the call was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.ranks: ShardGroup | None = None
+        self.mp_policy = MixedPrecisionPolicy()
+        self.transport = "auto"
+        self.timeout: timedelta | None = None
+        self.params: sharding.UnitParams | None = None
+        self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
+        self.is_root: bool | None = None  # decided at lazy initialization
+        self.provisional = False  # became a root through unshard(), before any forward
+        self.hooks = None  # _C.UnitHooks
+        self.unit = None  # _C.Unit, from lazy initialization on
+        self.root = None  # _C.Root, shared by all units of one root module
+        self.tree: list[UnitState] = []  # all units below a root, set on the root only
+        self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
+        self.names: list[str] = []  # FQNs of the modules from the root
+        self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
+
+    def configure(
+        self,
+        modules: tuple[nn.Module, ...],
+        ranks: ShardGroup,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        transport: str,
+        timeout: timedelta | None,
+        params: sharding.UnitParams,
+    ) -> None:
+        self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
+        self.transport, self.timeout, self.params = transport, timeout, params
+        self.auto_reshard = reshard_after_forward is None
+        self.options.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
+        self.options.param_dtype = mp_policy.param_dtype
+        self.options.output_dtype = mp_policy.output_dtype
+        self._register_hooks()
+
+    def live_options(self):
+        """The settings the engine reads: the unit's once it exists."""
+        return self.options if self.unit is None else self.unit.options
+
+    # --- hooks ---
+
+    def _register_hooks(self) -> None:
+        # The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
+        weak = weakref.ref(self)
+
+        def lazy_init() -> None:
+            weak().lazy_init()
+
+        self.hooks = _C.UnitHooks(list(self.modules), lazy_init)
+        for module in self.modules:
+            module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.hooks.post_forward, always_call=True)
+        for module in {id(m): m for param in self.params.params for m, _ in param.owners}.values():
+            module.register_state_dict_pre_hook(lambda *args: weak().reshard())
+            module._register_load_state_dict_pre_hook(lambda *args: weak().reshard())
+            module.register_load_state_dict_post_hook(lambda *args: weak().adopt())
+
+    # --- lazy initialization ---
+
+    def lazy_init(self, *, provisional: bool = False) -> None:
+        """Makes this unit's module a root: the first one to run forward (or to be unsharded, then provisionally).
+
+        Raises:
+            RuntimeError: parameters are still on the meta device; a unit below was run before its root.
+            ValueError: two units claim one parameter.
+            NotImplementedError: units below one root use different meshes.
+        """
+        if self.unit is not None and not self.provisional:
+            return
+        if len(self.modules) > 1 and not provisional:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        tree = [self] if provisional else self._find_tree()
+        for state in tree:
+            state.adopt()
+        _check_tree(tree)
+        if not provisional and self.auto_reshard:
+            self.live_options().reshard_after_forward = False
+        root = make_root(self.ranks, self.transport, self.timeout)
+        for state in tree:
+            state._join(root, is_root=state is self, provisional=provisional)
+        for state in tree:
+            state.apply_prefetch()
+        self.tree = tree
+        self.hooks.set_all([state.hooks for state in tree])
+
+    def _find_tree(self) -> list[UnitState]:
+        """All units below this module in the order of ``named_modules``; names them and their parameters."""
+        root_module = self.modules[0]
+        tree: dict[int, UnitState] = {}
+        for name, module in root_module.named_modules():
+            state = get_state(module)
+            if state is None:
+                continue
+            if state is not self and state.is_root is not None and not state.provisional:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            if id(state) not in tree:
+                state.names = []
+                tree[id(state)] = state
+            state.names.append(name)
+        by_param = {id(param.param): param for state in tree.values() for param in state.params.params}
+        for name, param in root_module.named_parameters():
+            if id(param) in by_param:
+                by_param[id(param)].fqn = name
+        return list(tree.values())
+
+    def _join(self, root, *, is_root: bool, provisional: bool) -> None:
+        """Builds the engine's unit, or moves an existing one, under ``root``."""
+        if self.unit is None:
+            policy = self.mp_policy
+            shapes = self.params.shapes(policy.param_dtype, policy.reduce_dtype)
+            layout = _C.Layout(shapes, self.ranks.world, self.ranks.rank)
+            pool = self.params.pool
+            if pool is None:
+                pool = torch.empty(0, dtype=torch.uint8, device=self.ranks.device)
+            self.unit = _C.Unit(
+                self.name,
+                layout,
+                pool,
+                self.params.engine_params(shapes, self.ranks.device),
+                sharding.make_gradient,
+                sharding.add_to_foreign,
+                self.options,
+            )
+            self.hooks.set_unit(self.unit)
+        else:
+            self.unit.reshard()
+        root.add_unit(self.unit)
+        self.root, self.is_root, self.provisional = root, is_root, provisional
+
+    def apply_prefetch(self) -> None:
+        """Hands the explicit prefetch lists to the engine once all units in them exist."""
+        for setter, targets in self.prefetch.items():
+            if self.unit is not None and all(target.unit is not None for target in targets):
+                getattr(self.unit, setter)([target.unit for target in targets])
+
+    @property
+    def name(self) -> str:
+        """FQNs of the modules, ``<root>`` for the root itself."""
+        return ", ".join(name or "<root>" for name in self.names) or type(self.modules[0]).__name__
+
+    # --- what may move parameters ---
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters; frees the unsharded ones."""
+        if self.unit is not None:
+            self.unit.reshard()
+
+    def adopt(self) -> None:
+        """Takes parameters that were replaced or moved back into the pool.
+
+        Raises:
+            RuntimeError: dtype or device changed after lazy initialization.
+        """
+        before = [param.param for param in self.params.params]
+        fresh = self.params.adopt()
+        if self.unit is None:
+            return
+        if fresh:
+            raise RuntimeError(
+                f"fsdp2x: the parameters of unit '{self.name}' changed their dtype or device after the first forward; "
+                "convert or move the model before, or shard a new one"
+            )
+        for index, (old, sharded) in enumerate(zip(before, self.params.params, strict=True)):
+            if sharded.param is not old:
+                self.unit.set_sharded_param(index, sharded.param, sharded.gradient_spec(self.ranks))
+
+    def reset(self) -> None:
+        """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if self.root is None:
+            return
+        for state in self.tree:
+            state.hooks.forget_progress()
+            for sharded in state.params.params:
+                sharded.param.grad = None
+        self.root.reset()
+
+
+def get_state(module: nn.Module) -> UnitState | None:
+    """The state of the unit that ``module`` is a root of, if any."""
+    from fsdp2x.api import fully_shard
+
+    return fully_shard.state(module)
+
+
+def unit_states(model: nn.Module) -> list[UnitState]:
+    """All units in ``model``, in the order of ``named_modules``."""
+    found = {}
+    for module in model.modules():
+        if (state := get_state(module)) is not None:
+            found.setdefault(id(state), state)
+    return list(found.values())
+
+
+def _check_tree(tree: list[UnitState]) -> None:
+    """Checks of upstream's lazy initialization, over all units of a root."""
+    seen: dict[int, str] = {}
+    meta: list[str] = []
+    first = tree[0]
+    for state in tree:
+        if state.ranks.mesh != first.ranks.mesh:
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: units below one root must share a mesh, but '{first.name}' has "
+                f"{first.ranks.mesh} and '{state.name}' has {state.ranks.mesh}"
+            )
+        for param in state.params.params:
+            if param.original_id in seen:
+                raise ValueError(
+                    f"Parameter '{param.fqn}' is shared with a parameter already managed by another FSDP group. "
+                    "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same "
+                    "FSDP group."
+                )
+            seen[param.original_id] = param.fqn
+            if param.param.is_meta:
+                meta.append(param.fqn or param.owners[0][1])
+    if meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still "
+            f"on meta device: {meta}\nFor example, call module.to_empty(device) to materialize to device and "
+            "call module.reset_parameters() on each module to initialize values."
+        )

@@ -1,0 +1,101 @@
+"""Chooses and sets up how a root's units talk: shared memory, the process group, or nothing at world size 1.
+
+Collective over the shard group; runs once per root at lazy initialization. The set-up owns no state: the transport
+belongs to the returned root.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.native import _C
+
+TRANSPORTS = ("auto", "shm", "process_group")
+
+
+def check_transport(name: str) -> None:
+    if name not in TRANSPORTS:
+        raise ValueError(f"fully_shard: transport must be one of {', '.join(TRANSPORTS)}, got {name!r}")
+
+
+def make_root(ranks: ShardGroup, transport: str, timeout: timedelta | None):
+    """The engine's root for one shard group.
+
+    Raises:
+        ValueError: ``transport="shm"`` where the ranks cannot share memory; the message says why.
+    """
+    on_cpu = ranks.device.type == "cpu"
+    if ranks.world == 1 and on_cpu and transport != "process_group":
+        return _C.local_root(ranks.device)
+    reason, hello = "the mesh is not on the CPU", None
+    if on_cpu and transport != "process_group":
+        reason, hello = _why_not_shared(ranks)
+    if transport == "shm" and reason is not None:
+        raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
+    if transport in ("auto", "shm") and reason is None:
+        limit = timeout or torch_private.group_timeout(ranks.group)
+        return _C.shm_root(
+            ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds(), ranks.device
+        )
+    return _C.group_root(
+        functools.partial(_all_gather, ranks.group),
+        functools.partial(_reduce_scatter, ranks.group),
+        _wait,
+        ranks.device,
+    )
+
+
+def _why_not_shared(ranks: ShardGroup) -> tuple[str | None, dict | None]:
+    """Exchanges who runs where. Returns (why memory cannot be shared or None, rank 0's greeting)."""
+    if dist.get_backend(ranks.group) == "fake":
+        return "the process group is fake", None
+    mine = {
+        "host": _host_identity(),
+        "pid": os.getpid(),
+        "uid": os.getuid(),
+        "socket": f"fsdp2x-{secrets.token_hex(16)}",
+        "token": secrets.token_bytes(32),
+    }
+    everyone: list[dict] = [{} for _ in range(ranks.world)]
+    dist.all_gather_object(everyone, mine, group=ranks.group)
+    if len({other["host"] for other in everyone}) > 1:
+        return "the ranks run on several hosts", None
+    if len({other["uid"] for other in everyone}) > 1:
+        return "the ranks belong to several users", None
+    if len({other["pid"] for other in everyone}) < ranks.world:
+        return "several ranks are threads of one process", None
+    return None, everyone[0]
+
+
+def _host_identity() -> str:
+    """Equal for processes that can hand each other file descriptors: same boot, same network namespace."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    # Looked up at each call, under the name upstream's FSDP2 of this torch uses: patches and counters must see it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, source, group=group, async_op=True)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    return scatter(output, source, op=op, group=group, async_op=True)
+
+
+def _wait(work) -> bool:
+    # Synchronous process groups (fake, threaded) return nothing to wait for.
+    if work is not None and hasattr(work, "wait"):
+        work.wait()
+    return True

@@ -1,0 +1,181 @@
+"""Text files -> token blocks, and the order in which ranks visit them.
+
+One position counts the blocks that all ranks together have consumed since the start of the run, so that it means
+the same at any world size:
+
+    position      0   1   2   3   4   5   6   7 ...            position = epoch * num_blocks + index
+    2 ranks, 2 each   [rank 0][rank 1][rank 0][rank 1]         block = order(epoch)[index]
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import ConfigError, DataConfig
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of `block_size` tokens for training and for evaluation; int32, in memory, the same on every rank."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    num_files: int
+    num_text_bytes: int
+    fingerprint: str
+
+
+def find_files(config: DataConfig) -> list[Path]:
+    """The files that `data.files` names, sorted and each once; raises `ConfigError` for an entry that names none."""
+    found: set[Path] = set()
+    for entry in config.files:
+        path = Path(entry).expanduser()
+        if path.is_dir():
+            candidates = [p for p in path.rglob("*") if p.is_file()]
+            kept = [p for p in candidates if _wanted(p.relative_to(path), config)]
+        elif path.is_file():
+            kept = candidates = [path]
+        else:
+            candidates = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+            kept = [p for p in candidates if _wanted(p, config)]
+        if not kept:
+            why = (
+                f"{len(candidates)} files there, none passes data.pattern and data.exclude"
+                if candidates
+                else "no such file"
+            )
+            raise ConfigError(f"data.files: {entry}: {why}")
+        found.update(kept)
+    return sorted(found)
+
+
+def _wanted(path: Path, config: DataConfig) -> bool:
+    if config.pattern and not any(fnmatch.fnmatch(path.name, pattern) for pattern in config.pattern):
+        return False
+    return not any(fnmatch.fnmatch(part, pattern) for part in path.parts for pattern in config.exclude)
+
+
+def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
+    """Reads the files in a seeded order, joins them with end marks and cuts blocks; the last ones are held out.
+
+    The tail that fills no block is dropped. Held-out blocks come from the end of the seeded order: a random sample
+    of the files, or the end of the text when there is one file.
+    """
+    files = find_files(config)
+    generator = torch.Generator().manual_seed(seed)
+    files = [files[i] for i in torch.randperm(len(files), generator=generator).tolist()]
+    end = [] if tokenizer.eos_id is None else [torch.tensor([tokenizer.eos_id], dtype=torch.int32)]
+    pieces: list[torch.Tensor] = []
+    digest = hashlib.sha256()
+    num_text_bytes = num_files = 0
+    for file in files:
+        if config.max_bytes is not None and num_text_bytes >= config.max_bytes:
+            break
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.files: {file}: {error.strerror or error}") from None
+        if config.max_bytes is not None:
+            text = text[: config.max_bytes - num_text_bytes]
+        digest.update(text)
+        num_text_bytes += len(text)
+        num_files += 1
+        pieces += [tokenizer.encode(text).to(torch.int32), *end]
+    tokens = torch.cat(pieces)
+    num_blocks = len(tokens) // config.block_size
+    num_held_out = round(num_blocks * config.held_out) if config.held_out else 0
+    if config.held_out and num_blocks > 1:
+        num_held_out = min(max(num_held_out, 1), num_blocks - 1)
+    if num_blocks - num_held_out < 1:
+        raise ConfigError(
+            f"data: {num_files} files give {len(tokens)} tokens, not one block of data.block_size={config.block_size}"
+        )
+    blocks = tokens[: num_blocks * config.block_size].view(num_blocks, config.block_size)
+    digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}".encode())
+    logger.info(
+        "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
+        num_files, num_text_bytes, len(tokens), num_blocks - num_held_out, config.block_size, num_held_out,
+    )  # fmt: skip
+    split = num_blocks - num_held_out
+    return Blocks(blocks[:split], blocks[split:], num_files, num_text_bytes, digest.hexdigest())
+
+
+class BlockStream:
+    """Hands each rank its blocks of the training order; state is the global position alone."""
+
+    def __init__(self, blocks: Blocks, *, batch_size: int, rank: int, world_size: int, seed: int, shuffle: bool):
+        self.blocks = blocks
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = 0
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self.position // len(self.blocks.train)
+
+    def next_batch(self) -> torch.Tensor:
+        """The next micro-batch of this rank, int64 `[batch_size, block_size]`; advances by all ranks' batches."""
+        first = self.position + self.rank * self.batch_size
+        rows = [self._block_at(first + i) for i in range(self.batch_size)]
+        self.position += self.world_size * self.batch_size
+        return self.blocks.train[rows].to(torch.int64)
+
+    def _block_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self.blocks.train))
+        if not self.shuffle:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            self._order = (epoch, torch.randperm(len(self.blocks.train), generator=generator))
+        return int(self._order[1][index])
+
+    def state_dict(self) -> dict[str, Any]:
+        num_blocks = len(self.blocks.train)
+        return {
+            "position": self.position,
+            "epoch": self.epoch,
+            "index": self.position % num_blocks,
+            "num_blocks": num_blocks,
+            "fingerprint": self.blocks.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Continues where the state says; other text starts that epoch anew. Returns what differs, as sentences."""
+        if state["fingerprint"] == self.blocks.fingerprint:
+            self.position = int(state["position"])
+            return []
+        self.position = int(state["epoch"]) * len(self.blocks.train)
+        return [f"the training text is not the one of the checkpoint: its epoch {state['epoch']} starts anew"]
+
+
+def held_out_batches(
+    held_out: torch.Tensor, *, batch_size: int, rank: int, world_size: int
+) -> list[tuple[torch.Tensor, float]]:
+    """This rank's evaluation batches with the weight of each: every rank gets equally many.
+
+    Rows that would repeat only to fill a rank's batches have no part: a batch is either real rows, weighted by
+    their number, or (weight 0) the first row again, which the rank computes because forward is collective.
+    """
+    stride = batch_size * world_size
+    batches = []
+    for start in range(0, len(held_out), stride):
+        first = start + rank * batch_size
+        rows = held_out[first : first + batch_size]
+        weight = float(len(rows))
+        batches.append(((rows if weight else held_out[:1]).to(torch.int64), weight))
+    return batches

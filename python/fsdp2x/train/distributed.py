@@ -1,0 +1,84 @@
+"""Process group and device of this process: under torchrun, inside a group that exists, or alone."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.agree import LostRanks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class World:
+    """This process's place; `close()` ends the process group if `open_world` began it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    pids: list[int]
+    lost_ranks: LostRanks
+    owns_group: bool
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def close(self) -> None:
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self.owns_group = False
+
+
+def choose_device(wanted: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
+    """Device and backend: NCCL where each rank of this host has a GPU of its own, else gloo."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("parallel.device: got 'cuda', but this torch sees no GPU; set parallel.device=cpu")
+    num_gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank % num_gpus)
+    return device, "cpu:gloo,cuda:nccl" if local_size <= num_gpus and dist.is_nccl_available() else "gloo"
+
+
+def open_world(device: str, timeout_s: float) -> World:
+    """Joins torchrun's ranks, uses an initialised group, or makes a group of one process without any environment."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched or dist.is_initialized() else 0
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))) if launched else 1
+    chosen, backend = choose_device(device, local_rank, local_size)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    owns_group = not dist.is_initialized()
+    if owns_group and launched:
+        dist.init_process_group(backend, timeout=timeout)
+    elif owns_group:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    lost_ranks = LostRanks()
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=chosen,
+        backend=dist.get_backend(),
+        pids=lost_ranks.pids,
+        lost_ranks=lost_ranks,
+        owns_group=owns_group,
+    )
+
+
+def mean_over_ranks(value_sum: float, weight: float, device: torch.device) -> float:
+    """sum(value_sum) / sum(weight) over all ranks, in double precision and rank order."""
+    both = torch.tensor([value_sum, weight], dtype=torch.float64, device=device)
+    dist.all_reduce(both)
+    total, weights = both.tolist()
+    return total / weights

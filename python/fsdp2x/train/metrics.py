@@ -1,0 +1,117 @@
+"""Where rank 0 reports: metrics.jsonl always, TensorBoard on request, and a progress bar or plain log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Writes one JSON object a line and flushes it, so that a killed run keeps every line it reported.
+
+    Lines: {"event": "start" | "train" | "eval" | "save" | "resume" | "end", "step": n, "time": seconds since 1970,
+    ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on other ranks.
+    """
+
+    def __init__(self, output: Path, *, main: bool, tensorboard: bool, progress: str, num_steps: int, first_step: int):
+        self.main = main
+        self._file = self._board = self._bar = None
+        if not main:
+            return
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / "metrics.jsonl"
+        _end_last_line(path)
+        self._file = open(path, "a", encoding="utf-8")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=first_step + 1)
+        if progress == "on" or (progress == "auto" and sys.stderr.isatty()):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        if self._file is None:
+            return
+        line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
+        if "loss" in values:
+            line["loss_hex"] = float(values["loss"]).hex()
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None and event in ("train", "eval"):
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{event}/{name}", value, step)
+
+    def train(self, step: int, **values: Any) -> None:
+        """One optimizer step: shown on the bar, or as a log line."""
+        self.write("train", step, **values)
+        if not self.main:
+            return
+        shown = {
+            "loss": f"{values['loss']:.4f}",
+            "tok/s": f"{values['tokens_per_s']:.0f}",
+            "grad": f"{values['grad_norm']:.3f}" if values["grad_norm"] is not None else "-",
+            "mem": f"{values['memory_bytes'] / 2**20:.0f} MiB",
+        }
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+        else:
+            logger.info("step %d  %s", step, "  ".join(f"{name} {text}" for name, text in shown.items()))
+
+    def say(self, message: str, *args: Any) -> None:
+        """A log line of rank 0 that does not tear the bar."""
+        if not self.main:
+            return
+        if self._bar is not None:
+            self._bar.write(message % args, file=sys.stderr)
+        else:
+            logger.info(message, *args)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._board is not None:
+            self._board.close()
+        if self._file is not None:
+            self._file.close()
+        self._file = self._board = self._bar = None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use by this process: the most that was allocated on the GPU, or the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+
+
+def _end_last_line(path: Path) -> None:
+    """Cuts what a kill left of a line, so that the next line stays readable."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with open(path, "r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,204 @@
+"""From YAML and `key=value` overrides to a `TrainConfig`; every mistake is one sentence with the dotted path.
+
+`read_yaml` and `apply_overrides` work on plain mappings, `build` turns a mapping into the dataclasses. Code that
+understands another spelling of the same settings goes between the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from .config import ConfigError, TrainConfig
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> TrainConfig:
+    """Reads a YAML file and applies overrides such as `optimizer.lr=1e-3`; raises `ConfigError`.
+
+    `resume_from` replaces checkpoint.resume_from when it is given.
+    """
+    config = build(TrainConfig, apply_overrides(read_yaml(path), overrides))
+    if resume_from is None:
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
+
+
+def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """A `TrainConfig` from a nested mapping, as a YAML file would hold it."""
+    return build(TrainConfig, settings)
+
+
+def read_yaml(path: str | Path) -> dict:
+    import yaml
+
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path}: not UTF-8 text ({error})") from None
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config file {path}: got {describe(settings)}, expected a mapping of sections")
+    return settings
+
+
+def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict:
+    """A copy of `settings` in which each `a.b.c=value` is set; the value is read as YAML."""
+    import yaml
+
+    result = _copy(settings)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key or any(not part for part in key.split(".")):
+            raise ConfigError(f"override {override!r}: expected key=value with a dotted key, such as train.steps=100")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {key}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
+        *sections, last = key.split(".")
+        target = result
+        for depth, part in enumerate(sections):
+            inner = target.get(part)
+            if inner is None:
+                inner = target[part] = {}
+            if not isinstance(inner, dict):
+                above = ".".join(sections[: depth + 1])
+                raise ConfigError(f"override {key}: {above} is {describe(inner)}, expected a mapping")
+            target = inner
+        target[last] = value
+    return result
+
+
+def build(cls: type, settings: Any, path: str = "") -> Any:
+    """An instance of the dataclass `cls` from a mapping; `path` is its dotted place in the whole."""
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{path or 'config'}: got {describe(settings)}, expected a mapping")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in settings:
+        if key not in fields:
+            raise ConfigError(unknown_key_message(_first_leaf(_join(path, key), settings[key])))
+    values = {}
+    for name in fields:
+        if name in settings or dataclasses.is_dataclass(hints[name]):
+            values[name] = convert(hints[name], settings.get(name), _join(path, name))
+    return cls(**values)
+
+
+def convert(kind: Any, value: Any, path: str) -> Any:
+    """`value` as `kind`, or a `ConfigError` that says what was got and what is expected."""
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, path)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for option in args:
+            if option is not type(None):
+                try:
+                    return convert(option, value, path)
+                except ConfigError:
+                    pass
+    elif origin is Literal:
+        if any(value == option and type(value) is type(option) for option in args):
+            return value
+        near = difflib.get_close_matches(str(value), [str(option) for option in args], n=1)
+        raise ConfigError(_mismatch(path, value, kind) + (f"; did you mean {near[0]}?" if near else ""))
+    elif origin is list and isinstance(value, list):
+        return [convert(args[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
+    elif origin is list and args[0] is str and isinstance(value, str):
+        return [value]
+    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
+        return tuple(convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif kind is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-3 (no dot) as text.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif kind in (int, bool, str, dict) and type(value) is kind:
+        return value
+    raise ConfigError(_mismatch(path, value, kind))
+
+
+def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, dataclasses.Field]:
+    """Dotted path of every setting -> its dataclass field (type, default and `metadata['help']`)."""
+    keys: dict[str, dataclasses.Field] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name = _join(path, field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys.update(known_keys(hints[field.name], name))
+        else:
+            keys[name] = field
+    return keys
+
+
+def unknown_key_message(path: str) -> str:
+    """The nearest key of the same section comes first, then the same last name elsewhere, then any spelling."""
+    keys = [*known_keys(), *(field.name for field in dataclasses.fields(TrainConfig))]
+    section, _, last = path.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+    near = [_join(section, name) for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    near = near or [key for key in keys if key.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(path, keys, n=1, cutoff=0.0)
+    return f"unknown key {path}; the nearest known one is {near[0]}"
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"a list ({value!r})"
+    return f"{value!r} ({'null' if value is None else type(value).__name__})"
+
+
+def type_name(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(arg) for arg in args)
+    if origin is Literal:
+        return "one of " + ", ".join(str(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_name(args[0])}"
+    if origin is tuple:
+        return f"list of {len(args)} {type_name(args[0])}"
+    if kind is type(None):
+        return "null"
+    return "mapping" if kind is dict else kind.__name__
+
+
+def _mismatch(path: str, value: Any, kind: Any) -> str:
+    return f"{path}: got {describe(value)}, expected {type_name(kind)}"
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _first_leaf(path: str, value: Any) -> str:
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        path = f"{path}.{key}"
+    return path
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,93 @@
+"""Tokenizers of the training path: plain bytes, or a HuggingFace tokenizer from a local directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from .config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eos_id: int | None
+
+    def encode(self, text: bytes) -> torch.Tensor:
+        """UTF-8 bytes of one document -> 1-D int64 ids, without an end mark."""
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def save(self, folder: Path) -> None:
+        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+
+
+class ByteTokenizer:
+    """Token i is byte i for i < 256; 256 ends a document and also serves as bos and pad."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: bytes) -> torch.Tensor:
+        if not text:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        # A byte-level BPE without merges: the pre-tokenizer shows each byte as one character, which is one token.
+        vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
+        tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            clean_up_tokenization_spaces=False,
+        )
+        wrapped.save_pretrained(str(folder))
+
+
+def byte_alphabet() -> list[str]:
+    """Character that byte-level BPE shows for each byte: itself if printable Latin-1, else from U+0100 upwards."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer directory on this machine; its special tokens in the text stay text."""
+
+    def __init__(self, folder: str):
+        from transformers import AutoTokenizer
+
+        if not Path(folder).is_dir():
+            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or an existing local directory")
+        self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.vocab_size = len(self.inner)
+        self.eos_id = self.inner.eos_token_id
+
+    def encode(self, text: bytes) -> torch.Tensor:
+        ids = self.inner(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.inner.decode(ids)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(str(folder))
+
+
+def make_tokenizer(name: str) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

@@ -1,0 +1,39 @@
+"""Options, markers and the end of the session for all tests; the distributed harness itself is tests/harness."""
+
+import pytest
+
+from harness.session import close_session
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--impl",
+        choices=("fsdp2x", "torch"),
+        default="fsdp2x",
+        help="which fully_shard the parity tests exercise; 'torch' shows that the tests hold for upstream's own",
+    )
+    parser.addoption("--full", action="store_true", help="also run the slow and exotic tests marked `full`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="slow or exotic; runs with --full")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(skip)
+    # Within a file, one world size after the other: fewer pools are alive at a time.
+    items.sort(key=lambda item: (str(item.path), _world(item)))
+
+
+def _world(item: pytest.Item) -> int:
+    callspec = getattr(item, "callspec", None)
+    world = callspec.params.get("world", 0) if callspec is not None else 0
+    return world if isinstance(world, int) else 0
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    close_session()

@@ -1,0 +1,265 @@
+// Layouts over many shapes and worlds: whatever way the rows of all ranks travel, the whole tensors come out.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/error.hpp"
+#include "core/layout.hpp"
+#include "cpu/kernels.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// Distinct values that bf16 holds exactly, so that casts keep them.
+float value_of(size_t param, int64_t index) {
+  return static_cast<float>((static_cast<int64_t>(param) * 37 + index) % 251 + 1);
+}
+
+void put(Bytes& buffer, size_t offset, DType type, int64_t index, float value) {
+  cpu::cast_copy(type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), DType::f32, &value, 1);
+}
+
+float get(const Bytes& buffer, size_t offset, DType type, int64_t index) {
+  float value = 0;
+  cpu::cast_copy(DType::f32, &value, type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), 1);
+  return value;
+}
+
+std::vector<ParamShape> unit_a() {
+  std::vector<ParamShape> shapes(7);
+  shapes[0] = {.outer = 1, .dim = 7, .inner = 5, .compute = DType::bf16};
+  shapes[1] = {.outer = 1, .dim = 3, .inner = 1, .trainable = false};
+  shapes[2] = {.outer = 4, .dim = 6, .inner = 3, .compute = DType::bf16, .reduce = DType::bf16};
+  shapes[3] = {.outer = 1, .dim = 1, .inner = 1};
+  shapes[4] = {.outer = 3, .dim = 5, .inner = 1, .orig = DType::f64, .compute = DType::f32, .reduce = DType::f64};
+  shapes[5] = {.outer = 1, .dim = 0, .inner = 9};
+  shapes[6] = {.outer = 2, .dim = 8, .inner = 16, .orig = DType::bf16, .compute = DType::bf16, .reduce = DType::f32};
+  return shapes;
+}
+
+std::vector<ParamShape> unit_b() {
+  std::vector<ParamShape> shapes;
+  for (int64_t dim = 1; dim <= 17; ++dim) shapes.push_back({.outer = 1 + dim % 3, .dim = dim, .inner = 1 + dim % 5});
+  return shapes;
+}
+
+class LayoutWorld : public testing::TestWithParam<int> {
+ protected:
+  int world() const { return GetParam(); }
+  std::vector<Layout> layouts(const std::vector<ParamShape>& shapes) const {
+    std::vector<Layout> all;
+    for (int rank = 0; rank < world(); ++rank) all.emplace_back(shapes, world(), rank);
+    return all;
+  }
+  // The shard pool of `layout`'s rank, filled from the whole tensors element by element.
+  static Bytes shard_pool(const Layout& layout) {
+    Bytes pool(layout.shard_pool_bytes());
+    for (size_t i = 0; i < layout.params().size(); ++i) {
+      const ParamPlace& place = layout.params()[i];
+      const ParamShape& shape = place.shape;
+      int64_t local = 0;
+      for (int64_t o = 0; o < shape.outer; ++o) {
+        for (int64_t row = place.rows.begin; row < place.rows.end; ++row) {
+          for (int64_t k = 0; k < shape.inner; ++k) {
+            put(pool, place.shard_offset, shape.orig, local++, value_of(i, (o * shape.dim + row) * shape.inner + k));
+          }
+        }
+      }
+      EXPECT_EQ(local, place.shard_numel);
+    }
+    return pool;
+  }
+  static void expect_whole(const Layout& layout, const Bytes& slot) {
+    for (size_t i = 0; i < layout.params().size(); ++i) {
+      const ParamPlace& place = layout.params()[i];
+      for (int64_t index = 0; index < place.shape.numel(); ++index) {
+        ASSERT_EQ(get(slot, place.slot_offset, place.shape.compute, index), value_of(i, index))
+            << "parameter " << i << " element " << index;
+      }
+    }
+  }
+};
+
+TEST_P(LayoutWorld, RowsAreCutAsTorchChunks) {
+  for (int64_t dim = 0; dim <= 40; ++dim) {
+    int64_t next = 0;
+    for (int rank = 0; rank < world(); ++rank) {
+      const RowRange rows = shard_rows(dim, world(), rank);
+      EXPECT_EQ(rows.begin, next);
+      EXPECT_LE(rows.size(), (dim + world() - 1) / world());
+      EXPECT_LE(rows.size(), shard_rows(dim, world(), std::max(rank - 1, 0)).size());
+      next = rows.end;
+    }
+    EXPECT_EQ(next, dim);
+  }
+}
+
+TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
+  for (const auto& shapes : {unit_a(), unit_b()}) {
+    const std::vector<Layout> all = layouts(shapes);
+    for (const Layout& layout : all) {
+      EXPECT_EQ(layout.shard_pool_bytes(), all[0].shard_pool_bytes());
+      EXPECT_EQ(layout.slot_bytes(), all[0].slot_bytes());
+      EXPECT_EQ(layout.scratch_bytes(), all[0].scratch_bytes());
+      EXPECT_EQ(layout.gather_segment_bytes(), all[0].gather_segment_bytes());
+      EXPECT_EQ(layout.reduce_segment_bytes(), all[0].reduce_segment_bytes());
+      size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0;
+      size_t scratch_end = layout.params().size();  // the flags
+      for (size_t i = 0; i < layout.params().size(); ++i) {
+        const ParamPlace& place = layout.params()[i];
+        const ParamPlace& first = all[0].params()[i];
+        const auto next = [](size_t offset, size_t& end, int64_t numel, DType type) {
+          EXPECT_EQ(offset % kAlignBytes, 0u);
+          EXPECT_GE(offset, end);
+          end = offset + static_cast<size_t>(numel) * dtype_bytes(type);
+        };
+        EXPECT_EQ(place.shard_offset, first.shard_offset);
+        EXPECT_EQ(place.slot_offset, first.slot_offset);
+        EXPECT_EQ(place.scratch_offset, first.scratch_offset);
+        EXPECT_EQ(place.gather_segment_offset, first.gather_segment_offset);
+        EXPECT_EQ(place.reduce_segment_offset, first.reduce_segment_offset);
+        EXPECT_EQ(place.padded_shard_numel, first.shard_numel) << "rank 0 has a whole chunk";
+        EXPECT_LE(place.shard_numel, place.padded_shard_numel);
+        next(place.shard_offset, shard_end, place.padded_shard_numel, place.shape.orig);
+        next(place.slot_offset, slot_end, place.shape.numel(), place.shape.compute);
+        next(place.gather_segment_offset, gather_end, place.padded_shard_numel, place.shape.compute);
+        if (!place.shape.trainable) continue;
+        next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.reduce);
+        next(place.reduce_segment_offset, reduce_end, place.padded_shard_numel, place.shape.reduce);
+      }
+      EXPECT_LE(shard_end, layout.shard_pool_bytes());
+      EXPECT_LE(slot_end, layout.slot_bytes());
+      EXPECT_LE(scratch_end, layout.scratch_bytes());
+      EXPECT_LE(gather_end, layout.gather_segment_bytes());
+      EXPECT_LE(reduce_end, layout.reduce_segment_bytes());
+    }
+  }
+}
+
+TEST_P(LayoutWorld, RowsWrittenStraightIntoTheSlotGiveTheWholeTensors) {
+  for (const auto& shapes : {unit_a(), unit_b()}) {
+    const std::vector<Layout> all = layouts(shapes);
+    Bytes slot(all[0].slot_bytes());
+    for (const Layout& layout : all) cpu::run_copies(layout.shard_to_slot(), shard_pool(layout).data(), slot.data());
+    expect_whole(all[0], slot);
+  }
+}
+
+TEST_P(LayoutWorld, SegmentsOfAllRanksGiveTheWholeTensors) {
+  for (const auto& shapes : {unit_a(), unit_b()}) {
+    const std::vector<Layout> all = layouts(shapes);
+    const size_t segment_bytes = all[0].gather_segment_bytes();
+    Bytes gathered(segment_bytes * static_cast<size_t>(world()));
+    for (const Layout& layout : all) {
+      cpu::run_copies(layout.shard_to_segment(), shard_pool(layout).data(),
+                      gathered.data() + segment_bytes * static_cast<size_t>(layout.rank()));
+    }
+    for (const Layout& layout : all) {
+      Bytes slot(layout.slot_bytes());
+      for (int source = 0; source < world(); ++source) {
+        cpu::run_copies(layout.segment_to_slot(source), gathered.data() + segment_bytes * static_cast<size_t>(source),
+                        slot.data());
+      }
+      expect_whole(layout, slot);
+    }
+  }
+}
+
+TEST_P(LayoutWorld, GradientsReachTheSegmentOfTheirOwner) {
+  const std::vector<Layout> all = layouts(unit_a());
+  const size_t segment_bytes = all[0].reduce_segment_bytes();
+  Bytes segments(segment_bytes * static_cast<size_t>(world()));
+  for (size_t i = 0; i < all[0].params().size(); ++i) {
+    const ParamPlace& place = all[0].params()[i];
+    if (!place.shape.trainable) continue;
+    Bytes gradient(static_cast<size_t>(place.shape.numel()) * dtype_bytes(DType::bf16));
+    for (int64_t index = 0; index < place.shape.numel(); ++index) {
+      put(gradient, 0, DType::bf16, index, value_of(i, index));
+    }
+    cpu::run_copies(all[0].gradient_to_segments(i, DType::bf16), gradient.data(), segments.data());
+  }
+  for (const Layout& layout : all) {
+    const size_t start = segment_bytes * static_cast<size_t>(layout.rank());
+    for (size_t i = 0; i < layout.params().size(); ++i) {
+      const ParamPlace& place = layout.params()[i];
+      const ParamShape& shape = place.shape;
+      if (!shape.trainable) continue;
+      int64_t local = 0;
+      for (int64_t o = 0; o < shape.outer; ++o) {
+        for (int64_t row = place.rows.begin; row < place.rows.end; ++row) {
+          for (int64_t k = 0; k < shape.inner; ++k) {
+            ASSERT_EQ(get(segments, start + place.reduce_segment_offset, shape.reduce, local++),
+                      value_of(i, (o * shape.dim + row) * shape.inner + k));
+          }
+        }
+      }
+      for (; local < place.padded_shard_numel; ++local) {
+        ASSERT_EQ(get(segments, start + place.reduce_segment_offset, shape.reduce, local), 0.0f) << "a pad";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, LayoutWorld, testing::Range(1, 9));
+
+TEST(Layout, BytesAreCarriedUnchanged) {
+  const std::vector<ParamShape> shapes = {{.outer = 2,
+                                           .dim = 5,
+                                           .inner = 3,
+                                           .orig = DType::byte,
+                                           .compute = DType::byte,
+                                           .reduce = DType::f32,
+                                           .trainable = false}};
+  Bytes slot(align_up(30));
+  for (int rank = 0; rank < 2; ++rank) {
+    const Layout layout(shapes, 2, rank);
+    Bytes pool(layout.shard_pool_bytes(), static_cast<std::byte>(rank + 1));
+    cpu::run_copies(layout.shard_to_slot(), pool.data(), slot.data());
+  }
+  for (size_t i = 0; i < 30; ++i) EXPECT_EQ(slot[i], static_cast<std::byte>(i % 15 < 9 ? 1 : 2)) << i;
+}
+
+TEST(Layout, WholeParametersAreCopiedInOnePiece) {
+  const Layout layout({{.outer = 4, .dim = 6, .inner = 3}}, 1, 0);
+  ASSERT_EQ(layout.shard_to_slot().size(), 1u);
+  EXPECT_EQ(layout.shard_to_slot()[0].count, 1);
+  EXPECT_EQ(layout.shard_to_slot()[0].piece_numel, 72);
+}
+
+TEST(Layout, EmptyShardsAndEmptyUnitsHaveNoCopies) {
+  const Layout last({{.outer = 1, .dim = 3, .inner = 4}}, 4, 3);
+  EXPECT_TRUE(last.shard_to_slot().empty());
+  EXPECT_TRUE(last.shard_to_segment().empty());
+  EXPECT_TRUE(last.segment_to_slot(3).empty());
+  EXPECT_EQ(last.segment_to_slot(2).size(), 1u);
+  const Layout empty({}, 2, 1);
+  EXPECT_EQ(empty.slot_bytes(), 0u);
+  EXPECT_EQ(empty.scratch_bytes(), 0u);
+}
+
+TEST(Layout, RefusesNonsense) {
+  const ParamShape good = {.outer = 1, .dim = 4, .inner = 4};
+  EXPECT_THROW(Layout({good}, 0, 0), Error);
+  EXPECT_THROW(Layout({good}, 2, 2), Error);
+  EXPECT_THROW(Layout({good}, 2, -1), Error);
+  ParamShape bad = good;
+  bad.dim = -1;
+  EXPECT_THROW(Layout({bad}, 2, 0), Error);
+  bad = good;
+  bad.orig = DType::byte;
+  EXPECT_THROW(Layout({bad}, 2, 0), Error) << "bytes cannot be cast";
+  bad.compute = DType::byte;
+  EXPECT_THROW(Layout({bad}, 2, 0), Error) << "bytes cannot be trained";
+  const Layout layout({good, {.outer = 1, .dim = 2, .inner = 2, .trainable = false}}, 2, 0);
+  EXPECT_THROW(layout.segment_to_slot(2), Error);
+  EXPECT_THROW(layout.gradient_to_segments(1, DType::f32), Error);
+  EXPECT_THROW(layout.gradient_to_segments(2, DType::f32), Error);
+}
+
+}  // namespace
+}  // namespace fsdp2x

@@ -1,0 +1,206 @@
+// The reduction kernel against its scalar twin, bit for bit, including the sum of squares.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/kernels.hpp"
+#include "twins.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using cpu::ReducePiece;
+using twins::Buffer;
+using twins::kTypes;
+
+struct Case {
+  DType src = DType::f32;
+  DType dst = DType::f32;
+  int num_sources = 2;
+  int64_t count = 1;
+  int64_t piece_numel = 100;
+  int64_t gap = 0;  // elements between the pieces of a source
+  double divisor = 2.0;
+  bool accumulate = false;
+};
+
+template <class A>
+A value_at(const Buffer& buffer, int64_t index) {
+  if constexpr (sizeof(A) == 8) return buffer.get_double(index);
+  return static_cast<A>(buffer.get_float(index));
+}
+
+// One element after the other.
+template <class A>
+double twin(const Case& c, const std::vector<Buffer>& sources, Buffer& dst) {
+  double lanes[cpu::kNumLanes] = {};
+  Buffer rounded(c.dst, 1);
+  for (int64_t i = 0; i < c.count * c.piece_numel; ++i) {
+    const int64_t at = i / c.piece_numel * (c.piece_numel + c.gap) + i % c.piece_numel;
+    A sum = 0;
+    for (size_t s = 0; s < sources.size(); ++s) {
+      const A value = value_at<A>(sources[s], at);
+      sum = s == 0 ? value : sum + value;
+    }
+    rounded.set(0, sum / static_cast<A>(c.divisor));
+    const A result = value_at<A>(rounded, 0);
+    dst.set(i, c.accumulate ? value_at<A>(dst, i) + result : result);
+    const double stored = dst.get_double(i);
+    lanes[i % cpu::kNumLanes] += stored * stored;
+  }
+  double total = 0;
+  for (const double lane : lanes) total += lane;
+  return total;
+}
+
+void check(const Case& c, uint64_t seed, bool finite = false) {
+  std::mt19937_64 random(seed);
+  const int64_t src_numel = c.count * (c.piece_numel + c.gap);
+  std::vector<Buffer> sources;
+  std::vector<const void*> pointers;
+  for (int s = 0; s < c.num_sources; ++s) {
+    sources.emplace_back(c.src, src_numel);
+    sources.back().fill_random(random);
+    for (int64_t i = 0; finite && i < src_numel; ++i) {
+      sources.back().set(i, static_cast<double>(static_cast<int64_t>(random())) * 0x1p-63);
+    }
+  }
+  for (const Buffer& source : sources) pointers.push_back(source.data());
+  Buffer dst(c.dst, c.count * c.piece_numel);
+  if (finite) {
+    for (int64_t i = 0; i < c.count * c.piece_numel; ++i) dst.set(i, static_cast<float>(i % 7));
+  } else {
+    dst.fill_random(random);
+  }
+  Buffer expected = dst;
+  const bool wide = c.src == DType::f64 || c.dst == DType::f64;
+  const double expected_squares = wide ? twin<double>(c, sources, expected) : twin<float>(c, sources, expected);
+
+  ReducePiece piece;
+  piece.src_type = c.src;
+  piece.dst_type = c.dst;
+  piece.sources = pointers.data();
+  piece.num_sources = c.num_sources;
+  piece.dst = dst.data();
+  piece.count = c.count;
+  piece.piece_numel = c.piece_numel;
+  piece.src_stride = c.piece_numel + c.gap;
+  piece.divisor = c.divisor;
+  piece.accumulate = c.accumulate;
+  const double squares = cpu::reduce(piece);
+  ASSERT_TRUE(dst.equals(expected, false))
+      << dtype_name(c.src) << " to " << dtype_name(c.dst) << ", " << c.num_sources << " sources, " << c.count << " x "
+      << c.piece_numel << ", / " << c.divisor << (c.accumulate ? ", accumulated" : "");
+  if (std::isnan(expected_squares)) {
+    EXPECT_TRUE(std::isnan(squares));
+  } else {
+    EXPECT_EQ(squares, expected_squares);
+  }
+}
+
+class Reduce : public twins::EveryIsa {};
+
+TEST_P(Reduce, EveryPairOfTypesAndNumberOfSources) {
+  uint64_t seed = 0;
+  for (const DType src : kTypes) {
+    for (const DType dst : kTypes) {
+      for (int num_sources = 0; num_sources <= 8; ++num_sources) {
+        for (const bool accumulate : {false, true}) {
+          for (const int64_t numel : {1, 17, 1025}) {
+            Case c{.src = src, .dst = dst, .num_sources = num_sources, .piece_numel = numel, .accumulate = accumulate};
+            c.divisor = num_sources == 0 ? 2.0 : num_sources;
+            check(c, ++seed);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Reduce, SizesAroundTilesAndVectors) {
+  for (const int64_t numel : {1, 2, 7, 8, 15, 16, 31, 32, 33, 1023, 1024, 1040, 2048, 5000}) {
+    for (int num_sources = 1; num_sources <= 5; ++num_sources) {
+      check({.num_sources = num_sources, .piece_numel = numel, .divisor = 3.0}, static_cast<uint64_t>(numel), true);
+      check({.src = DType::bf16, .num_sources = num_sources, .piece_numel = numel, .divisor = 4.0, .accumulate = true},
+            static_cast<uint64_t>(numel), true);
+    }
+  }
+}
+
+TEST_P(Reduce, StridedPieces) {
+  for (const int64_t piece : {1, 3, 16, 100, 1024, 1500}) {
+    for (const int64_t count : {1, 2, 7, 40}) {
+      for (const int64_t gap : {int64_t{0}, int64_t{5}, piece}) {
+        for (const DType src : {DType::f32, DType::bf16, DType::f64}) {
+          check({.src = src, .num_sources = 3, .count = count, .piece_numel = piece, .gap = gap, .divisor = 3.0}, 5,
+                true);
+          check({.src = src, .dst = DType::f16, .count = count, .piece_numel = piece, .gap = gap, .accumulate = true},
+                6, true);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Reduce, Divisors) {
+  for (const double divisor : {1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 0.5, 0.3, -2.0, 0x1p-140, 0x1p127}) {
+    for (const DType src : kTypes) {
+      check({.src = src, .divisor = divisor}, 7);
+      check({.src = src, .num_sources = 6, .divisor = divisor, .accumulate = true}, 8);
+    }
+  }
+}
+
+// A rank without a gradient is left out; with no source at all the sum is zero.
+TEST_P(Reduce, NoSources) {
+  std::vector<float> values = {1.0f, -2.0f, 3.0f};
+  ReducePiece piece;
+  piece.dst = values.data();
+  piece.piece_numel = 3;
+  piece.accumulate = true;
+  EXPECT_EQ(cpu::reduce(piece), 14.0);
+  EXPECT_EQ(values, (std::vector<float>{1.0f, -2.0f, 3.0f}));
+  piece.accumulate = false;
+  EXPECT_EQ(cpu::reduce(piece), 0.0);
+  EXPECT_EQ(values, (std::vector<float>{0.0f, 0.0f, 0.0f}));
+  piece.piece_numel = 0;
+  EXPECT_EQ(cpu::reduce(piece), 0.0);
+}
+
+TEST_P(Reduce, SquaresAreSummedInDouble) {
+  std::vector<float> ones(1 << 20, 4096.0f);
+  ones[5] = 1.0f;
+  const void* sources[] = {ones.data()};
+  std::vector<float> out(ones.size());
+  ReducePiece piece;
+  piece.sources = sources;
+  piece.num_sources = 1;
+  piece.dst = out.data();
+  piece.piece_numel = static_cast<int64_t>(ones.size());
+  EXPECT_EQ(cpu::reduce(piece), 4096.0 * 4096.0 * ((1 << 20) - 1) + 1.0);
+}
+
+TEST_P(Reduce, RefusesBytes) {
+  std::vector<float> out(4);
+  const void* sources[] = {out.data()};
+  ReducePiece piece;
+  piece.sources = sources;
+  piece.num_sources = 1;
+  piece.dst = out.data();
+  piece.piece_numel = 4;
+  piece.src_type = DType::byte;
+  EXPECT_THROW(cpu::reduce(piece), Error);
+  piece.src_type = DType::f32;
+  piece.dst_type = DType::byte;
+  EXPECT_THROW(cpu::reduce(piece), Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, Reduce, twins::kAllIsas, twins::isa_name);
+
+}  // namespace
+}  // namespace fsdp2x

@@ -1,0 +1,369 @@
+// The gather protocol with real processes: data, isolation, and every way a peer can go wrong.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.hpp"
+#include "core/slots.hpp"
+#include "cpu/shm_group.hpp"
+#include "ranks.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using cpu::GatherPost;
+using cpu::GatherWindow;
+using cpu::ShmGroup;
+using cpu::ShmOptions;
+using ranks::expect_all_ok;
+using ranks::expect_error;
+using ranks::fresh_options;
+using ranks::require;
+
+// What the engine does with one unit: slots from a ledger, its rows by the shared view, reads by the isolated one.
+class Unit {
+ public:
+  Unit(ShmGroup& group, SlotLedger& ledger, uint32_t index, size_t rows_bytes)
+      : group_(group), ledger_(ledger), index_(index), rows_bytes_(rows_bytes) {
+    group.set_unit_name(index, "layers." + std::to_string(index));
+  }
+  void begin(uint64_t sequence) {
+    const size_t bytes = rows_bytes_ * static_cast<size_t>(group_.world());
+    slot_ = ledger_.acquire(bytes, "unit");
+    window_ = group_.gather_window(slot_.offset, slot_.bytes);
+    post_ = {sequence, index_, static_cast<uint32_t>(slot_.id), slot_.offset, bytes};
+    group_.acquire_slot(post_, slot_.num_uses);
+    uint8_t* rows = reinterpret_cast<uint8_t*>(window_.shared) + rows_bytes_ * static_cast<size_t>(group_.rank());
+    std::memset(rows, value(group_.rank()), rows_bytes_);
+    group_.post_gather(post_);
+  }
+  void finish() {
+    group_.join_gather(post_);
+    for (int rank = 0; rank < group_.world(); ++rank) {
+      const auto* rows = reinterpret_cast<const uint8_t*>(window_.isolated) + rows_bytes_ * static_cast<size_t>(rank);
+      for (size_t i = 0; i < rows_bytes_; i += 61) {
+        require(rows[i] == value(rank), "gather #" + std::to_string(post_.sequence) + " byte " + std::to_string(i) +
+                                            " of rank " + std::to_string(rank));
+      }
+    }
+  }
+  void release() {
+    group_.release_slot(static_cast<uint32_t>(slot_.id), slot_.num_uses);
+    ledger_.release(slot_.id);
+  }
+
+ private:
+  uint8_t value(int rank) const {
+    return static_cast<uint8_t>(post_.sequence * 31 + index_ * 7 + static_cast<uint64_t>(rank) * 101);
+  }
+
+  ShmGroup& group_;
+  SlotLedger& ledger_;
+  uint32_t index_;
+  size_t rows_bytes_;
+  Slot slot_;
+  GatherWindow window_;
+  GatherPost post_;
+};
+
+class ShmGather : public testing::TestWithParam<int> {};
+
+// Four units of different size, the next one gathered ahead, ranks that are late at random.
+TEST_P(ShmGather, GivesTheRowsOfEveryRankManyTimes) {
+  expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    SlotLedger ledger(ShmGroup::page_bytes());
+    std::vector<Unit> units;
+    for (uint32_t i = 0; i < 4; ++i) units.emplace_back(*group, ledger, i, 3000 + 9000 * i);
+    std::mt19937 random(static_cast<unsigned>(options.rank));
+    uint64_t sequence = 0;
+    units[0].begin(++sequence);
+    for (int step = 0; step < 150; ++step) {
+      for (size_t i = 0; i < units.size(); ++i) {
+        if (random() % 32 == 0) ranks::sleep_ms(random() % 3);
+        units[(i + 1) % units.size()].begin(++sequence);
+        units[i].finish();
+        if (random() % 32 == 0) ranks::sleep_ms(random() % 3);
+        units[i].release();
+      }
+    }
+    units[0].finish();
+    units[0].release();
+    require(ledger.num_owned() == 0, "every slot is released");
+    require(ledger.num_slots() <= 6, "slots are used again");
+  }));
+}
+
+TEST_P(ShmGather, RunsAroundTheRing) {
+  expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    for (uint64_t sequence = 1; sequence <= 10000; ++sequence) {
+      const GatherPost post = {sequence, static_cast<uint32_t>(sequence % 7), 0, 0, sequence};
+      group->post_gather(post);
+      if (sequence % 50 == 0) group->join_gather(post);
+    }
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmGather, testing::Values(2, 3, 4));
+
+TEST(ShmGatherProtocol, ThousandsOfGathersMayBeOpen) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    for (int round = 0; round < 3; ++round) {
+      const uint64_t first = static_cast<uint64_t>(round) * 2000 + 1;
+      for (uint64_t i = 0; i < 2000; ++i) group->post_gather({first + i, static_cast<uint32_t>(i), 0, 0, first + i});
+      for (uint64_t i = 0; i < 2000; ++i) group->join_gather({first + i, static_cast<uint32_t>(i), 0, 0, first + i});
+    }
+  }));
+}
+
+TEST(ShmGatherProtocol, CompletenessIsSeenWithoutWaiting) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    const GatherPost post = {1, 0, 0, 0, 64};
+    if (options.rank == 0) {
+      group->post_gather(post);
+      require(!group->gather_is_complete(post), "the peer has not posted");
+      group->barrier("before");
+      group->barrier("after");
+      require(group->gather_is_complete(post), "the peer has posted");
+    } else {
+      group->barrier("before");
+      group->post_gather(post);
+      group->barrier("after");
+    }
+  }));
+}
+
+TEST(ShmGatherProtocol, ASlotIsNotWrittenBeforeEveryRankReleasedIt) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    const GatherWindow window = group->gather_window(0, 4096);
+    GatherPost post = {1, 0, 0, 0, 4096};
+    group->acquire_slot(post, 1);
+    if (options.rank == 0) window.shared[0] = std::byte{1};
+    group->post_gather(post);
+    group->join_gather(post);
+    if (options.rank == 1) {
+      ranks::sleep_ms(200);
+      require(window.isolated[0] == std::byte{1}, "still the first gather's byte");
+    }
+    group->release_slot(0, 1);
+    post.sequence = 2;
+    group->acquire_slot(post, 2);
+    if (options.rank == 0) window.shared[0] = std::byte{2};
+    group->post_gather(post);
+    group->join_gather(post);
+    require(window.isolated[0] == std::byte{2}, "the second gather's byte");
+  }));
+}
+
+// A weight written in place: only the writer sees it, until its pages are dropped.
+TEST(ShmGatherProtocol, WritesThroughTheIsolatedViewStayPrivate) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    const size_t page = ShmGroup::page_bytes();
+    const GatherWindow window = group->gather_window(0, 4 * page);
+    const std::byte gathered{10};
+    const std::byte written{20};
+    const std::byte gathered_again{30};
+    if (options.rank == 0) std::memset(window.shared, 10, 4 * page);
+    group->barrier("gathered");
+    require(window.isolated[page] == gathered && window.isolated[3 * page] == gathered, "the gathered bytes");
+    group->barrier("read");
+    if (options.rank == 0) window.isolated[page + 5] = written;
+    group->barrier("written");
+    if (options.rank == 0) require(window.isolated[page + 5] == written, "the writer sees its write");
+    if (options.rank == 1) require(window.isolated[page + 5] == gathered, "the peer does not");
+    require(window.shared[page + 5] == gathered, "the shared view does not");
+    group->barrier("compared");
+    if (options.rank == 1) std::memset(window.shared, 30, 4 * page);
+    group->barrier("gathered again");
+    if (options.rank == 0) {
+      require(window.isolated[page + 5] == written, "a private page is stale");
+      require(window.isolated[0] == gathered_again, "an untouched page is fresh");
+      ShmGroup::discard_private_pages(window.isolated + page + 5, 1);
+    }
+    require(window.isolated[page + 5] == gathered_again, "fresh after the pages were dropped");
+  }));
+}
+
+TEST(ShmGatherProtocol, PeersMayNotWriteAScratch) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 1) {
+      ::signal(SIGSEGV, [](int) { ::_exit(9); });
+      group->scratch_window(0, 0, 4096)[0] = std::byte{1};
+    }
+    ranks::sleep_ms(100);
+  });
+  EXPECT_EQ(outcomes[1].exit_code, 9);
+}
+
+TEST(ShmGatherProtocol, AnotherOrderOfUnitsIsAnErrorThatNamesBothSides) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(0, "encoder");
+    group->set_unit_name(1, "decoder");
+    const GatherPost post = {1, static_cast<uint32_t>(options.rank), 0, 0, 4096};
+    group->post_gather(post);
+    group->join_gather(post);
+  });
+  expect_error(outcomes[0], {"rank 0 is in all-gather #1 of unit 'encoder'",
+                             "rank 1 in all-gather #1 of unit 'decoder'", "slot 0", "4096 bytes", "different order"});
+  expect_error(outcomes[1],
+               {"rank 1 is in all-gather #1 of unit 'decoder'", "rank 0 in all-gather #1 of unit 'encoder'"});
+}
+
+TEST(ShmGatherProtocol, AnotherSizeIsAnError) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    const GatherPost post = {1, 3, 0, 0, options.rank == 0 ? 4096u : 8192u};
+    group->post_gather(post);
+    group->join_gather(post);
+  });
+  for (const auto& outcome : outcomes) expect_error(outcome, {"unit 3", "4096 bytes", "8192 bytes", "same parameters"});
+}
+
+TEST(ShmGatherProtocol, ASkippedGatherIsAnError) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) group->post_gather({1, 0, 0, 0, 64});
+    if (options.rank == 1) group->post_gather({2, 5, 0, 0, 64});
+    if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
+  });
+  expect_error(outcomes[0], {"rank 1 skipped all-gather #1", "all-gather #2 of unit 5"});
+}
+
+TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
+  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(4, "model.layers.3");
+    if (options.rank == 1) ::_exit(7);
+    const GatherPost post = {1, 4, 0, 0, 64};
+    group->post_gather(post);
+    group->join_gather(post);
+  });
+  EXPECT_EQ(outcomes[1].exit_code, 7);
+  for (const int rank : {0, 2}) {
+    const auto& outcome = outcomes[static_cast<size_t>(rank)];
+    expect_error(outcome,
+                 {"rank 1 (pid ", "died while rank " + std::to_string(rank), "all-gather #1 of unit 'model.layers.3'"});
+    EXPECT_LT(outcome.seconds, 2.0);
+  }
+}
+
+TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    auto group = ShmGroup::create(options);
+    if (options.rank == 1) {
+      group.reset();
+      ranks::sleep_ms(1000);  // alive, but no longer a rank
+      return;
+    }
+    const GatherPost post = {1, 0, 0, 0, 64};
+    group->post_gather(post);
+    group->join_gather(post);
+  });
+  expect_error(outcomes[0], {"rank 1", "closed its shared-memory group", "all-gather #1 of unit 0"});
+  EXPECT_LT(outcomes[0].seconds, 0.9);
+}
+
+TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    auto group = ShmGroup::create(options);
+    const GatherPost post = {1, 0, 0, 0, 64};
+    group->post_gather(post);
+    if (options.rank == 1) return;
+    ranks::sleep_ms(200);
+    group->join_gather(post);
+  }));
+}
+
+TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(2, "head");
+    const GatherPost post = {1, 2, 0, 0, 64};
+    if (options.rank == 1) {
+      ranks::sleep_ms(1200);
+      return;
+    }
+    group->post_gather(post);
+    group->join_gather(post);
+  });
+  expect_error(outcomes[0],
+               {"rank 0 waited 0.3 s for rank 1 (pid ", "all-gather #1 of unit 'head'", "has not begun", "`timeout`"});
+  EXPECT_LT(outcomes[0].seconds, 1.1);
+}
+
+TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(0, "first");
+    group->post_gather({1, 0, 0, 0, 64});
+    if (options.rank == 1) {
+      ranks::sleep_ms(1200);
+      return;
+    }
+    group->post_gather({2, 1, 1, 4096, 64});
+    group->join_gather({2, 1, 1, 4096, 64});
+  });
+  expect_error(outcomes[0], {"all-gather #2 of unit 1", "began all-gather #1 of unit 'first' last"});
+}
+
+TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) group->acquire_slot({2, 0, 5, 0, 64}, 2);
+    if (options.rank == 1) ranks::sleep_ms(1000);
+  });
+  expect_error(outcomes[0], {"the release of slot 5", "all-gather #2"});
+}
+
+// A sleeper looks by itself every 50 ms; it must not need to.
+TEST(ShmGatherProtocol, ASleepingRankIsWoken) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    double shortest_s = 1.0;
+    for (uint64_t sequence = 1; sequence <= 20; ++sequence) {
+      const GatherPost post = {sequence, 0, 0, 0, 64};
+      group->barrier("start");
+      const auto start = std::chrono::steady_clock::now();
+      if (options.rank == 1) ranks::sleep_ms(8);  // long enough for the other one to fall asleep
+      group->post_gather(post);
+      group->join_gather(post);
+      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+      shortest_s = std::min(shortest_s, waited.count());
+    }
+    if (options.rank == 0) require(shortest_s < 0.04, "woken after " + std::to_string(shortest_s) + " s");
+  }));
+}
+
+TEST(ShmGatherProtocol, AWaitCanBeInterrupted) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    ShmOptions mine = options;
+    int calls = 0;
+    bool armed = false;
+    mine.on_wait = [&] {
+      if (armed && ++calls == 3) throw Error("interrupted");
+    };
+    const auto group = ShmGroup::create(mine);
+    armed = options.rank == 0;
+    if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
+    if (options.rank == 1) ranks::sleep_ms(1000);
+  });
+  expect_error(outcomes[0], {"interrupted"});
+  EXPECT_LT(outcomes[0].seconds, 0.9);
+}
+
+}  // namespace
+}  // namespace fsdp2x

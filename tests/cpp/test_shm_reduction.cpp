@@ -1,0 +1,298 @@
+// The reduction protocol with real processes: sums over the scratches, units in different order, and late posts.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.hpp"
+#include "core/slots.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/shm_group.hpp"
+#include "ranks.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using cpu::Joined;
+using cpu::ShmGroup;
+using cpu::ShmOptions;
+using ranks::expect_all_ok;
+using ranks::expect_error;
+using ranks::fresh_options;
+using ranks::require;
+
+constexpr int64_t kNumel = 3000;
+
+float gradient(int rank, uint32_t unit, uint64_t epoch) {
+  return static_cast<float>(rank + 1) * 0.5f + static_cast<float>(unit) + static_cast<float>(epoch % 16);
+}
+
+// The engine's side of one rank: scratches from its own ledger, closed when everyone has read them.
+class Reducer {
+ public:
+  explicit Reducer(ShmGroup& group) : group_(group), ledger_(ShmGroup::page_bytes()) {}
+
+  void post(uint32_t unit, uint64_t epoch) {
+    sweep();
+    const Slot slot = ledger_.acquire(kNumel * sizeof(float), "unit");
+    auto* data = reinterpret_cast<float*>(group_.scratch_window(group_.rank(), slot.offset, slot.bytes));
+    std::fill_n(data, kNumel, gradient(group_.rank(), unit, epoch));
+    group_.post_reduction(unit, epoch, 1000 + unit, slot.offset);
+    open_.push_back({unit, epoch, slot.id});
+  }
+  bool join(uint32_t unit, uint64_t epoch, uint64_t position, bool flush) {
+    if (group_.join_reduction(unit, epoch, 1000 + unit, position, flush) == Joined::later) return false;
+    std::vector<const void*> sources;
+    float expected = 0;
+    for (int rank = 0; rank < group_.world(); ++rank) {
+      const uint64_t offset = group_.peer_scratch_offset(unit, rank);
+      sources.push_back(group_.scratch_window(rank, offset, kNumel * sizeof(float)));
+      expected += gradient(rank, unit, epoch);
+    }
+    std::vector<float> sum(kNumel);
+    cpu::ReducePiece piece;
+    piece.sources = sources.data();
+    piece.num_sources = group_.world();
+    piece.dst = sum.data();
+    piece.piece_numel = kNumel;
+    piece.divisor = group_.world();
+    cpu::reduce(piece);
+    expected /= static_cast<float>(group_.world());
+    require(std::all_of(sum.begin(), sum.end(), [&](float x) { return x == expected; }),
+            "the mean of unit " + std::to_string(unit) + " in epoch " + std::to_string(epoch));
+    group_.consume_reduction(unit, epoch);
+    return true;
+  }
+  void sweep() {
+    std::erase_if(open_, [&](const Open& open) {
+      if (!group_.reduction_is_consumed(open.unit, open.epoch)) return false;
+      ledger_.release(open.slot);
+      return true;
+    });
+  }
+  void finish() {
+    for (const Open& open : open_) group_.wait_consumed(open.unit, open.epoch);
+    sweep();
+    require(ledger_.num_owned() == 0, "every scratch is closed");
+  }
+  size_t num_slots() const { return ledger_.num_slots(); }
+
+ private:
+  struct Open {
+    uint32_t unit;
+    uint64_t epoch;
+    int slot;
+  };
+  ShmGroup& group_;
+  SlotLedger ledger_;
+  std::vector<Open> open_;
+};
+
+class ShmReduction : public testing::TestWithParam<int> {};
+
+TEST_P(ShmReduction, SumsTheScratchesOfAllRanksManyTimes) {
+  expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    Reducer reducer(*group);
+    std::mt19937 random(static_cast<unsigned>(options.rank));
+    for (uint64_t step = 1; step <= 100; ++step) {
+      for (uint32_t unit = 0; unit < 4; ++unit) {
+        if (random() % 16 == 0) ranks::sleep_ms(random() % 3);
+        reducer.post(unit, step);
+        const uint64_t position = step << 32 | unit;
+        group->publish_progress(position);
+        // One unit behind, as the engine does; all ranks keep the order, so nothing is left for the flush.
+        if (unit > 0) require(reducer.join(unit - 1, step, position - 1, false), "in order");
+      }
+      group->publish_progress(step << 32 | 0xffffffffu);
+      require(reducer.join(3, step, step << 32 | 3, true), "a flush waits");
+    }
+    reducer.finish();
+    require(reducer.num_slots() <= 9, "scratches are used again");
+  }));
+}
+
+// Every rank has an order of its own: what cannot be joined in time is left to the flush, and nobody hangs.
+TEST_P(ShmReduction, UnitsInDifferentOrderMeetInTheFlush) {
+  expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    Reducer reducer(*group);
+    std::mt19937 random(static_cast<unsigned>(options.rank) + 5);
+    std::vector<uint32_t> order(5);
+    std::iota(order.begin(), order.end(), 0u);
+    for (uint64_t step = 1; step <= 60; ++step) {
+      std::shuffle(order.begin(), order.end(), random);
+      std::vector<uint32_t> pending;
+      uint64_t progress = step << 32;
+      for (const uint32_t unit : order) {
+        const uint64_t position = step << 32 | unit;
+        reducer.post(unit, step);
+        progress = std::max(progress, position);
+        group->publish_progress(progress);
+        if (!reducer.join(unit, step, position, false)) pending.push_back(unit);
+        if (random() % 8 == 0) ranks::sleep_ms(1);
+      }
+      group->publish_progress(step << 32 | 0xffffffffu);
+      for (const uint32_t unit : pending) require(reducer.join(unit, step, step << 32 | unit, true), "a flush waits");
+    }
+    reducer.finish();
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmReduction, testing::Values(2, 3, 4));
+
+TEST(ShmReductionProtocol, APeerThatIsPastTheUnitIsNotWaitedFor) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 0);
+      group->barrier("the peer is at 5");
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "the peer is past 3");
+      group->barrier("asked");
+      require(group->join_reduction(0, 1, 7, 3, true) == Joined::ready, "the flush waits");
+      require(group->peer_scratch_offset(0, 1) == 4096, "the peer's offset");
+    } else {
+      group->publish_progress(5);
+      group->barrier("the peer is at 5");
+      group->barrier("asked");
+      ranks::sleep_ms(100);
+      group->post_reduction(0, 1, 7, 4096);
+    }
+  }));
+}
+
+TEST(ShmReductionProtocol, APeerThatIsBeforeTheUnitIsWaitedFor) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 0);
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::ready, "the peer comes at 3");
+    } else {
+      group->publish_progress(2);
+      ranks::sleep_ms(150);
+      group->post_reduction(0, 1, 7, 0);
+      group->publish_progress(4);
+    }
+  }));
+}
+
+// A waiting rank is told when its peer passes by, long before the timeout.
+TEST(ShmReductionProtocol, PassingByEndsTheWait) {
+  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 0);
+      // Rank 1 never comes; rank 2 passes by.
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "rank 2 passed");
+    } else if (options.rank == 2) {
+      ranks::sleep_ms(100);
+      group->publish_progress(4);
+    }
+    group->barrier("end");
+  });
+  expect_all_ok(outcomes);
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
+}
+
+// Units in different order: the peer needs this rank's next gather before it can post, so waiting would never end.
+TEST(ShmReductionProtocol, APeerThatWaitsForThisRankIsNotWaitedFor) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    const cpu::GatherPost gather = {1, 1, 0, 0, 64};
+    const cpu::GatherPost again = {2, 2, 0, 0, 64};
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 0);
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "the peer waits for the gather");
+      group->post_gather(gather);
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "the peer waits for the slot");
+      group->release_slot(0, 1);
+      require(group->join_reduction(0, 1, 7, 3, false) == Joined::ready, "the peer goes on");
+    } else {
+      group->post_gather(gather);
+      group->join_gather(gather);
+      group->release_slot(0, 1);
+      group->acquire_slot(again, 2);
+      group->post_reduction(0, 1, 7, 0);
+    }
+  });
+  expect_all_ok(outcomes);
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
+}
+
+TEST(ShmReductionProtocol, DifferentTagsAreAnErrorThatNamesBothSides) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(0, "layers.0");
+    const auto tag = static_cast<uint64_t>(40 + options.rank);
+    group->post_reduction(0, 1, tag, 0);
+    group->join_reduction(0, 1, tag, 0, true);
+  });
+  expect_error(outcomes[0], {"rank 0 and rank 1 disagree", "reduction #1 of unit 'layers.0'", "40 and 41"});
+  expect_error(outcomes[1], {"rank 1 and rank 0 disagree", "reduction #1 of unit 'layers.0'"});
+}
+
+TEST(ShmReductionProtocol, ARecordIsNotOverwrittenBeforeItIsRead) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 4096);
+      group->consume_reduction(0, 1);
+      require(!group->reduction_is_consumed(0, 1), "the peer has not read it");
+      group->post_reduction(0, 2, 8, 8192);
+      require(group->reduction_is_consumed(0, 1), "the peer has read it");
+    } else {
+      group->post_reduction(0, 1, 7, 0);
+      require(group->join_reduction(0, 1, 7, 0, true) == Joined::ready, "posted");
+      ranks::sleep_ms(150);
+      require(group->peer_scratch_offset(0, 0) == 4096, "still the first post");
+      group->consume_reduction(0, 1);
+      group->post_reduction(0, 2, 8, 0);
+      require(group->join_reduction(0, 2, 8, 0, true) == Joined::ready, "posted again");
+      require(group->peer_scratch_offset(0, 0) == 8192, "the second post");
+    }
+  }));
+}
+
+TEST(ShmReductionProtocol, MisuseIsRefused) {
+  const auto group = ShmGroup::create(ShmOptions());
+  EXPECT_THROW(group->join_reduction(0, 1, 7, 0, true), Error) << "joined before posted";
+  group->post_reduction(0, 1, 7, 0);
+  EXPECT_THROW(group->wait_consumed(0, 1), Error) << "its own part is not read";
+  group->publish_progress(5);
+  EXPECT_THROW(group->publish_progress(4), Error) << "progress goes back";
+  EXPECT_THROW(group->post_reduction(1u << 20, 1, 7, 0), Error) << "no such unit";
+}
+
+TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    group->set_unit_name(0, "layers.0");
+    if (options.rank == 1) ::_exit(3);
+    group->post_reduction(0, 1, 7, 0);
+    group->join_reduction(0, 1, 7, 0, true);
+  });
+  expect_error(outcomes[0], {"rank 1 (pid ", "died", "reduction #1 of unit 'layers.0'"});
+  EXPECT_LT(outcomes[0].seconds, 2.0);
+}
+
+TEST(ShmReductionProtocol, WaitingForTheEndTimesOut) {
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    if (options.rank == 1) {
+      ranks::sleep_ms(1000);
+      return;
+    }
+    group->post_reduction(0, 1, 7, 0);
+    group->consume_reduction(0, 1);
+    group->wait_consumed(0, 1);
+  });
+  expect_error(outcomes[0], {"rank 0 waited 0.3 s", "the end of reduction #1 of unit 0"});
+}
+
+}  // namespace
+}  // namespace fsdp2x

@@ -1,0 +1,242 @@
+// How a shared-memory group is set up, who is refused, and that nothing stays behind.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/shm_group.hpp"
+#include "ranks.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using cpu::ShmGroup;
+using cpu::ShmOptions;
+using ranks::expect_all_ok;
+using ranks::expect_error;
+using ranks::fresh_options;
+using ranks::require;
+
+std::string file_text(const char* path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// Descriptors of this process that are a group's memfd or one of its sockets.
+std::vector<int> group_descriptors() {
+  std::vector<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.find("memfd:fsdp2x") != std::string::npos || target.find("pidfd") != std::string::npos) {
+      found.push_back(std::stoi(entry.path().filename()));
+    }
+  }
+  return found;
+}
+
+TEST(ShmSetup, OneRankNeedsNoSocket) {
+  ShmOptions options;
+  options.timeout_s = 5;
+  const auto group = ShmGroup::create(options);
+  EXPECT_EQ(group->rank(), 0);
+  EXPECT_EQ(group->world(), 1);
+  const cpu::GatherWindow window = group->gather_window(0, 100);
+  window.shared[99] = std::byte{7};
+  EXPECT_EQ(window.isolated[99], std::byte{7});
+  const cpu::GatherPost post = {1, 0, 0, 0, 100};
+  group->acquire_slot(post, 1);
+  group->post_gather(post);
+  EXPECT_TRUE(group->gather_is_complete(post));
+  group->join_gather(post);
+  group->release_slot(0, 1);
+  group->post_reduction(0, 1, 5, 0);
+  EXPECT_FALSE(group->reduction_is_consumed(0, 1));
+  EXPECT_EQ(group->join_reduction(0, 1, 5, 0, false), cpu::Joined::ready);
+  group->consume_reduction(0, 1);
+  EXPECT_TRUE(group->reduction_is_consumed(0, 1));
+  group->wait_consumed(0, 1);
+  group->barrier("alone");
+}
+
+class ShmWorld : public testing::TestWithParam<int> {};
+
+TEST_P(ShmWorld, RanksMeet) {
+  const int world = GetParam();
+  expect_all_ok(ranks::run(fresh_options(world), [&](const ShmOptions& options) {
+    const auto group = ShmGroup::create(options);
+    require(group->rank() == options.rank && group->world() == world, "rank and world");
+    for (int i = 0; i < 100; ++i) group->barrier("test");
+  }));
+}
+
+TEST_P(ShmWorld, RanksMayComeInAnyOrder) {
+  const int world = GetParam();
+  for (int last = 0; last < world; ++last) {
+    expect_all_ok(ranks::run(fresh_options(world), [&](const ShmOptions& options) {
+      if (options.rank == last) ranks::sleep_ms(150);
+      ShmGroup::create(options)->barrier("test");
+    }));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmWorld, testing::Values(2, 3, 4));
+
+TEST(ShmSetup, SeveralGroupsLiveSideBySide) {
+  const ShmOptions second = fresh_options(2);
+  expect_all_ok(ranks::run(fresh_options(2), [&](const ShmOptions& options) {
+    ShmOptions reversed = second;  // rank 0 of one group is rank 1 of the other
+    reversed.rank = 1 - options.rank;
+    const auto a = ShmGroup::create(options);
+    const auto b = ShmGroup::create(reversed);
+    const auto window_a = a->gather_window(0, 4096);
+    const auto window_b = b->gather_window(0, 4096);
+    if (options.rank == 0) window_a.shared[0] = std::byte{1};
+    if (options.rank == 0) window_b.shared[0] = std::byte{2};
+    b->barrier("written");
+    require(window_a.shared[0] == std::byte{1} && window_b.shared[0] == std::byte{2}, "separate memory");
+    b->barrier("read");
+  }));
+}
+
+TEST(ShmSetup, AWrongTokenIsRefused) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    ShmOptions mine = options;
+    if (options.rank == 1) mine.token[31] = static_cast<char>(mine.token[31] ^ 1);
+    ShmGroup::create(mine);
+  });
+  expect_error(outcomes[0], {"rank 0", "refused", "wrong token"});
+  expect_error(outcomes[1], {"rank 1", "refused by rank 0", "wrong token"});
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 2.0);
+}
+
+TEST(ShmSetup, AnotherNumberOfRanksIsRefused) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    ShmOptions mine = options;
+    if (options.rank == 1) mine.world = 3;
+    ShmGroup::create(mine);
+  });
+  expect_error(outcomes[0], {"number of ranks"});
+  expect_error(outcomes[1], {"number of ranks"});
+}
+
+TEST(ShmSetup, TwoProcessesWithOneRankAreRefused) {
+  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
+    ShmOptions mine = options;
+    if (options.rank == 2) mine.rank = 1;
+    ShmGroup::create(mine);
+  });
+  expect_error(outcomes[0], {"same rank"});
+  EXPECT_FALSE(outcomes[1].ok);
+  EXPECT_FALSE(outcomes[2].ok);
+}
+
+TEST(ShmSetup, ARankThatDoesNotComeIsNamed) {
+  const auto outcomes = ranks::run(fresh_options(3, 0.4), [](const ShmOptions& options) {
+    if (options.rank != 2) ShmGroup::create(options);
+  });
+  expect_error(outcomes[0], {"rank 0 of 3", "for rank 2 to join", "0.4 s"});
+  EXPECT_EQ(outcomes[0].message.find("rank 1"), std::string::npos);
+  expect_error(outcomes[1], {"rank 1 of 3", "rank 0"});
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 3.0);
+}
+
+TEST(ShmSetup, WithoutRank0ThePeersGiveUp) {
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+    if (options.rank == 1) ShmGroup::create(options);
+  });
+  expect_error(outcomes[1], {"rank 1 of 2", "for rank 0 to listen"});
+}
+
+TEST(ShmSetup, BadOptionsAreRefused) {
+  ShmOptions options = fresh_options(2, 0.2);
+  options.token = "short";
+  EXPECT_THROW(ShmGroup::create(options), Error);
+  options = fresh_options(2, 0.2);
+  options.socket_name.clear();
+  EXPECT_THROW(ShmGroup::create(options), Error);
+  options = fresh_options(2, 0.2);
+  options.rank = 2;
+  EXPECT_THROW(ShmGroup::create(options), Error);
+  options.rank = -1;
+  EXPECT_THROW(ShmGroup::create(options), Error);
+}
+
+TEST(ShmSetup, WindowsAreKept) {
+  ShmOptions options;
+  const auto group = ShmGroup::create(options);
+  const size_t page = ShmGroup::page_bytes();
+  const auto a = group->gather_window(0, page);
+  const auto b = group->gather_window(4 * page, 3 * page);
+  EXPECT_EQ(group->gather_window(0, page).shared, a.shared);
+  EXPECT_EQ(group->gather_window(0, page).isolated, a.isolated);
+  EXPECT_EQ(group->gather_window(4 * page, 2 * page + 1).shared, b.shared);
+  EXPECT_NE(a.shared, a.isolated);
+  std::byte* scratch = group->scratch_window(0, page, page);
+  EXPECT_EQ(group->scratch_window(0, page, page), scratch);
+  EXPECT_EQ(group->mapped_bytes(), 5 * page);
+  EXPECT_THROW(group->gather_window(1, page), Error);
+  EXPECT_THROW(group->gather_window(0, 0), Error);
+  EXPECT_THROW(group->gather_window(0, size_t{1} << 60), Error);
+  EXPECT_THROW(group->gather_window(uint64_t{1} << 60, page), Error);
+  EXPECT_THROW(group->scratch_window(1, 0, page), Error);
+  EXPECT_THROW(group->set_unit_name(1u << 20, "x"), Error);
+  EXPECT_THROW(group->release_slot(1u << 20, 1), Error);
+}
+
+TEST(ShmSetup, NothingStaysBehind) {
+  const ShmOptions shared = fresh_options(2);
+  expect_all_ok(ranks::run(shared, [](const ShmOptions& options) {
+    {
+      const auto group = ShmGroup::create(options);
+      group->gather_window(0, 1 << 20).shared[0] = std::byte{1};
+      group->scratch_window(options.rank, 0, 1 << 20)[0] = std::byte{1};
+      const std::vector<int> descriptors = group_descriptors();
+      require(descriptors.size() == 2 || descriptors.size() == 1, "a memfd, and where there are such a pidfd");
+      for (const int fd : descriptors) require((::fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0, "closed on exec");
+      const std::string maps = file_text("/proc/self/maps");
+      require(maps.find("/memfd:fsdp2x (deleted)") != std::string::npos, "the memory has no name");
+      require(file_text("/proc/net/unix").find(options.socket_name) == std::string::npos || options.rank == 1,
+              "rank 0 listens no more");
+      group->barrier("test");
+    }
+    require(group_descriptors().empty(), "descriptors are closed");
+    require(file_text("/proc/self/maps").find("memfd:fsdp2x") == std::string::npos, "windows are unmapped");
+  }));
+  EXPECT_EQ(file_text("/proc/net/unix").find(shared.socket_name), std::string::npos);
+  for (const char* folder : {"/dev/shm", "/tmp"}) {
+    if (!std::filesystem::exists(folder)) continue;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      EXPECT_EQ(entry.path().string().find(shared.socket_name), std::string::npos);
+    }
+  }
+}
+
+// A data loader's worker is forked with the group in it; its end is not the rank's.
+TEST(ShmSetup, AForkedChildDoesNotCloseTheGroup) {
+  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    auto group = ShmGroup::create(options);
+    if (options.rank == 0) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        group.reset();
+        ::_exit(0);
+      }
+      int status = 0;
+      require(::waitpid(child, &status, 0) == child, "the child ended");
+      ranks::sleep_ms(200);
+    }
+    group->barrier("after the child");
+  }));
+}
+
+}  // namespace
+}  // namespace fsdp2x

@@ -1,0 +1,133 @@
+// Slot ledger: which slot is chosen, what is counted, what is refused.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.hpp"
+#include "core/slots.hpp"
+
+namespace fsdp2x {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+TEST(Slots, NewSlotsFollowEachOtherInWholePages) {
+  SlotLedger ledger(kPage);
+  const Slot a = ledger.acquire(1, "a");
+  const Slot b = ledger.acquire(kPage + 1, "b");
+  EXPECT_EQ(a.id, 0);
+  EXPECT_EQ(a.offset, 0u);
+  EXPECT_EQ(a.bytes, kPage);
+  EXPECT_EQ(a.num_uses, 1u);
+  EXPECT_EQ(b.id, 1);
+  EXPECT_EQ(b.offset, kPage);
+  EXPECT_EQ(b.bytes, 2 * kPage);
+  EXPECT_EQ(ledger.arena_bytes(), 3 * kPage);
+  EXPECT_EQ(ledger.num_owned(), 2u);
+  EXPECT_EQ(ledger.owned_bytes(), 3 * kPage);
+}
+
+TEST(Slots, ReusesTheSmallestFreeSlotThatFits) {
+  SlotLedger ledger(kPage);
+  const int large = ledger.acquire(4 * kPage, "large").id;
+  const int middle = ledger.acquire(3 * kPage, "middle").id;
+  const int twin = ledger.acquire(3 * kPage, "twin").id;
+  ledger.release(large);
+  ledger.release(twin);
+  ledger.release(middle);
+  const Slot slot = ledger.acquire(2 * kPage + 1, "x");
+  EXPECT_EQ(slot.id, middle) << "the lowest id among equals";
+  EXPECT_EQ(slot.num_uses, 2u);
+  EXPECT_EQ(ledger.acquire(2 * kPage + 1, "y").id, twin);
+  EXPECT_EQ(ledger.acquire(2 * kPage + 1, "z").id, large);
+  EXPECT_EQ(ledger.num_slots(), 3u);
+}
+
+TEST(Slots, DoesNotWasteASlotMoreThanTwiceAsLarge) {
+  SlotLedger ledger(kPage);
+  ledger.release(ledger.acquire(4 * kPage, "large").id);
+  EXPECT_EQ(ledger.acquire(kPage, "small").id, 1);
+  EXPECT_EQ(ledger.acquire(2 * kPage, "half").id, 0);
+}
+
+TEST(Slots, CountsThePeak) {
+  SlotLedger ledger(kPage);
+  const int a = ledger.acquire(kPage, "a").id;
+  const int b = ledger.acquire(2 * kPage, "b").id;
+  ledger.release(a);
+  ledger.release(b);
+  ledger.release(ledger.acquire(kPage, "c").id);
+  EXPECT_EQ(ledger.peak_owned_bytes(), 3 * kPage);
+  EXPECT_EQ(ledger.owned_bytes(), 0u);
+  EXPECT_EQ(ledger.num_owned(), 0u);
+}
+
+TEST(Slots, NamesTheOwners) {
+  SlotLedger ledger(kPage);
+  EXPECT_EQ(ledger.owners(), "empty");
+  ledger.acquire(kPage, "layers.0");
+  const int b = ledger.acquire(kPage, "layers.1").id;
+  ledger.acquire(2 * kPage, "root");
+  ledger.release(b);
+  EXPECT_EQ(ledger.owners(), "slot 0 (4096 bytes): layers.0; slot 2 (8192 bytes): root");
+}
+
+TEST(Slots, RefusesNonsense) {
+  EXPECT_THROW(SlotLedger(0), Error);
+  SlotLedger ledger(kPage);
+  EXPECT_THROW(ledger.acquire(0, "a"), Error);
+  EXPECT_THROW(ledger.release(0), Error);
+  EXPECT_THROW(ledger.release(-1), Error);
+  EXPECT_THROW(ledger.slot(0), Error);
+  const int id = ledger.acquire(1, "layers.7").id;
+  ledger.release(id);
+  try {
+    ledger.release(id);
+    FAIL() << "released twice";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("layers.7"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(ledger.owned_bytes(), 0u);
+}
+
+// Two ledgers that see the same calls agree; live slots never overlap.
+TEST(Slots, RandomHistoriesAreDeterministicAndDisjoint) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 20; ++round) {
+    SlotLedger one(kPage);
+    SlotLedger two(kPage);
+    std::vector<Slot> live;
+    for (int step = 0; step < 200; ++step) {
+      if (live.empty() || random() % 2 == 0) {
+        const size_t bytes = 1 + random() % (20 * kPage);
+        const Slot a = one.acquire(bytes, "unit");
+        const Slot b = two.acquire(bytes, "unit");
+        ASSERT_EQ(a.id, b.id);
+        ASSERT_EQ(a.offset, b.offset);
+        ASSERT_EQ(a.bytes, b.bytes);
+        ASSERT_EQ(a.num_uses, b.num_uses);
+        ASSERT_GE(a.bytes, bytes);
+        ASSERT_EQ(a.offset % kPage, 0u);
+        for (const Slot& other : live) {
+          ASSERT_TRUE(a.offset + a.bytes <= other.offset || other.offset + other.bytes <= a.offset);
+        }
+        live.push_back(a);
+      } else {
+        const size_t index = random() % live.size();
+        one.release(live[index].id);
+        two.release(live[index].id);
+        live.erase(live.begin() + static_cast<std::ptrdiff_t>(index));
+      }
+      ASSERT_EQ(one.num_owned(), live.size());
+    }
+    for (const Slot& slot : live) one.release(slot.id);
+    EXPECT_EQ(one.owners(), "empty");
+    EXPECT_EQ(one.owned_bytes(), 0u);
+  }
+}
+
+}  // namespace
+}  // namespace fsdp2x

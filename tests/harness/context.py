@@ -1,0 +1,81 @@
+"""What a test body knows about its rank, and how a body is named, found and reported across processes."""
+
+import ast
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# One operation of a process group may take this long before gloo gives up on a rank that does not come.
+GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Context:
+    """First argument of every body. `impl` is "fsdp2x" or "torch": which fully_shard a parity test exercises."""
+
+    rank: int
+    world: int
+    impl: str = "fsdp2x"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Body:
+    """A function that every rank can find again: its file, its module's name, and its name in there."""
+
+    path: str
+    module: str
+    qualname: str
+
+    @classmethod
+    def of(cls, function: Callable) -> "Body":
+        path = Path(function.__code__.co_filename).resolve()
+        return cls(str(path), function.__module__, function.__qualname__)
+
+    def load(self) -> Callable:
+        target: Any = load_module(self.module, self.path)
+        for part in self.qualname.split("."):
+            target = getattr(target, part)
+        return getattr(target, "distributed_body", target)
+
+
+def load_module(name: str, path: str) -> ModuleType:
+    """Imports a test file under the name that pytest gave it, with pytest's readable assertions."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    if name in sys.modules:
+        return sys.modules[name]
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    rewrite_asserts(tree, source, path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def run_body(function: Callable, ctx: Context, arguments: tuple, keywords: dict) -> tuple[str, Any]:
+    """("ok", value), ("skip", reason) or ("fail", traceback). The state a body inherits is the same for each."""
+    import pytest
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        return "ok", function(ctx, *arguments, **keywords)
+    except pytest.skip.Exception as skipped:
+        return "skip", str(skipped)
+    except BaseException as error:
+        # The first two frames are this function and the body's caller.
+        return "fail", "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))

@@ -1,0 +1,90 @@
+"""The pytest side: `distributed` turns a body into a test, `dist_run` starts fresh ranks inside an ordinary test."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from harness.context import Body
+from harness.pool import DistributedTestError, Outcome, RankPool, report
+from harness.session import current_session
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+def distributed(
+    function: Callable | None = None,
+    *,
+    world_sizes: Sequence[int] = (2,),
+    fresh: bool = False,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> Callable:
+    """Runs the function on every rank of each world size. It takes a Context, then pytest's parametrised arguments.
+
+    fresh: new processes for this test alone (when it breaks the process group). timeout: seconds for all ranks.
+    Under torchrun the body runs in the world that torchrun made; other sizes are skipped.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        parameters = list(inspect.signature(body).parameters.values())
+        if not parameters or parameters[0].name != "ctx":
+            raise TypeError(f"{body.__qualname__}: the first argument of a distributed test must be named ctx")
+
+        @pytest.mark.parametrize("world", world_sizes)
+        @wraps(body)
+        def test(request: pytest.FixtureRequest, world: int, **keywords: Any) -> None:
+            session = current_session(request.config)
+            failure = None
+            try:
+                reason = session.run_test(Body.of(body), world, keywords, fresh=fresh, timeout=timeout)
+            except DistributedTestError as error:
+                failure = str(error)  # holds the ranks' tracebacks; pytest's own would hide them
+            if failure is not None:
+                pytest.fail(failure, pytrace=False)
+            if reason is not None:
+                pytest.skip(reason)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(name, kind) for name in ("request", "world")]
+        test.__signature__ = inspect.Signature(own + parameters[1:])
+        test.distributed_body = body
+        return test
+
+    return decorate if function is None else decorate(function)
+
+
+def dist_run(
+    function: Callable,
+    world: int,
+    *arguments: Any,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    expect_exit: dict[int, int] | None = None,
+    impl: str = "fsdp2x",
+) -> list[Outcome]:
+    """Runs `function(ctx, *arguments)` on `world` fresh processes and returns the outcome of each rank.
+
+    `function` is at the top level of its file; `Outcome.value` is what it returned. A rank in `expect_exit` must end
+    with that exit code (-9: killed by SIGKILL) before it returns; every other rank must succeed. Otherwise
+    DistributedTestError. Skips under torchrun, whose processes all run the test.
+    """
+    if current_session().under_torchrun:
+        pytest.skip("starts its own processes, which torchrun's world cannot")
+    expected = expect_exit or {}
+    pool = RankPool(world)
+    try:
+        outcomes = pool.run(Body.of(function), impl, {}, arguments, {}, timeout, tolerate=set(expected))
+    finally:
+        codes = pool.close()
+    wrong = []
+    for outcome in outcomes:
+        want = expected.get(outcome.rank)
+        fine = outcome.status == "ok" if want is None else outcome.status == "died" and outcome.exit_code == want
+        if not fine:
+            wrong.append(f"rank {outcome.rank}: {'success' if want is None else f'exit code {want}'} expected")
+        if outcome.exit_code is None:
+            outcome.exit_code = codes[outcome.rank]
+    if wrong:
+        raise DistributedTestError(report(f"{function.__qualname__}: {'; '.join(wrong)}", outcomes))
+    return outcomes

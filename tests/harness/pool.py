@@ -1,0 +1,200 @@
+"""The parent of the ranks: starts a pool, runs a body on all of it, watches the clock, and collects what came of it.
+
+Processes come from multiprocessing's fork server, which has imported torch once; a rank costs a fork and a gloo
+connection. The rendezvous store lives in the parent, so that no rank's death takes it away.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from harness import worker
+from harness.context import Body
+
+# After the first rank failed, the others get this long to notice by themselves; then they are stopped.
+GRACE_S = 5.0
+START_TIMEOUT_S = 90.0
+_LOG_TAIL_LINES = 60
+# The fork server ignores what is not installed.
+_PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
+_PRELOAD += ["transformers.models.llama.modeling_llama"]
+
+
+class DistributedTestError(AssertionError):
+    """One or more ranks failed, hung or died; the message has each rank's traceback and the end of its log."""
+
+
+@dataclass
+class Outcome:
+    """What one rank did with a body. `status`: ok, skip, fail, died, hung, stopped. `exit_code` once it has ended."""
+
+    rank: int
+    status: str = "running"
+    value: Any = None
+    log: str = ""
+    exit_code: int | None = None
+
+    @property
+    def cause(self) -> str:
+        exit_code = "" if self.exit_code is None else f" (exit code {self.exit_code})"
+        return f"{self.status}{exit_code}" + (f"\n{self.value.rstrip()}" if self.status == "fail" else "")
+
+
+class RankPool:
+    """`world` processes in one gloo group. A pool that saw anything but success is broken and must be closed."""
+
+    def __init__(self, world: int):
+        import torch.distributed as dist
+
+        self.world = world
+        self.broken = False
+        self._idle: set[int] = set()  # ranks that wait for a message, and so can be asked to end
+        self.folder = Path(tempfile.mkdtemp(prefix=f"fsdp2x-ranks-{world}-"))
+        self._store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._processes, self._connections = [], []
+        inherited = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server when it imports torch
+        try:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                arguments = (rank, world, self._store.port, theirs, str(self._log_path(rank)), list(sys.path))
+                process = context.Process(target=worker.main, args=arguments, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+        finally:
+            if inherited is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = inherited
+        started = self._collect(START_TIMEOUT_S, [0] * world)
+        if any(outcome.status != "ready" for outcome in started):
+            self.close()
+            raise DistributedTestError(report(f"{world} ranks did not start", started))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        body: Body,
+        impl: str,
+        options: dict,
+        arguments: tuple,
+        keywords: dict,
+        timeout: float,
+        tolerate: Collection[int] = (),
+    ) -> list[Outcome]:
+        """Executes the body on every rank. Outcomes are in rank order and never "running".
+
+        A failure of a rank in `tolerate` leaves the others the whole `timeout` instead of a few seconds.
+        """
+        starts = [self._log_path(rank).stat().st_size for rank in range(self.world)]
+        self._idle.clear()
+        for connection in self._connections:
+            connection.send((body, impl, options, arguments, keywords))
+        outcomes = self._collect(timeout, starts, tolerate)
+        self.broken = any(outcome.status not in ("ok", "skip") for outcome in outcomes)
+        return outcomes
+
+    def close(self) -> list[int | None]:
+        """Ends all ranks, asking first; returns their exit codes. Nothing of the pool is left afterwards."""
+        for rank in self._idle:
+            try:
+                self._connections[rank].send(None)
+            except OSError:
+                pass
+        deadline = time.monotonic() + (3 if self.broken else 10)
+        for rank in self._idle:
+            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(10)
+        codes = [process.exitcode for process in self._processes]
+        for connection in self._connections:
+            connection.close()
+        self._store = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return codes
+
+    def _collect(self, timeout: float, log_starts: list[int], tolerate: Collection[int] = ()) -> list[Outcome]:
+        outcomes = [Outcome(rank) for rank in range(self.world)]
+        deadline = time.monotonic() + timeout
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        stopped_as = "hung"
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), left):
+                outcome = outcomes[pending.pop(connection)]
+                try:
+                    outcome.status, outcome.value = connection.recv()
+                    self._idle.add(outcome.rank)
+                except (EOFError, ConnectionResetError):
+                    outcome.status = "died"
+                    self._processes[outcome.rank].join(10)
+                    outcome.exit_code = self._processes[outcome.rank].exitcode
+                if outcome.status in ("fail", "died") and stopped_as == "hung" and outcome.rank not in tolerate:
+                    stopped_as = "stopped"
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank in pending.values():
+            outcomes[rank].status = stopped_as
+            self._dump_stacks(rank)
+        failed = any(outcome.status not in ("ok", "skip", "ready") for outcome in outcomes)
+        if pending:
+            time.sleep(0.5)  # the stacks are written by the ranks' signal handlers
+        for outcome in outcomes if failed else ():
+            outcome.log = self._log_tail(outcome.rank, log_starts[outcome.rank])
+        return outcomes
+
+    def _dump_stacks(self, rank: int) -> None:
+        try:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            pass
+
+    def _log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def _log_tail(self, rank: int, start: int) -> str:
+        try:
+            text = self._log_path(rank).read_bytes()[start:].decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+
+
+def report(headline: str, outcomes: list[Outcome]) -> str:
+    """The headline, each distinct cause with the ranks that share it, and the end of each rank's log."""
+    ranks: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        ranks.setdefault(outcome.cause, []).append(str(outcome.rank))
+    lines = [headline]
+    lines += [f"---- rank {', '.join(shared)}: {cause}" for cause, shared in ranks.items()]
+    lines += [f"-- log of rank {o.rank}\n{o.log.rstrip()}" for o in outcomes if o.log.strip()]
+    return "\n".join(lines)
+
+
+def check(outcomes: list[Outcome], what: str) -> str | None:
+    """Raises DistributedTestError unless every rank is ok (returns None) or skipped (returns the reason)."""
+    statuses = {outcome.status for outcome in outcomes}
+    if statuses == {"ok"}:
+        return None
+    if statuses == {"skip"}:
+        return outcomes[0].value
+    bad = [outcome for outcome in outcomes if outcome.status != "ok"]
+    summary = ", ".join(f"rank {outcome.rank} {outcome.status}" for outcome in bad)
+    raise DistributedTestError(report(f"{what}: {summary}", bad))

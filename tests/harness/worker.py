@@ -1,0 +1,61 @@
+"""What runs in a rank: initialise the group, then execute the bodies that the parent names, one after another.
+
+A worker sleeps in `recv` between bodies. SIGUSR1 makes it write the stacks of all its threads to its log.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from harness.context import GROUP_TIMEOUT, Context, run_body
+
+
+def main(rank: int, world: int, port: int, connection: Connection, log_path: str, sys_path: list[str]) -> None:
+    """Entry point of the process. Messages in: (body, impl, options, arguments, keywords) or None for the end."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group of processes; the parent ends us
+    sys.path[:] = sys_path
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    connection.send(("ready", None))
+    while (message := _next_message(connection)) is not None:
+        body, impl, options, arguments, keywords = message
+        try:
+            function = body.load()
+        except BaseException as error:
+            connection.send(("fail", f"cannot import {body.path}: {type(error).__name__}: {error}"))
+            continue
+        status, value = run_body(function, Context(rank, world, impl, options), arguments, keywords)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()
+        try:
+            connection.send((status, value))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _next_message(connection: Connection):
+    try:
+        return connection.recv()
+    except EOFError:  # the parent is gone
+        return None

@@ -1,0 +1,361 @@
+"""What autograd can do to a unit: checkpoints, several calls, shared weights, hooks, in-place writes, freezing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harness import distributed
+from models import STACK_UNITS, Mlp, Stack, inputs
+from reference import both_transports, full, grads, params, parity, shard, shard_stock
+
+
+def steps(ctx, model, num=2, loss_of=None):
+    """Losses and gradients of a few SGD steps."""
+    results = []
+    for step in range(num):
+        x = inputs(ctx.rank, step)
+        loss = model(x).square().mean() if loss_of is None else loss_of(model, x)
+        loss.backward()
+        results.append([loss.detach(), grads(model)])
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+        model.zero_grad()
+    return results
+
+
+class Checkpointed(Stack):
+    """Blocks recomputed in backward. outside: the checkpoint calls the unit; inside: the unit calls the checkpoint."""
+
+    def __init__(self, where, reentrant):
+        super().__init__()
+        self.where, self.reentrant = where, reentrant
+        if where == "inside":
+            self.blocks = nn.ModuleList(CheckpointedMlp(block, reentrant) for block in self.blocks)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.where == "outside" else block(x)
+        return self.head(self.norm(x))
+
+
+class CheckpointedMlp(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@both_transports
+def test_activation_checkpointing(ctx, where, reentrant, transport):
+    parity(ctx, Checkpointed(where, reentrant), lambda m: steps(ctx, m), STACK_UNITS, transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_checkpoint_around_several_units(ctx, reentrant, reshard):
+    class Whole(Stack):
+        def forward(self, x):
+            return self.head(self.norm(checkpoint(self.chain, x.requires_grad_(), use_reentrant=reentrant)))
+
+        def chain(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    parity(ctx, Whole(), lambda m: steps(ctx, m), STACK_UNITS, reshard_after_forward=reshard)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.other = Mlp(), Mlp()
+
+    def forward(self, x):
+        return self.block(self.other(self.block(x)))
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("reshard", [True, False, None])
+@both_transports
+def test_a_unit_called_twice(ctx, reshard, transport):
+    parity(
+        ctx, Twice(), lambda m: steps(ctx, m), ("block", "other"), transport=transport, reshard_after_forward=reshard
+    )
+
+
+@distributed(world_sizes=(2,))
+def test_root_called_twice_before_backward(ctx):
+    parity(ctx, Stack(), lambda m: steps(ctx, m, loss_of=lambda m, x: (m(x) + m(2 * x)).square().mean()), STACK_UNITS)
+
+
+@distributed(world_sizes=(2,))
+def test_two_backwards_through_one_graph(ctx):
+    def run(model):
+        loss = model(inputs(ctx.rank)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return grads(model)
+
+    parity(ctx, Stack(), run, STACK_UNITS, reshard_after_forward=False)
+
+
+class SharedWeight(nn.Module):
+    """The first block's Linear is called by the root as well: its weight is used inside and outside of its unit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(6, 6)
+        self.block = Mlp()
+
+    def forward(self, x):
+        return self.shared(self.block(self.shared(x)))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_linear_shared_by_root_and_itself(ctx, transport):
+    parity(ctx, SharedWeight(), lambda m: steps(ctx, m), ("shared", "block"), transport=transport)
+
+
+class Tied(nn.Module):
+    """One weight in two modules."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(6, 6), Mlp(), nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.block(self.first(x)))
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("units", [("block",), ("block", "first+last")])
+@both_transports
+def test_a_tied_weight_in_one_unit(ctx, units, transport):
+    results = parity(ctx, Tied(), lambda m: steps(ctx, m), units, transport=transport)
+    assert "last.weight" not in results[0][1]
+
+
+@distributed(world_sizes=(2,))
+def test_a_weight_tied_across_units_is_refused(ctx):
+    for apply in (shard_stock, lambda m, units: shard(ctx, m, units)):
+        model = apply(Tied(), ("first", "last"))
+        with pytest.raises((ValueError, RuntimeError), match="weight"):
+            model(inputs(ctx.rank))
+
+
+class InPlace(nn.Module):
+    """Writes to its input, which the caller goes on using."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x.mul_(2.0)
+        return self.linear(x)
+
+
+class InPlaceCaller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.inplace = nn.Linear(6, 6), InPlace()
+
+    def forward(self, x):
+        x = self.before(x) * 1.0
+        return self.inplace(x) + x
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_in_place_input_reused_by_the_caller(ctx, transport):
+    """Either the same gradients as stock or, like stock, an error: never silently wrong ones."""
+
+    def run(model):
+        try:
+            return steps(ctx, model, num=1)
+        except RuntimeError as error:
+            return "raised" if "in-place" in str(error) or "inplace" in str(error) else str(error)
+
+    parity(ctx, InPlaceCaller(), run, ("before", "inplace"), transport=transport)
+
+
+class Several(nn.Module):
+    """A unit of several inputs, of which some need no gradient, and several outputs, one unused."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.join = nn.Linear(6, 6), Join()
+
+    def forward(self, x):
+        first, _ = self.join(self.before(x), x, scale=self.before(-x))
+        return first
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x, y, *, scale):
+        return self.a(x) * self.b(scale), self.b(y)
+
+
+@distributed(world_sizes=(2,))
+def test_several_inputs_and_an_unused_output(ctx):
+    parity(ctx, Several(), lambda m: steps(ctx, m), ("join",))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_user_hooks_on_sharded_parameters(ctx, transport):
+    """register_hook scales, register_post_accumulate_grad_hook sees the sharded gradient; both run once a step."""
+
+    def run(model):
+        seen = []
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.append((name, p.grad.to_local().clone(), p.grad.placements))
+            )
+        results = steps(ctx, model)
+        return results, sorted(seen, key=lambda item: item[0])
+
+    _, seen = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert len(seen) == 2 * len(list(Stack().parameters()))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_user_hooks_inside_forward(ctx, transport):
+    """Hooks on unsharded parameters and activations, registered while the unit runs."""
+
+    class Hooked(Stack):
+        def forward(self, x):
+            self.seen = []
+            x = self.blocks[0](x)
+            x.register_hook(lambda grad: grad * 2.0)
+            x = self.blocks[2](self.blocks[1](x))
+            if self.head.weight.requires_grad and torch.is_grad_enabled():
+                self.head.weight.register_hook(lambda grad: self.seen.append(tuple(grad.shape)))
+            return self.head(self.norm(x))
+
+    def run(model):
+        return steps(ctx, model, num=1), model.seen
+
+    _, seen = parity(ctx, Hooked(), run, STACK_UNITS, transport=transport)
+    assert seen == [(3, 6)]
+
+
+@distributed(world_sizes=(2,))
+def test_post_accumulate_hooks_inside_forward(ctx):
+    """A user's post-accumulate hook on an unsharded parameter replaces none of the engine's."""
+
+    class Hooked(Stack):
+        def forward(self, x):
+            if not hasattr(self, "count"):
+                self.count = 0
+                self.head.weight.register_post_accumulate_grad_hook(self.bump)
+            return super().forward(x)
+
+        def bump(self, param):
+            self.count += 1
+
+    def run(model):
+        return steps(ctx, model), model.count
+
+    _, count = parity(ctx, Hooked(), run, STACK_UNITS)
+    assert count == 2
+
+
+@distributed(world_sizes=(2, 3))
+@both_transports
+def test_frozen_parameters(ctx, transport):
+    model = Stack()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.weight.requires_grad_(False)
+    results = parity(ctx, model, lambda m: steps(ctx, m), STACK_UNITS, transport=transport)
+    frozen = {name for name, grad in results[0][1].items() if grad is None}
+    assert frozen == {f"blocks.0.{part}" for part in ("up.weight", "up.bias", "down.weight", "down.bias")} | {
+        "blocks.1.up.weight"
+    }
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_freezing_toggled_mid_training(ctx, transport):
+    def run(model):
+        results = steps(ctx, model, num=1)
+        for part in (model.blocks[0], model.blocks[1].up, model.head):
+            part.requires_grad_(False)
+        results += steps(ctx, model, num=2)
+        model.blocks[1].requires_grad_(True)
+        results += steps(ctx, model, num=1)
+        model.requires_grad_(True)
+        return results + steps(ctx, model, num=1)
+
+    results = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert [sum(grad is not None for grad in result[1].values()) for result in results] == [16, 8, 8, 10, 16]
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_branch_that_does_not_run(ctx, transport):
+    """The same parameters get no gradient on any rank: `.grad` stays None."""
+
+    class Branch(Stack):
+        def forward(self, x):
+            return self.head(self.norm(self.blocks[2](self.blocks[0].up(x)[:, :6])))
+
+    parity(ctx, Branch(), lambda m: steps(ctx, m), ("blocks.0.up", "blocks.1", "blocks.2"), transport=transport)
+
+
+class MaxNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6, max_norm=0.5)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reshard", [True, False])
+@both_transports
+def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
+    """max_norm rescales the rows that this rank looks up: its own business, and gone after the next gather."""
+
+    def run(model):
+        ids = torch.tensor([[0, 1, 2]]) if ctx.rank == 0 else torch.tensor([[4, 5, 5]])
+        results = []
+        for step in range(3):
+            loss = model((ids + step) % 7).square().mean()
+            loss.backward()
+            results.append([loss.detach(), grads(model), params(model)])
+            model.zero_grad()
+            model.unshard()
+            model.embed.unshard()
+            results.append(full(model.embed.weight))
+            model.embed.reshard()
+            model.reshard()
+        return results
+
+    results = parity(ctx, MaxNorm(), run, ("embed",), transport=transport, reshard_after_forward=reshard)
+    assert (results[-1].norm(dim=1) > 0.6).any()

@@ -1,0 +1,219 @@
+"""What goes through forward: nested inputs, dicts, dataclasses, named tuples, and hooks of PyTorch on the module."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from harness import distributed
+from models import Mlp, inputs
+from reference import both_transports, grads, parity, shard, shard_stock
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    note: str = ""
+    more: dict | None = None
+
+
+PACK = {
+    "dict": lambda x: {"value": x, "number": 3},
+    "nested": lambda x: {"deep": [{"value": (x, None)}, "text"]},
+    "dataclass": lambda x: Record(x, "note", {"again": x * 2}),
+    "named_tuple": lambda x: Pair(x, (x * 2, 1)),
+    "ordered": lambda x: OrderedDict(value=x),
+    "list": lambda x: [x, [x * 2]],
+}
+UNPACK = {
+    "dict": lambda value: value["value"],
+    "nested": lambda value: value["deep"][0]["value"][0],
+    "dataclass": lambda value: value.value + value.more["again"],
+    "named_tuple": lambda value: value.first + value.second[0],
+    "ordered": lambda value: value["value"],
+    "list": lambda value: value[0] + value[1][0],
+}
+
+
+class Packer(nn.Module):
+    """Takes its input nested in `kind`, by keyword or position, and returns its output nested the same way."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.mlp = kind, Mlp()
+
+    def forward(self, value=None, *, packed=None):
+        return PACK[self.kind](self.mlp(UNPACK[self.kind](value if packed is None else packed)))
+
+
+class Caller(nn.Module):
+    def __init__(self, kind, keyword):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.keyword = kind, keyword
+        self.before, self.packer, self.after = nn.Linear(6, 6), Packer(kind), nn.Linear(6, 3)
+
+    def forward(self, x):
+        packed = PACK[self.kind](self.before(x))
+        packed = self.packer(packed=packed) if self.keyword else self.packer(packed)
+        return self.after(UNPACK[self.kind](packed))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("kind", PACK)
+def test_nested_inputs_and_outputs(ctx, kind, keyword):
+    """Post-backward and pre-backward hooks must find every tensor: with reshard, a missed one is a wrong gradient."""
+
+    def run(model):
+        results = []
+        for step in range(2):
+            loss = model(inputs(ctx.rank, step)).square().mean()
+            loss.backward()
+            results += [loss.detach(), grads(model)]
+        return results
+
+    parity(ctx, Caller(kind, keyword), run, ("before", "packer", "after"), reshard_after_forward=True)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("kind", PACK)
+def test_nested_inputs_are_cast(ctx, kind):
+    """cast_forward_inputs reaches the same leaves as upstream's, and output_dtype too."""
+    seen = []
+
+    def record(module, args, output):
+        seen.append(str(UNPACK[kind](output).dtype))
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+
+    def run(model):
+        seen.clear()
+        model.packer.mlp.register_forward_hook(lambda module, args, output: seen.append(str(output.dtype)))
+        model.packer.register_forward_hook(record)
+        output = model(inputs(ctx.rank))
+        output.square().mean().backward()
+        return output.detach(), list(seen), grads(model)
+
+    _, dtypes, _ = parity(ctx, Caller(kind, True), run, ("before", "packer", "after"), mp_policy=policy)
+    assert dtypes[0] == "torch.bfloat16"
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_only_part_of_the_output_is_used(ctx, transport):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = Mlp(), Mlp()
+
+        def forward(self, x):
+            x = self.first(x)
+            return {"a": x.sum(), "b": self.second(x), "c": x.detach(), "d": None}
+
+    def run(model):
+        results = []
+        for key in ("a", "b", "b", "a"):
+            output = model(inputs(ctx.rank))
+            output[key].square().mean().backward()
+            results.append(grads(model))
+            model.zero_grad()
+        return results
+
+    results = parity(ctx, Two(), run, ("first", "second"), transport=transport)
+    assert results[0]["second.up.weight"] is None and results[1]["second.up.weight"] is not None
+
+
+@distributed(world_sizes=(2,))
+def test_input_that_requires_grad(ctx):
+    """The gradient of the model's own input is this rank's, unreduced."""
+
+    def run(model):
+        x = inputs(ctx.rank).requires_grad_()
+        model(x).square().mean().backward()
+        return x.grad.clone(), grads(model)
+
+    torch.manual_seed(0)
+    parity(ctx, nn.Sequential(Mlp(), Mlp()), run, ("0", "1"))
+
+
+@distributed(world_sizes=(2,))
+def test_no_input_tensor_at_all(ctx):
+    """Post-backward has nothing to attach to: the root's final callback reduces."""
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.mlp = nn.Embedding(5, 6), Mlp()
+
+        def forward(self):
+            return self.mlp(self.table(torch.tensor([1, 2])))
+
+    def run(model):
+        model().square().mean().backward()
+        return grads(model)
+
+    parity(ctx, Constant(), run, ("table", "mlp"))
+
+
+@distributed(world_sizes=(2,))
+def test_users_forward_hooks_keep_running(ctx):
+    """Hooks registered before and after sharding see unsharded parameters, as with stock."""
+
+    def run_with(apply):
+        torch.manual_seed(0)
+        model = nn.Sequential(Mlp(), Mlp())
+        seen = []
+        model[0].register_forward_pre_hook(lambda module, args: seen.append(("pre", tuple(module.up.weight.shape))))
+        model[0].register_forward_hook(lambda module, args, out: seen.append(("post", type(module).__name__)))
+        model = apply(model)
+        model[0].register_forward_hook(lambda module, args, output: output * 2)
+        output = model(inputs(ctx.rank))
+        output.square().mean().backward()
+        return output.detach(), seen, grads(model)
+
+    from reference import same
+
+    units = ("0", "1")
+    same(run_with(lambda m: shard(ctx, m, units)), run_with(lambda m: shard_stock(m, units)))
+
+
+@distributed(world_sizes=(2,))
+def test_registered_forward_method(ctx):
+    """`register_fsdp_forward_method` makes another method gather like forward."""
+    import torch.distributed.fsdp as stock
+
+    from reference import same
+
+    class WithEncode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.mlp = Mlp()
+
+        def forward(self, x):
+            return self.mlp(x)
+
+        def encode(self, x):
+            return self.mlp.up(x)
+
+    def run(model, register):
+        register(model, "encode")
+        output = model.encode(inputs(ctx.rank))
+        output.square().mean().backward()
+        return output.detach(), grads(model)
+
+    expected = run(shard_stock(WithEncode()), stock.register_fsdp_forward_method)
+    register = stock.register_fsdp_forward_method
+    if ctx.impl == "fsdp2x":
+        import fsdp2x
+
+        register = fsdp2x.register_fsdp_forward_method
+    same(run(shard(ctx, WithEncode()), register), expected)

@@ -1,0 +1,299 @@
+"""How units are cut and when they are resharded: nesting, lists, several models, no_grad, eval, explicit unshard."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
+
+WAYS_TO_CUT = {
+    "root_only": (),
+    "blocks": STACK_UNITS,
+    "nested": ("blocks.0.up", "blocks.0.down", "blocks.0", "blocks.1.down", "blocks.1"),
+    "list": ("blocks.0", "blocks.1+blocks.2", "norm+head"),
+    "everything": tuple(name for name, module in Stack().named_modules() if not list(module.children())),
+}
+
+
+def train(ctx, model, num=3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for step in range(num):
+        loss = model(inputs(ctx.rank, step)).square().mean()
+        loss.backward()
+        results += [loss.detach(), grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, params(model)
+
+
+@distributed(world_sizes=(1, 2, 3, 4))
+@pytest.mark.parametrize("cut", WAYS_TO_CUT)
+@both_transports
+def test_every_way_to_cut(ctx, cut, transport):
+    parity(ctx, Stack(), lambda m: train(ctx, m), WAYS_TO_CUT[cut], transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("cut", ["root_only", "blocks", "list"])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@both_transports
+def test_reshard_after_forward(ctx, cut, reshard, transport):
+    """The numbers do not depend on it; which parameters are registered after forward does, as upstream's."""
+
+    def run(model):
+        model(inputs(ctx.rank)).sum()
+        after_forward = {name: isinstance(param, DTensor) for name, param in model.named_parameters()}
+        results = train(ctx, model)
+        return after_forward, results, [isinstance(param, DTensor) for param in model.parameters()]
+
+    after, _, at_end = parity(ctx, Stack(), run, WAYS_TO_CUT[cut], transport=transport, reshard_after_forward=reshard)
+    assert all(at_end)
+    if cut == "blocks":
+        assert after["blocks.0.up.weight"] == (reshard is not False)
+        assert after["head.weight"] == (reshard is True)
+
+
+@distributed(world_sizes=(2,))
+def test_structure_is_upstreams(ctx):
+    """Names, order, placements, shapes, classes: nothing that a framework looks at differs."""
+    model = Stack()
+    twin, ours = shard_stock(copy.deepcopy(model), STACK_UNITS), shard(ctx, model, STACK_UNITS)
+    for (name, expected), (mine, param) in zip(twin.named_parameters(), ours.named_parameters(), strict=True):
+        assert name == mine and isinstance(param, nn.Parameter) and isinstance(param, DTensor)
+        assert param.placements == expected.placements == (Shard(0),) and param.shape == expected.shape
+        assert param.to_local().shape == expected.to_local().shape and param.requires_grad
+        assert param.device_mesh == expected.device_mesh and param.stride() == expected.stride()
+    for expected, module in zip(twin.modules(), ours.modules(), strict=True):
+        assert type(module).__name__ == type(expected).__name__
+        assert isinstance(module, FSDPModule) == isinstance(expected, FSDPModule)
+        for attribute in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            assert getattr(module, attribute, None) == getattr(expected, attribute, None)
+    assert isinstance(ours, Stack) and isinstance(ours.blocks[:1], nn.ModuleList)
+    assert list(ours.state_dict()) == list(twin.state_dict())
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_two_models_in_one_process(ctx, transport):
+    """A student and a frozen teacher, and two students whose steps interleave."""
+
+    class Distill(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.other = Stack(seed=1), Stack(seed=2)
+
+    models = Distill()
+
+    def run(pair):
+        results = []
+        for step in range(3):
+            x = inputs(ctx.rank, step)
+            with torch.no_grad():
+                target = pair.other(x)
+            first = (pair.student(x) - target).square().mean()
+            second = pair.other(x).square().mean()
+            first.backward()
+            second.backward()
+            results += [first.detach(), second.detach(), grads(pair)]
+            pair.zero_grad()
+        return results
+
+    twin = copy.deepcopy(models)
+    for part in (twin.student, twin.other):
+        shard_stock(part, STACK_UNITS)
+    for part in (models.student, models.other):
+        shard(ctx, part, STACK_UNITS, transport=transport)
+    same(run(models), run(twin))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reshard", [True, False])
+@both_transports
+def test_no_grad_eval_and_train_again(ctx, reshard, transport):
+    def run(model):
+        results = train(ctx, model, num=1)[0]
+        model.eval()
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                results.append(full(model(inputs(ctx.rank, 5))))
+        model.train()
+        return results + train(ctx, model, num=2)[0]
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport, reshard_after_forward=reshard)
+
+
+@distributed(world_sizes=(2,))
+def test_forward_in_inference_mode_first(ctx):
+    """Nothing that is built at the first forward may be an inference tensor (upstream's unsharded parameters are)."""
+    only_fsdp2x(ctx)
+    twin, ours = Stack(), shard(ctx, Stack(), STACK_UNITS)
+    expected = train(ctx, shard_stock(twin, STACK_UNITS), num=2)
+    with torch.inference_mode():
+        first = full(ours(inputs(ctx.rank)))
+    ours.reshard()  # the optimizer must be built on sharded parameters; the root stays unsharded after forward
+    same(first, Stack()(inputs(ctx.rank)).detach(), "output in inference mode", rtol=1e-6, atol=1e-6)
+    same(train(ctx, ours, num=2), expected)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_unshard_and_reshard_by_hand(ctx, transport):
+    def run(model):
+        seen = []
+        for module in (model, model.blocks[0]):
+            handle = module.unshard(async_op=True)
+            handle.wait()
+            seen.append({name: full(param) for name, param in module.named_parameters(recurse=False)})
+        seen.append([isinstance(param, DTensor) for param in model.parameters()])
+        model.blocks[0].reshard()
+        model.blocks[1].unshard()
+        seen.append([isinstance(param, DTensor) for param in model.parameters()])
+        model.reshard()
+        model.blocks[1].reshard()
+        seen.append([isinstance(param, DTensor) for param in model.parameters()])
+        return seen, train(ctx, model)
+
+    seen, _ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert not all(seen[2]) and all(seen[-1])
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize(
+    "setting", ["reshard_after_backward", "reshard_after_forward", "divide_factor", "last_backward"]
+)
+@both_transports
+def test_setters(ctx, setting, transport):
+    def run(model):
+        results = []
+        for step in range(4):
+            if setting == "reshard_after_backward":
+                model.set_reshard_after_backward(step % 2 == 1)
+            elif setting == "reshard_after_forward":
+                model.set_reshard_after_forward(step % 2 == 1)
+            elif setting == "last_backward":
+                model.set_is_last_backward(step % 2 == 1)
+            model(inputs(ctx.rank, step)).square().mean().backward()
+            results.append([isinstance(param, DTensor) for param in model.parameters()])
+        return results, grads(model) if setting != "reshard_after_backward" else None
+
+    def with_factor(model):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(4.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return train(ctx, model)
+
+    run = with_factor if setting == "divide_factor" else run
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("order", ["forward", "backward", "both"])
+@both_transports
+def test_explicit_prefetch(ctx, order, transport):
+    def run(model):
+        blocks = list(model.blocks)
+        for i, block in enumerate(blocks):
+            if order != "backward" and i + 1 < len(blocks):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+            if order != "forward" and i > 0:
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+        return train(ctx, model)
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"param_dtype": "bfloat16"},
+        {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+        {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "output_dtype": "float32"},
+        {"param_dtype": "float16", "reduce_dtype": "float32", "cast_forward_inputs": False},
+        {"reduce_dtype": "bfloat16"},
+        {"output_dtype": "bfloat16"},
+    ],
+    ids=lambda policy: "-".join(f"{key}={value}" for key, value in policy.items()),
+)
+@both_transports
+def test_mixed_precision(ctx, policy, transport):
+    options = {key: getattr(torch, value) if isinstance(value, str) else value for key, value in policy.items()}
+
+    def run(model):
+        results = []
+        for step in range(2):
+            x = inputs(ctx.rank, step)
+            if not options.get("cast_forward_inputs", True):
+                x = x.to(torch.float16)
+            output = model(x)
+            output.float().square().mean().backward()
+            results += [output.detach(), grads(model)]
+        return results
+
+    # output_dtype of a block would feed the next unit a dtype that it does not cast: only the root has it.
+    units = () if "output_dtype" in options else STACK_UNITS
+    # Shared memory sums bf16 gradients in fp32 and rounds once; upstream's backend rounds each addition.
+    rounds_once = transport == "shm" and options.get("reduce_dtype") == torch.bfloat16
+    exact = {"rtol": 2e-2, "atol": 1e-3} if rounds_once else None
+    parity(ctx, Stack(), run, units, transport=transport, mp_policy=MixedPrecisionPolicy(**options), exact=exact)
+
+
+@distributed(world_sizes=(2,))
+def test_ignored_parameters_stay_plain(ctx):
+    model = Stack()
+    twin = copy.deepcopy(model)
+    shard_stock(twin, STACK_UNITS, ignored_params=set(twin.blocks[1].up.parameters()))
+    ours = shard(ctx, model, STACK_UNITS, ignored_params=set(model.blocks[1].up.parameters()))
+    assert not isinstance(ours.blocks[1].up.weight, DTensor)
+    same(train(ctx, ours), train(ctx, twin))
+
+
+@distributed(world_sizes=(2, 4))
+@both_transports
+def test_shard_on_another_dim(ctx, transport):
+    """Widths that the ranks divide: upstream requires it."""
+
+    def placement(param):
+        return Shard(1) if param.ndim == 2 and param.shape[1] % 4 == 0 else None
+
+    model = Stack(width=8, hidden=4)
+
+    def run(model):
+        results = []
+        for step in range(2):
+            model(inputs(ctx.rank, step, width=8)).square().mean().backward()
+            results.append(grads(model))
+        return results, params(model), [str(param.placements) for param in model.parameters()]
+
+    *_, placements = parity(ctx, model, run, STACK_UNITS, transport=transport, shard_placement_fn=placement)
+    assert "(Shard(dim=1),)" in placements and "(Shard(dim=0),)" in placements
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_mixed_dtypes_in_a_unit(ctx, transport):
+    """fp32 adapters in a frozen bf16 block (LoRA): upstream refuses some of these; ours equals the unsharded model."""
+    only_fsdp2x(ctx)
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.adapter = nn.Linear(6, 7).to(torch.bfloat16), nn.Linear(7, 3)
+
+        def forward(self, x):
+            return self.adapter(self.base(x.bfloat16()).float())
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(Cast())
+    ours = shard(ctx, copy.deepcopy(reference), ("0",), transport=transport)
+    ours(inputs(ctx.rank)).square().mean().backward()
+    mean_of_ranks(reference, lambda m, rank: m(inputs(rank)).square().mean(), ctx.world)
+    same(grads(ours), grads(reference), rtol=1e-2, atol=1e-3)

@@ -1,0 +1,169 @@
+"""Modules that treat their parameters in a way of their own: recurrent, attention, buffers, parametrizations."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from harness import distributed
+from models import Mlp, inputs
+from reference import both_transports, full, grads, only_fsdp2x, parity, same, shard
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM sets its flat list of weights whenever a parameter is assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 5, num_layers=2, batch_first=True), nn.Linear(5, 6)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Attention(nn.Module):
+    """Reads out_proj.weight of a child that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 3, 3, padding=1), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(x[:, None])).mean(1)
+
+
+class Table(nn.Module):
+    """Parameters of one row, one element, three dims, in a ParameterList and a ParameterDict; a buffer in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(1))
+        self.cube = nn.Parameter(torch.randn(3, 2, 6))
+        self.rows = nn.ParameterList([torch.randn(1, 6), torch.randn(2, 6)])
+        self.named = nn.ParameterDict({"a": torch.randn(7), "b": torch.randn(5, 6)})
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        x = x * self.one + self.cube.sum((0, 1)) + self.rows[0] + self.rows[1].mean(0)
+        return x * self.named["a"].sum() + self.named["b"].mean(0) * self.count
+
+
+ZOO = {
+    "lstm": Recurrent,
+    "attention": Attention,
+    "encoder_layer": lambda: nn.TransformerEncoderLayer(6, 2, 5, dropout=0.0, batch_first=True),
+    "convolution": Convolution,
+    "table": Table,
+    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.GELU()),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "dropout": lambda: nn.Sequential(Mlp(), nn.Dropout(0.3)),
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.special, self.after = nn.Linear(6, 6), ZOO[kind](), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.after(self.special(self.before(x)))
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.parametrize("kind", ZOO)
+@both_transports
+def test_kinds_of_modules(ctx, kind, transport):
+    def run(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        results = []
+        for step in range(3):
+            x = inputs(ctx.rank, step)[:, None] if kind in ("lstm", "attention") else inputs(ctx.rank, step)
+            loss = model(x).square().mean()
+            loss.backward()
+            results += [loss.detach(), grads(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results, [full(buffer) for buffer in model.buffers()]
+
+    parity(ctx, Wrapped(kind), run, ("special",), transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_forward_mode_derivatives(ctx, transport):
+    """Tangents pass through the units' boundaries, which upstream's refuse."""
+    only_fsdp2x(ctx)
+    from torch.autograd import forward_ad
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(Mlp(), Mlp())
+    ours = shard(ctx, copy.deepcopy(reference), ("0", "1"), transport=transport)
+    results = []
+    for model in (ours, reference):
+        with forward_ad.dual_level():
+            dual = model(forward_ad.make_dual(inputs(ctx.rank), inputs(ctx.rank, 5)))
+            primal, tangent = forward_ad.unpack_dual(dual)
+            assert tangent is not None and tangent.abs().max() > 0
+            results.append([full(primal), full(tangent)])
+    same(results[0], results[1], rtol=1e-6, atol=1e-6)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Mlp(), Mlp()
+
+    def forward(self, x):
+        self.between = self.first(x)
+        return self.second(self.between)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reshard", [True, False])
+def test_autograd_grad_with_respect_to_activations(ctx, reshard):
+    """torch.autograd.grad that stops before some parameters: no gradient appears, and the next backward is right."""
+
+    def run(model):
+        loss = model(inputs(ctx.rank)).square().mean()
+        (grad,) = torch.autograd.grad(loss, model.between)
+        none = [param.grad is None for param in model.parameters()]
+        model.zero_grad()
+        model(inputs(ctx.rank)).square().mean().backward()
+        return full(grad), none, grads(model)
+
+    parity(ctx, Chain(), run, ("first", "second"), reshard_after_forward=reshard)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_generation_like_loop(ctx, transport):
+    """Many forwards under no_grad of changing lengths between training steps."""
+
+    def run(model):
+        results = []
+        for step in range(2):
+            with torch.no_grad():
+                for rows in (1, 3, 2):
+                    results.append(full(model(inputs(ctx.rank, step, rows=rows))))
+            loss = model(inputs(ctx.rank, step)).square().mean()
+            loss.backward()
+            results += [loss.detach(), grads(model)]
+            model.zero_grad()
+        return results
+
+    torch.manual_seed(0)
+    parity(ctx, nn.Sequential(Mlp(), Mlp()), run, ("0", "1"), transport=transport)

@@ -1,0 +1,178 @@
+"""Twins for parity tests: the same model under stock fully_shard, under the implementation on trial, and unsharded.
+
+`--impl torch` puts stock on both sides: it shows that a test's expectation is upstream's own behaviour.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.wrap import UnitPlan, plan_units
+
+TRANSPORTS = ("shm", "process_group")
+both_transports = pytest.mark.parametrize("transport", TRANSPORTS)
+
+# What a test shards: paths of modules, each a unit (several paths joined by "+": one unit of a list of modules).
+Units = Iterable[str]
+
+
+def only_fsdp2x(ctx) -> None:
+    """Skips under --impl torch: the behaviour is ours alone."""
+    if ctx.impl != "fsdp2x":
+        pytest.skip("upstream does not have this")
+
+
+def skip_transport(ctx, transport: str) -> None:
+    """Under --impl torch one run is enough for both transports."""
+    if ctx.impl == "torch" and transport == "process_group":
+        pytest.skip("stock has no transports to choose from")
+
+
+def _resolve(model: nn.Module, units: Units | list[UnitPlan]) -> list[tuple[list[nn.Module], bool | None]]:
+    resolved = []
+    for unit in units:
+        if isinstance(unit, UnitPlan):
+            resolved.append(([model.get_submodule(name) for name in unit.names], unit.reshard_after_forward))
+        else:
+            resolved.append(([model.get_submodule(name) for name in unit.split("+")], None))
+    return resolved
+
+
+def _apply(fully_shard: Callable, model: nn.Module, units: Units | list[UnitPlan], **options: Any) -> nn.Module:
+    reshard = options.pop("reshard_after_forward", None)
+    for modules, own in _resolve(model, units):
+        module = modules[0] if len(modules) == 1 else modules
+        fully_shard(module, reshard_after_forward=reshard if own is None else own, **options)
+    return fully_shard(model, reshard_after_forward=reshard, **options)
+
+
+def shard_stock(model: nn.Module, units: Units | list[UnitPlan] = (), **options: Any) -> nn.Module:
+    """Upstream's fully_shard on the units and the root."""
+    return _apply(stock.fully_shard, model, units, **options)
+
+
+def shard(ctx, model: nn.Module, units: Units | list[UnitPlan] = (), *, transport="auto", **options: Any) -> nn.Module:
+    """The implementation on trial, unit by unit as a user of upstream's call writes it."""
+    skip_transport(ctx, transport)
+    if ctx.impl == "torch":
+        return shard_stock(model, units, **options)
+    import fsdp2x
+
+    return _apply(fsdp2x.fully_shard, model, units, transport=transport, auto_wrap=False, **options)
+
+
+def shard_auto(ctx, model: nn.Module, *, transport: str = "auto", **options: Any) -> nn.Module:
+    """The one call that users of HuggingFace models write; stock gets the same plan."""
+    if ctx.impl == "torch":
+        return shard(ctx, model, plan_units(model), transport=transport, **options)
+    import fsdp2x
+
+    return fsdp2x.fully_shard(model, transport=transport, **options)
+
+
+def full(value: Any) -> Any:
+    """Gathered copies of DTensors (collective), clones of tensors, recursively."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [full(item) for item in value]
+    return value
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Gathered gradients by name; checks that each lies as its parameter does. Collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        grad = param.grad
+        if isinstance(param, DTensor) and grad is not None:
+            assert isinstance(grad, DTensor) and grad.placements == param.placements, name
+            assert grad.dtype == param.dtype and grad.to_local().shape == param.to_local().shape, name
+        found[name] = full(grad)
+    return found
+
+
+def params(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gathered parameters by name. Collective."""
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def same(got: Any, expected: Any, where: str = "", **tolerance: float) -> None:
+    """Asserts equality of nested results: bit for bit without a tolerance."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor), f"{where}: a tensor expected, got {got!r}"
+        assert got.dtype == expected.dtype and got.shape == expected.shape, f"{where}: {got.dtype} {got.shape}"
+        if tolerance:
+            torch.testing.assert_close(got, expected, **tolerance, msg=lambda text: f"{where}: {text}")
+        elif not torch.equal(got, expected):
+            worst = (got.double() - expected.double()).abs().max().item()
+            raise AssertionError(f"{where}: not bitwise equal, largest difference {worst:.3e}\n{got}\n{expected}")
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected), f"{where}: keys {list(got)} instead of {list(expected)}"
+        for key in expected:
+            same(got[key], expected[key], f"{where}.{key}", **tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), f"{where}: {len(got)} items instead of {len(expected)}"
+        for i, item in enumerate(expected):
+            same(got[i], item, f"{where}[{i}]", **tolerance)
+    else:
+        assert got == expected, f"{where}: {got!r} instead of {expected!r}"
+
+
+def tolerance(ctx) -> dict[str, float]:
+    """Two ranks add in one order only; with more, upstream's backend may sum in another order than ours."""
+    return {} if ctx.world <= 2 else {"rtol": 1e-5, "atol": 1e-7}
+
+
+def parity(
+    ctx,
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    units: Units | list[UnitPlan] = (),
+    *,
+    transport: str = "auto",
+    exact: dict[str, float] | None = None,
+    **options: Any,
+) -> Any:
+    """Runs `run` on a stock twin and on ours, and returns the results: equal bit for bit at up to two ranks."""
+    skip_transport(ctx, transport)
+    twin = shard_stock(copy.deepcopy(model), units, **options)
+    torch.manual_seed(7 + ctx.rank)
+    expected = run(twin)
+    ours = shard(ctx, model, units, transport=transport, **options)
+    torch.manual_seed(7 + ctx.rank)
+    got = run(ours)
+    same(got, expected, **(tolerance(ctx) if exact is None else exact))
+    return expected
+
+
+def changes(values: Iterable[Any]) -> bool:
+    """Whether a sequence of losses moves at all: a test on constant losses would show nothing."""
+    values = [float(value) for value in values]
+    return len(values) > 1 and len(set(values)) == len(values)
+
+
+def mean_of_ranks(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor], world: int) -> torch.Tensor:
+    """On an unsharded model: sets `.grad` to the mean over ranks of each rank's gradient; returns the ranks' losses."""
+    total: dict[nn.Parameter, torch.Tensor] = {}
+    losses = []
+    for rank in range(world):
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model, rank)
+        loss.backward()
+        losses.append(loss.detach())
+        for param in model.parameters():
+            if param.grad is not None:
+                total[param] = param.grad if param not in total else total[param] + param.grad
+    for param in model.parameters():
+        param.grad = total[param] / world if param in total else None
+    return torch.stack(losses)

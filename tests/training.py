@@ -1,0 +1,89 @@
+"""Tiny training runs for tests: a text folder, a config over it, and the losses that a run logged."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def write_text(folder: Path, num_files: int = 6) -> Path:
+    """Files of 300 to 800 bytes whose contents depend on their number alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(num_files):
+        lines = [f"line {k} of file {i}: {(k * 7 + i * 13) % 101}" for k in range(12 + 4 * i)]
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def settings(text: Path, output: Path, **sections: dict) -> dict:
+    """A config mapping; keyword arguments replace single settings of a section, such as train={"steps": 3}."""
+    base: dict[str, dict] = {
+        "model": {"config": dict(MODEL)},
+        "data": {"files": [str(text)], "block_size": 16, "held_out": 0.2},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 1},
+        "parallel": {"device": "cpu", "timeout_s": 30},
+        "train": {"steps": 6, "batch_size": 2, "accumulation": 2, "seed": 3},
+        "checkpoint": {"save_every": 3},
+        "logging": {"output": str(output), "progress": "off"},
+    }
+    for name, values in sections.items():
+        base[name] = {**base[name], **values}
+    return base
+
+
+def losses(output: Path) -> dict[int, str]:
+    """Step -> exact loss, the last one where a step was done twice."""
+    from fsdp2x.train.metrics import read_metrics
+
+    return {
+        line["step"]: line["loss_hex"] for line in read_metrics(output / "metrics.jsonl") if line["event"] == "train"
+    }
+
+
+def run(config: dict):
+    """Trains a config in this rank's process group; returns the closed trainer, whose model still holds the weights."""
+    from fsdp2x.train import Trainer, parse_config
+
+    trainer = Trainer(parse_config(config))
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def weights(trainer) -> list:
+    return [parameter.full_tensor().detach().clone() for parameter in trainer.model.parameters()]
+
+
+@contextlib.contextmanager
+def shared_folder(ctx) -> Iterator[Path]:
+    """A folder that all ranks see, with text/ in it; gone when all have left."""
+    import torch.distributed as dist
+
+    names = [tempfile.mkdtemp(prefix="fsdp2x-train-") if ctx.rank == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    folder = Path(names[0])
+    try:
+        if ctx.rank == 0:
+            write_text(folder / "text")
+        dist.barrier()
+        yield folder
+        dist.barrier()
+    finally:
+        if ctx.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""metrics.jsonl: one line at once on disk, nothing from other ranks, readable after a kill in the middle of a line."""
+
+import json
+
+import torch
+
+from fsdp2x.train.metrics import Metrics, memory_bytes, read_metrics
+
+
+def make(folder, main=True, **options):
+    options = {"tensorboard": False, "progress": "off", "num_steps": 10, "first_step": 0, **options}
+    return Metrics(folder, main=main, **options)
+
+
+def test_lines_are_on_disk_before_close(tmp_path):
+    metrics = make(tmp_path)
+    metrics.write("eval", 3, loss=0.1)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["event"], line["step"]) == ("eval", 3)
+    assert float.fromhex(line["loss_hex"]) == 0.1
+    metrics.close()
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    metrics = make(tmp_path / "out", main=False, tensorboard=True, progress="on")
+    metrics.train(1, loss=1.0, grad_norm=None, tokens_per_s=1.0, memory_bytes=1)
+    metrics.say("hello")
+    metrics.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps({"event": "train", "step": 1})
+    path.write_text(whole + '\n{"event": "tr')
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    metrics = make(tmp_path, first_step=1)
+    metrics.write("resume", 1)
+    metrics.close()
+    assert [line["event"] for line in read_metrics(path)] == ["train", "resume"]
+
+
+def test_bar_shows_loss_speed_norm_and_memory(tmp_path, capsys):
+    metrics = make(tmp_path, progress="on")
+    metrics.train(4, loss=1.5, grad_norm=0.25, tokens_per_s=1234.0, memory_bytes=2**30)
+    metrics.say("a %s", "note")
+    metrics.close()
+    shown = capsys.readouterr().err
+    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1024 MiB", "a note"):
+        assert part in shown
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = make(tmp_path, tensorboard=True)
+    metrics.train(1, loss=2.0, grad_norm=None, tokens_per_s=5.0, memory_bytes=1)
+    metrics.write("eval", 1, loss=3.0)
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("train/loss")] == [2.0]
+    assert [e.value for e in events.Scalars("eval/loss")] == [3.0]
+
+
+def test_memory_is_measured():
+    assert memory_bytes(torch.device("cpu")) > 2**20
