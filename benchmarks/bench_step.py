@@ -16,11 +16,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+import harness
 
 
 @dataclass(frozen=True)

@@ -164,14 +164,17 @@ void bind_unit(py::module_& m) {
              unit.params.at(index).set_gradient_spec(own(spec));
            })
       .def("set_forward_prefetch",
-           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) { set_prefetch(unit.forward_prefetch, units); })
+           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
+             set_prefetch(unit.forward_prefetch, units);
+           })
       .def("set_backward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
              set_prefetch(unit.backward_prefetch, units);
            })
       .def_readonly("name", &Unit::name)
       .def_readonly("index", &Unit::index)
-      .def_property_readonly("options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
       .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); })
       .def_property_readonly("slot_bytes", [](const Unit& unit) { return unit.layout.slot_bytes(); })

@@ -47,7 +47,9 @@ void add_on(at::Device device, const std::vector<Copy>& copies, const void* src,
   for (const Copy& copy : copies) {
     if (device.is_cpu()) {
       for (int64_t piece = 0; piece < copy.count; ++piece) {
-        const auto step = [&](int64_t stride, DType type) { return static_cast<size_t>(piece * stride) * dtype_bytes(type); };
+        const auto step = [&](int64_t stride, DType type) {
+          return static_cast<size_t>(piece * stride) * dtype_bytes(type);
+        };
         cpu::add(copy.dst, static_cast<std::byte*>(dst) + copy.dst_offset + step(copy.dst_stride, copy.dst), copy.src,
                  static_cast<const std::byte*>(src) + copy.src_offset + step(copy.src_stride, copy.src),
                  copy.piece_numel);

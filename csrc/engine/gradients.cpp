@@ -49,8 +49,8 @@ Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Devic
 Gradients::Counts Gradients::count(const Entry& entry) const {
   const PyRef tensor = PyRef::steal(THPVariable_Wrap(entry.tensor));
   const PyRef local = PyRef::steal(THPVariable_Wrap(entry.local));
-  return {entry.tensor.use_count(), entry.local.use_count(), entry.local.storage().use_count(),
-          Py_REFCNT(tensor.get()), Py_REFCNT(local.get())};
+  return {entry.tensor.use_count(), entry.local.use_count(), entry.local.storage().use_count(), Py_REFCNT(tensor.get()),
+          Py_REFCNT(local.get())};
 }
 
 bool Gradients::held_elsewhere(const Entry& entry) const {
@@ -65,8 +65,8 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   const at::Tensor& like = params_[param].sharded();
   Entry& entry = entries_[param];
   const ParamPlace& place = layout_.params()[param];
-  PyRef local_object = PyRef::steal(
-      THPVariable_Wrap(tensor_in_pool(memory, offset, {place.shard_numel}, like.scalar_type())));
+  PyRef local_object =
+      PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {place.shard_numel}, like.scalar_type())));
   const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
   const PyRef inner = PyRef::steal(PyObject_GetAttrString(tensor.get(), "_local_tensor"));
@@ -90,8 +90,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
     return target;
   }
   if (grad.defined()) {
-    target.foreign = at::empty({place.shard_numel},
-                               at::TensorOptions().dtype(sharded.scalar_type()).device(device_));
+    target.foreign = at::empty({place.shard_numel}, at::TensorOptions().dtype(sharded.scalar_type()).device(device_));
     target.data = target.foreign.data_ptr();
     return target;
   }

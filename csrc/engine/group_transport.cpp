@@ -77,8 +77,8 @@ void GroupTransport::begin_gather(Unit& unit) {
   const auto id = static_cast<size_t>(unit.gather.slot.id);
   if (gather_memory_.size() <= id) gather_memory_.resize(id + 1);
   if (!gather_memory_[id].defined()) {
-    gather_memory_[id] = at::empty({static_cast<int64_t>(unit.gather.slot.bytes)},
-                                   at::TensorOptions().dtype(at::kByte).device(device_));
+    gather_memory_[id] =
+        at::empty({static_cast<int64_t>(unit.gather.slot.bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
   }
   unit.gather.write = unit.gather.read = static_cast<std::byte*>(gather_memory_[id].data_ptr());
   if (unit.layout.world() == 1) {
@@ -94,7 +94,8 @@ void GroupTransport::begin_gather(Unit& unit) {
   const at::Tensor output =
       as_type(mine.gather.memory, at::kByte, 0, segment * static_cast<size_t>(unit.layout.world()));
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, at::kByte, rank * segment, segment)));
+  const PyRef py_input =
+      PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, at::kByte, rank * segment, segment)));
   mine.gather.work = PyRef::steal(
       PyObject_CallFunctionObjArgs(collectives_.all_gather.get(), py_output.get(), py_input.get(), nullptr));
   if (!mine.gather.work) throw python_error();
@@ -153,8 +154,9 @@ void GroupTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
   if (!scratch.open) open_scratch(unit);
   ReducePlan* plan = per_unit(unit).plan;
   if (!plan->layout.params()[i].shape.trainable) {
-    throw Error("fsdp2x: '" + unit.params[i].fqn() +
-                "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
+    throw Error(
+        "fsdp2x: '" + unit.params[i].fqn() +
+        "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
   }
   at::Tensor dense = gradient.contiguous();
   if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);

@@ -1,5 +1,6 @@
-// The transport over a torch.distributed process group: any backend, any number of hosts. Collectives are issued through
-// Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one fused copy-out.
+// The transport over a torch.distributed process group: any backend, any number of hosts. Collectives are issued
+// through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one fused
+// copy-out.
 #pragma once
 
 #include <map>
@@ -50,8 +51,8 @@ class GroupTransport final : public Transport {
   };
   struct PerUnit {
     Staging gather;
-    Staging reduction;  // W segments laid end to end
-    Staging reduced;    // this rank's summed segment
+    Staging reduction;                               // W segments laid end to end
+    Staging reduced;                                 // this rank's summed segment
     std::vector<std::vector<Copy>> segment_to_slot;  // per source rank
     std::map<std::vector<bool>, ReducePlan> plans;   // by requires_grad of the parameters
     ReducePlan* plan = nullptr;                      // of the open scratch

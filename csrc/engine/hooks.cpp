@@ -20,7 +20,10 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 // that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
   PostBackwardNode(std::shared_ptr<Unit> node_unit, torch::autograd::edge_list edges)
-      : Node(std::move(edges)), unit(std::move(node_unit)), token(unit->take_call_token()), entry(unit->root->enter()) {}
+      : Node(std::move(edges)),
+        unit(std::move(node_unit)),
+        token(unit->take_call_token()),
+        entry(unit->root->enter()) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     token.reset();
@@ -179,8 +182,7 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   for_each_tensor(args.ptr(), collect);
   for_each_tensor(kwargs.ptr(), collect);
   if (inputs.empty()) return;
-  const auto node =
-      compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
+  const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
   const torch::autograd::variable_list outputs = compat::pass_through(inputs, node);
   size_t next = 0;
   const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {

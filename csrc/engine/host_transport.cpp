@@ -38,8 +38,8 @@ cpu::GatherPost post_of(const Unit& unit) {
 uint64_t tag_of(const Unit& unit) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
   for (const ParamPlace& place : unit.layout.params()) {
-    for (const int64_t value : {place.shape.outer, place.shape.dim, place.shape.inner,
-                                static_cast<int64_t>(place.shape.reduce)}) {
+    for (const int64_t value :
+         {place.shape.outer, place.shape.dim, place.shape.inner, static_cast<int64_t>(place.shape.reduce)}) {
       tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
     }
   }
@@ -49,7 +49,9 @@ uint64_t tag_of(const Unit& unit) {
 }  // namespace
 
 HostTransport::HostTransport(std::unique_ptr<cpu::ShmGroup> group)
-    : group_(std::move(group)), gather_ledger_(cpu::ShmGroup::page_bytes()), scratch_ledger_(cpu::ShmGroup::page_bytes()) {}
+    : group_(std::move(group)),
+      gather_ledger_(cpu::ShmGroup::page_bytes()),
+      scratch_ledger_(cpu::ShmGroup::page_bytes()) {}
 
 HostTransport::~HostTransport() = default;
 
@@ -181,8 +183,8 @@ void HostTransport::sum(Unit& unit) {
   std::vector<const std::byte*> scratches(static_cast<size_t>(world), unit.scratch.data);
   for (int r = 0; group_ && r < world; ++r) {
     if (r == group_->rank()) continue;
-    const size_t bytes = (unit.layout.scratch_bytes() + cpu::ShmGroup::page_bytes() - 1) /
-                         cpu::ShmGroup::page_bytes() * cpu::ShmGroup::page_bytes();
+    const size_t bytes = (unit.layout.scratch_bytes() + cpu::ShmGroup::page_bytes() - 1) / cpu::ShmGroup::page_bytes() *
+                         cpu::ShmGroup::page_bytes();
     scratches[static_cast<size_t>(r)] = group_->scratch_window(r, group_->peer_scratch_offset(unit.index, r), bytes);
   }
   const auto filled = [&](size_t rank, size_t i) {
@@ -204,8 +206,8 @@ void HostTransport::sum(Unit& unit) {
       const ParamPlace& place = unit.layout.params()[i];
       if (!wanted[i] || place.shard_numel == 0) continue;
       sources.clear();
-      const size_t first_row = static_cast<size_t>(place.rows.begin * place.shape.inner) *
-                               dtype_bytes(place.shape.reduce);
+      const size_t first_row =
+          static_cast<size_t>(place.rows.begin * place.shape.inner) * dtype_bytes(place.shape.reduce);
       for (size_t r = 0; r < scratches.size(); ++r) {
         if (filled(r, i)) sources.push_back(scratches[r] + place.scratch_offset + first_row);
       }

@@ -12,7 +12,8 @@ namespace {
 
 std::string poison_message(const std::string& fqn) {
   return "fsdp2x: the unsharded parameter '" + fqn +
-         "' was used while it is resharded. Its memory exists only inside its unit's forward and backward: use it there, "
+         "' was used while it is resharded. Its memory exists only inside its unit's forward and backward: use it "
+         "there, "
          "or call unshard() on the unit's module first.";
 }
 

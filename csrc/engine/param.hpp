@@ -25,7 +25,8 @@ class Param {
   Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef gradient_spec, std::vector<Owner> owners);
 
   const std::string& fqn() const { return fqn_; }
-  // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object holds.
+  // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object
+  // holds.
   const at::Tensor& sharded() const;
   const at::Tensor& unsharded() const;
   PyObject* sharded_object() const { return sharded_.get(); }

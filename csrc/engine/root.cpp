@@ -103,10 +103,9 @@ void Root::record_forward(Unit& unit) {
 void Root::begin_backward() {
   if (callback_queued_ || !inside_backward()) return;
   callback_queued_ = true;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [weak = weak_from_this()] {
-        if (auto root = weak.lock()) root->end_backward();
-      });
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto root = weak.lock()) root->end_backward();
+  });
 }
 
 void Root::prefetch_backward(Unit& unit) {

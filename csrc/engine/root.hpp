@@ -64,14 +64,14 @@ class Root : public std::enable_shared_from_this<Root> {
 
   std::vector<std::weak_ptr<Unit>> units_;
   const Unit* forward_root_ = nullptr;
-  std::vector<std::weak_ptr<Unit>> forward_order_;   // post-forward order of this iteration, with repetitions
-  std::vector<std::weak_ptr<Unit>> last_sequence_;   // pre-forward order of the last complete forward
+  std::vector<std::weak_ptr<Unit>> forward_order_;  // post-forward order of this iteration, with repetitions
+  std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
   std::vector<std::weak_ptr<Unit>> this_sequence_;
   size_t sequence_cursor_ = 0;
   bool callback_queued_ = false;
   uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;
-  uint64_t progress_ = 0;  // largest position published
+  uint64_t progress_ = 0;                      // largest position published
   std::deque<std::shared_ptr<Unit>> pending_;  // reductions that are posted and not finished
 };
 

@@ -85,7 +85,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   Gradients gradients;
   GatherSlot gather;
   Scratch scratch;
-  bool armed = false;  // took part in a forward under grad since its last synchronised backward
+  bool armed = false;                   // took part in a forward under grad since its last synchronised backward
   std::vector<size_t> forward_indices;  // positions in the root's forward order, last call last
   uint64_t backward_position = 0;
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
