@@ -4,12 +4,14 @@
 """
 
 # First: it says what to do when the installed torch is not the one the extension was built for.
+from fsdp2x.runtime import native  # noqa: F401
+
+# isort: split
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.api import fully_shard
 from fsdp2x.describe import describe
 from fsdp2x.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from fsdp2x.runtime import native  # noqa: F401  isort: split
 
 __all__ = [
     "CPUOffloadPolicy",
