@@ -41,8 +41,7 @@ $(TOOLS): pyproject.toml
 # what changed is compiled, because build/dev is kept.
 build: $(TOOLS)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -C build-dir=build/dev \
-	  -C cmake.define.FSDP2X_CUDA=$(CUDA) -C cmake.define.FSDP2X_WERROR=$(WERROR) \
-	  -C cmake.define.FSDP2X_DEBUG_COUNTERS=ON -e .
+	  -C cmake.define.FSDP2X_CUDA=$(CUDA) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
 
 demo: build
 	$(BIN)/python examples/demo.py

@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,8 +64,11 @@ class PhaseTimer:
 def launch(script: str, world: int, timeout_s: float) -> int:
     """Runs ``script`` again under torchrun with the same arguments; returns its exit status."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", script]
-    return subprocess.run([*command, *sys.argv[1:]], env=env, timeout=timeout_s, check=False).returncode
+    # torchrun leaves its log folder behind.
+    with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as logs:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", f"--log-dir={logs}"]
+        command = [sys.executable, *torchrun, script, *sys.argv[1:]]
+        return subprocess.run(command, env=env, timeout=timeout_s, check=False).returncode
 
 
 def start_group() -> int:

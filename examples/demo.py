@@ -196,6 +196,7 @@ def launch(processes: int, command: list[str], log: Path) -> subprocess.Popen:
         "torch.distributed.run",
         "--standalone",
         f"--nproc_per_node={processes}",
+        f"--log-dir={log.parent / 'torchrun'}",
         *command,
     ]
     with open(log, "w") as file:

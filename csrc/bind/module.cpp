@@ -50,6 +50,12 @@ std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
   return params;
 }
 
+// Lets Ctrl-C end a wait. Signals are handled by the main thread only; on others this does nothing.
+void raise_on_signal() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw_python_error();
+}
+
 py::dict stats_of(const Root& root) {
   const TransportStats stats = root.transport->stats();
   py::dict result;
@@ -58,13 +64,16 @@ py::dict stats_of(const Root& root) {
   result["peak_gather_bytes"] = stats.peak_gather_bytes;
   result["scratch_slots_owned"] = stats.scratch_slots_owned;
   result["scratch_bytes"] = stats.scratch_bytes;
+  result["transport_allocations"] = stats.num_allocations;
   result["owners"] = stats.owners;
   result["gradient_block_allocations"] = root.blocks.num_allocations();
   result["gathers"] = root.counters.gathers;
   result["prefetched_gathers"] = root.counters.prefetched_gathers;
   result["reductions"] = root.counters.reductions;
   result["parameter_stores"] = root.counters.parameter_stores;
-  result["python_calls"] = root.counters.python_calls;
+  uint64_t python_calls = root.counters.python_calls;
+  for (const auto& unit : root.units()) python_calls += unit->gradients.num_python_calls();
+  result["python_calls"] = python_calls;
   return result;
 }
 
@@ -109,7 +118,7 @@ void bind_root(py::module_& m) {
       "shm_root",
       [](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s,
          at::Device device) {
-        const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, {}};
+        const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal};
         std::unique_ptr<cpu::ShmGroup> group;
         {
           py::gil_scoped_release released;

@@ -219,6 +219,10 @@ size_t ShmGroup::mapped_bytes() const {
   return impl_->shared.mapped_bytes() + impl_->own_scratch.mapped_bytes() + impl_->peer_scratch.mapped_bytes();
 }
 
+size_t ShmGroup::num_windows() const {
+  return impl_->shared.count() + impl_->isolated.count() + impl_->own_scratch.count() + impl_->peer_scratch.count();
+}
+
 void ShmGroup::acquire_slot(const GatherPost& post, uint64_t num_uses) {
   Impl& impl = *impl_;
   const auto is_released = [&](int rank) {

@@ -64,6 +64,7 @@ class ShmGroup {
   // Drops this rank's private copies of the pages that [data, data + bytes) of an isolated view touches.
   static void discard_private_pages(std::byte* isolated, size_t bytes);
   size_t mapped_bytes() const;
+  size_t num_windows() const;  // mapped so far; a steady step maps none
 
   // Gather, see the protocol. `num_uses` is the slot's use count, this one included.
   void acquire_slot(const GatherPost& post, uint64_t num_uses);  // waits until all ranks released the use before

@@ -37,6 +37,7 @@ class Windows {
   // smaller one would be made, so that equal arguments always give equal pointers.
   std::byte* get(int fd, size_t offset, size_t bytes);
   size_t mapped_bytes() const { return mapped_bytes_; }
+  size_t count() const { return mappings_.size(); }
 
  private:
   View view_;

@@ -1,7 +1,6 @@
 // The gradient pool of a unit.
 #include "engine/gradients.hpp"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace fsdp2x {
@@ -15,7 +14,7 @@ at::Tensor allocate(size_t bytes, at::Device device) {
 // Calls a Python function of two arguments; the result is a new reference.
 PyRef call(const PyRef& function, PyObject* a, PyObject* b) {
   PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), a, b, nullptr));
-  if (!result) throw python_error();
+  if (!result) throw_python_error();
   return result;
 }
 
@@ -67,10 +66,11 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   const ParamPlace& place = layout_.params()[param];
   PyRef local_object =
       PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {place.shard_numel}, like.scalar_type())));
+  ++num_python_calls_;
   const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
   const PyRef inner = PyRef::steal(PyObject_GetAttrString(tensor.get(), "_local_tensor"));
-  if (!inner) throw python_error();
+  if (!inner) throw_python_error();
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
   entry.local = THPVariable_Unpack(inner.get());
@@ -117,6 +117,7 @@ void Gradients::attach(size_t param, const GradientTarget& target) {
   Entry& entry = entries_[param];
   if (target.foreign.defined()) {
     const PyRef local = PyRef::steal(THPVariable_Wrap(target.foreign));
+    ++num_python_calls_;
     call(add_to_foreign_, params_[param].sharded_object(), local.get());
   } else if (!target.accumulate) {
     if (entry.alone.tensor == 0) entry.alone = count(entry);

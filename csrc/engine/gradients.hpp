@@ -50,6 +50,7 @@ class Gradients {
   void release_if_unused(BlockPool& blocks);
   // After parameters moved or changed their dtype: forget every gradient tensor.
   void forget();
+  uint64_t num_python_calls() const { return num_python_calls_; }
   size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
 
  private:
@@ -73,6 +74,7 @@ class Gradients {
   at::Device device_;
   PyRef make_gradient_;
   PyRef add_to_foreign_;
+  uint64_t num_python_calls_ = 0;
   at::Tensor block_;
   std::vector<Entry> entries_;
 };

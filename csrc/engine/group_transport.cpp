@@ -1,7 +1,6 @@
 // The transport over a torch.distributed process group.
 #include "engine/group_transport.hpp"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -48,6 +47,7 @@ at::Tensor GroupTransport::take(size_t bytes) {
     free_.erase(found);
     return memory;
   }
+  ++num_allocations_;
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
@@ -62,9 +62,8 @@ void GroupTransport::wait(Staging& staging) {
   if (!staging.work) return;
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
-  staging.work = PyRef();
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
-  if (!done) throw python_error();
+  if (!done) throw_python_error();
 }
 
 at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const {
@@ -77,6 +76,7 @@ void GroupTransport::begin_gather(Unit& unit) {
   const auto id = static_cast<size_t>(unit.gather.slot.id);
   if (gather_memory_.size() <= id) gather_memory_.resize(id + 1);
   if (!gather_memory_[id].defined()) {
+    ++num_allocations_;
     gather_memory_[id] =
         at::empty({static_cast<int64_t>(unit.gather.slot.bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
   }
@@ -98,7 +98,7 @@ void GroupTransport::begin_gather(Unit& unit) {
       PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, at::kByte, rank * segment, segment)));
   mine.gather.work = PyRef::steal(
       PyObject_CallFunctionObjArgs(collectives_.all_gather.get(), py_output.get(), py_input.get(), nullptr));
-  if (!mine.gather.work) throw python_error();
+  if (!mine.gather.work) throw_python_error();
   ++unit.root->counters.python_calls;
 }
 
@@ -213,7 +213,7 @@ void GroupTransport::begin_reduce(Unit& unit) {
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
   mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.reduce_scatter.get(), py_output.get(),
                                                                 py_input.get(), average ? Py_True : Py_False, nullptr));
-  if (!mine.reduced.work) throw python_error();
+  if (!mine.reduced.work) throw_python_error();
   ++unit.root->counters.python_calls;
 }
 
@@ -273,6 +273,7 @@ TransportStats GroupTransport::stats() const {
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
   for (const auto& [bytes, memory] : free_) stats.scratch_bytes += bytes;
+  stats.num_allocations = num_allocations_;
   stats.owners = gather_ledger_.owners();
   return stats;
 }

@@ -70,6 +70,7 @@ class GroupTransport final : public Transport {
   std::vector<at::Tensor> gather_memory_;
   std::multimap<size_t, at::Tensor> free_;
   size_t num_scratches_ = 0;
+  size_t num_allocations_ = 0;
   std::map<uint32_t, PerUnit> units_;
 };
 

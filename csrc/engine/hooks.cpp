@@ -16,6 +16,12 @@ namespace {
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
+[[noreturn]] void refuse_compiled_autograd() {
+  throw Error(
+      "fsdp2x does not support compiled autograd: its hooks move memory that a traced graph cannot see. Compile the "
+      "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
+}
+
 // Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
 // that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
@@ -34,15 +40,25 @@ struct PostBackwardNode final : public compat::Node {
 
   std::string name() const override { return "fsdp2x::PostBackward"; }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    throw Error(
-        "fsdp2x does not support compiled autograd: its hooks move memory that a traced graph cannot see. Compile the "
-        "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
-  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
 
   std::shared_ptr<Unit> unit;
   std::shared_ptr<int> token;
   std::optional<uint64_t> entry;
+};
+
+// On an output of a unit: runs before the first node of the unit's backward.
+struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
+  explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    unit->pre_backward();
+    return grads;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  std::shared_ptr<Unit> unit;
 };
 
 TensorMap to_dtype(at::ScalarType dtype) {
@@ -150,6 +166,8 @@ void UnitHooks::fail_forward() {
   unit_->root->reset();
 }
 
+uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }
+
 void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
   const TensorMap move = [device = unit_->device](PyObject* object) -> py::object {
     const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -157,20 +175,20 @@ void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
     return py::reinterpret_steal<py::object>(
         THPVariable_Wrap(tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true)));
   };
-  args = map_tensors(args.ptr(), move);
-  kwargs = map_tensors(kwargs.ptr(), move);
+  args = map_tensors(args.ptr(), move, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), move, python_calls());
 }
 
 void UnitHooks::cast_inputs(py::object& args, py::object& kwargs) const {
   if (!unit_->options.cast_forward_inputs || !unit_->options.param_dtype) return;
   const TensorMap cast = to_dtype(*unit_->options.param_dtype);
-  args = map_tensors(args.ptr(), cast);
-  kwargs = map_tensors(kwargs.ptr(), cast);
+  args = map_tensors(args.ptr(), cast, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), cast, python_calls());
 }
 
 py::object UnitHooks::cast_output(const py::object& output) const {
   if (!unit_->options.output_dtype) return output;
-  return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype));
+  return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype), python_calls());
 }
 
 void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
@@ -179,8 +197,8 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.requires_grad()) inputs.push_back(tensor);
   };
-  for_each_tensor(args.ptr(), collect);
-  for_each_tensor(kwargs.ptr(), collect);
+  for_each_tensor(args.ptr(), collect, python_calls());
+  for_each_tensor(kwargs.ptr(), collect, python_calls());
   if (inputs.empty()) return;
   const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
   const torch::autograd::variable_list outputs = compat::pass_through(inputs, node);
@@ -189,17 +207,23 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
     if (!THPVariable_Unpack(object).requires_grad()) return {};
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs.at(next++)));
   };
-  args = map_tensors(args.ptr(), replace);
-  kwargs = map_tensors(kwargs.ptr(), replace);
+  args = map_tensors(args.ptr(), replace, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
 }
 
 void UnitHooks::attach_pre_backward(const py::object& output) {
   if (!at::GradMode::is_enabled()) return;
-  for_each_tensor(output.ptr(), [this](PyObject* object) {
+  const auto attach = [this](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!tensor.requires_grad()) return;
-    tensor.register_hook([unit = unit_](const at::Tensor&) { unit->pre_backward(); });
-  });
+    auto hook = std::make_unique<PreBackwardHook>(unit_);
+    if (const auto& node = tensor.grad_fn()) {
+      node->add_tensor_pre_hook(std::move(hook));
+    } else {  // the module returned one of its inputs or parameters
+      torch::autograd::impl::add_hook(tensor, std::move(hook));
+    }
+  };
+  for_each_tensor(output.ptr(), attach, python_calls());
 }
 
 }  // namespace fsdp2x

@@ -40,6 +40,7 @@ class UnitHooks {
   void finish_forward(const py::object& output);
   py::object complete_others(py::object output);
   void fail_forward();
+  uint64_t& python_calls() const;
 
   std::shared_ptr<Unit> unit_;
   py::object lazy_init_;

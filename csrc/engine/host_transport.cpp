@@ -63,7 +63,10 @@ void HostTransport::register_unit(const Unit& unit) {
 std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
   const auto id = static_cast<size_t>(slot.id);
   if (memory.size() <= id) memory.resize(id + 1);
-  if (!memory[id].defined()) memory[id] = at::empty({static_cast<int64_t>(slot.bytes)}, at::kByte);
+  if (!memory[id].defined()) {
+    memory[id] = at::empty({static_cast<int64_t>(slot.bytes)}, at::kByte);
+    ++num_allocations_;
+  }
   return static_cast<std::byte*>(memory[id].data_ptr());
 }
 
@@ -268,6 +271,7 @@ TransportStats HostTransport::stats() const {
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = scratch_ledger_.num_owned() - closing_.size();
   stats.scratch_bytes = scratch_ledger_.arena_bytes();
+  stats.num_allocations = num_allocations_ + (group_ ? group_->num_windows() : 0);
   stats.owners = gather_ledger_.owners();
   return stats;
 }

@@ -49,6 +49,7 @@ class HostTransport final : public Transport {
   std::vector<at::Tensor> gather_memory_;   // per slot id; only without a group
   std::vector<at::Tensor> scratch_memory_;  // per slot id; only without a group
   std::deque<Closing> closing_;
+  size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
   std::vector<uint64_t> epochs_;  // reductions posted, per unit
 };

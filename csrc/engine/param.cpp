@@ -1,7 +1,6 @@
 // One parameter of a unit: registration in its modules and the memory of its unsharded tensor.
 #include "engine/param.hpp"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "core/error.hpp"
@@ -53,12 +52,12 @@ bool Param::was_written() const { return unsharded()._version() != version_at_fi
 void Param::store(PyObject* parameter) const {
   for (const Owner& owner : owners_) {
     if (!owner.weak_module) {
-      if (PyDict_SetItem(owner.parameters.get(), owner.name.get(), parameter) != 0) throw python_error();
+      if (PyDict_SetItem(owner.parameters.get(), owner.name.get(), parameter) != 0) throw_python_error();
       continue;
     }
     PyObject* module = PyWeakref_GetObject(owner.weak_module.get());  // borrowed
     if (module == Py_None) continue;
-    if (PyObject_SetAttr(module, owner.name.get(), parameter) != 0) throw python_error();
+    if (PyObject_SetAttr(module, owner.name.get(), parameter) != 0) throw_python_error();
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <Python.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <utility>
 
@@ -39,5 +40,13 @@ class PyRef {
   explicit PyRef(PyObject* object) : object_(object) {}
   PyObject* object_ = nullptr;
 };
+
+// Throws the interpreter's current exception. It is taken out of the thread state first: the GIL is released on the way
+// to whoever restores it, and other Python code may run there.
+[[noreturn]] inline void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
 
 }  // namespace fsdp2x

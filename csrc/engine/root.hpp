@@ -18,7 +18,7 @@ struct Counters {
   uint64_t prefetched_gathers = 0;
   uint64_t reductions = 0;
   uint64_t parameter_stores = 0;
-  uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores
+  uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores; user hooks are not counted
 };
 
 class Root : public std::enable_shared_from_this<Root> {

@@ -37,6 +37,7 @@ struct Scratch {
 struct TransportStats {
   size_t gather_slots_owned = 0, gather_slot_bytes = 0, peak_gather_bytes = 0;
   size_t scratch_slots_owned = 0, scratch_bytes = 0;
+  size_t num_allocations = 0;  // blocks of memory taken and windows mapped, ever
   std::string owners;
 };
 

@@ -23,23 +23,27 @@ py::object wrap(const TensorMap& replace) {
 
 }  // namespace
 
-void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit) {
+void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit, uint64_t& python_calls) {
   if (is_plain_leaf(tree)) return;
   if (THPVariable_Check(tree)) {
     visit(tree);
   } else if (PyTuple_CheckExact(tree)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tree); ++i) for_each_tensor(PyTuple_GET_ITEM(tree, i), visit);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tree); ++i)
+      for_each_tensor(PyTuple_GET_ITEM(tree, i), visit, python_calls);
   } else if (PyList_CheckExact(tree)) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tree); ++i) for_each_tensor(PyList_GET_ITEM(tree, i), visit);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tree); ++i)
+      for_each_tensor(PyList_GET_ITEM(tree, i), visit, python_calls);
   } else if (PyDict_CheckExact(tree)) {
     PyObject *key = nullptr, *value = nullptr;
-    for (Py_ssize_t position = 0; PyDict_Next(tree, &position, &key, &value);) for_each_tensor(value, visit);
+    for (Py_ssize_t position = 0; PyDict_Next(tree, &position, &key, &value);)
+      for_each_tensor(value, visit, python_calls);
   } else {
+    ++python_calls;
     for (const py::handle tensor : python_walk("tensors_in", tree, py::none())) visit(tensor.ptr());
   }
 }
 
-py::object map_tensors(PyObject* tree, const TensorMap& replace) {
+py::object map_tensors(PyObject* tree, const TensorMap& replace, uint64_t& python_calls) {
   const py::object same = py::reinterpret_borrow<py::object>(tree);
   if (is_plain_leaf(tree)) return same;
   if (THPVariable_Check(tree)) {
@@ -52,7 +56,7 @@ py::object map_tensors(PyObject* tree, const TensorMap& replace) {
     bool changed = false;
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* item = PyTuple_GET_ITEM(tree, i);
-      py::object mapped = map_tensors(item, replace);
+      py::object mapped = map_tensors(item, replace, python_calls);
       changed |= mapped.ptr() != item;
       PyTuple_SET_ITEM(copy.ptr(), i, mapped.release().ptr());
     }
@@ -64,7 +68,7 @@ py::object map_tensors(PyObject* tree, const TensorMap& replace) {
     bool changed = false;
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* item = PyList_GET_ITEM(tree, i);
-      py::object mapped = map_tensors(item, replace);
+      py::object mapped = map_tensors(item, replace, python_calls);
       changed |= mapped.ptr() != item;
       PyList_SET_ITEM(copy.ptr(), i, mapped.release().ptr());
     }
@@ -75,12 +79,13 @@ py::object map_tensors(PyObject* tree, const TensorMap& replace) {
     bool changed = false;
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t position = 0; PyDict_Next(tree, &position, &key, &value);) {
-      const py::object mapped = map_tensors(value, replace);
+      const py::object mapped = map_tensors(value, replace, python_calls);
       changed |= mapped.ptr() != value;
       if (PyDict_SetItem(copy.ptr(), key, mapped.ptr()) != 0) throw py::error_already_set();
     }
     return changed ? py::object(std::move(copy)) : same;
   }
+  ++python_calls;
   return python_walk("map_tensors", tree, wrap(replace));
 }
 

@@ -15,10 +15,12 @@ namespace py = pybind11;
 // Returns the replacement of a tensor, or a null object to keep it.
 using TensorMap = std::function<py::object(PyObject* tensor)>;
 
+// `python_calls` counts the walks that had to be left to the interpreter.
+
 // Calls `visit` for every tensor in `tree`, depth first, in a fixed order.
-void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit);
+void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit, uint64_t& python_calls);
 
 // A copy of `tree` with tensors replaced, or `tree` itself when nothing was.
-py::object map_tensors(PyObject* tree, const TensorMap& replace);
+py::object map_tensors(PyObject* tree, const TensorMap& replace, uint64_t& python_calls);
 
 }  // namespace fsdp2x

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, inputs
-from reference import both_transports, full, grads, params, parity, shard, shard_stock
+from reference import both_transports, changes, full, grads, params, parity, same, shard, shard_stock
 
 
 def steps(ctx, model, num=2, loss_of=None):
@@ -359,3 +359,19 @@ def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
 
     results = parity(ctx, MaxNorm(), run, ("embed",), transport=transport, reshard_after_forward=reshard)
     assert (results[-1].norm(dim=1) > 0.6).any()
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_forward_mode_derivatives(ctx, transport):
+    """Tangents of the inputs pass through the units' autograd nodes."""
+
+    def run_with(ctx, model):
+        x = inputs(ctx.rank).requires_grad_()
+        with torch.autograd.forward_ad.dual_level():
+            out = model(torch.autograd.forward_ad.make_dual(x, inputs(ctx.rank, 1)))
+            tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+            assert changes(tangent.flatten()[:2])
+            return tangent.detach().clone()
+
+    same(run_with(ctx, shard(ctx, Stack(), STACK_UNITS, transport=transport)), run_with(ctx, Stack()))

@@ -139,8 +139,18 @@ def test_torchrun_world(tmp_path):
         "def test_b(ctx):\n"
         "    t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "pytest"]
-    command += ["-q", "-rs", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("1 failed, 1 passed, 1 skipped") == 2, done.stdout + done.stderr

@@ -1,0 +1,164 @@
+"""Saves that are killed or fail, and bad checkpoints: the last whole one stays, every rank is told."""
+
+import importlib
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import dist_run, distributed
+from training import MODEL, run, settings, shared_folder, weights, write_text
+
+
+def make_trainer(config):
+    from fsdp2x.train import Trainer, parse_config
+
+    return Trainer(parse_config(config))
+
+
+def kill(*args, **keywords):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(ctx, config, module, owner, name, victim):
+    """Saves after step 1; in the save after step 2 one rank dies when it calls `name`."""
+    trainer = make_trainer(config)
+    trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+    if ctx.rank == victim:
+        target = importlib.import_module(module)
+        setattr(getattr(target, owner) if owner else target, name, kill)
+    try:
+        trainer.save()
+    except RuntimeError as error:
+        return str(error)
+    return "saved"
+
+
+# Who dies where: in DCP's write, among the small files, before the final name, after the rename.
+DEATHS = [
+    (1, "torch.distributed.checkpoint", "FileSystemWriter", "write_data"),
+    (1, "fsdp2x.checkpoint.state", None, "save_rng"),
+    (0, "fsdp2x.checkpoint.state", None, "write_manifest"),
+    (0, "fsdp2x.checkpoint.directory", None, "write_file"),
+]
+
+
+@pytest.mark.parametrize(("victim", "module", "owner", "name"), DEATHS)
+def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_path, victim, module, owner, name):
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run")
+    died = {victim: -signal.SIGKILL}
+    outcomes = dist_run(train_and_die, 2, config, module, owner, name, victim, expect_exit=died)
+    said = outcomes[1 - victim].value
+    assert f"saving checkpoint {tmp_path / 'run/checkpoints/step-000002'}: lost rank {victim} (process " in said
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000001\n"
+    # This very process, alone, goes on from there, and cleans up.
+    resumed = run({**config, "checkpoint": {"resume_from": str(tmp_path / "run")}})
+    assert resumed.step == 6
+    left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert left == ["latest", "step-000001", "step-000006"]
+
+
+@distributed
+def test_an_error_on_one_rank_is_raised_on_all_and_the_run_goes_on(ctx):
+    from fsdp2x.checkpoint import CheckpointError, state
+
+    def full(*args):
+        raise OSError(28, "No space left on device", "rng")
+
+    with shared_folder(ctx) as folder:
+        trainer = make_trainer(settings(folder / "text", folder / "run"))
+        trainer.train_step()
+        trainer.save()
+        trainer.train_step()
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(state, "save_rng", full)
+            with pytest.raises(CheckpointError, match=r"step-000002: rank 1: rng: No space left on device$"):
+                trainer.save()
+        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
+        assert names == [".tmp-step-000002", "latest", "step-000001"]
+        trainer.save()
+        trainer.close()
+        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
+        assert names == ["latest", "step-000001", "step-000002"]
+
+
+def refusal(config):
+    """What the trainer says when it is asked to resume."""
+    from fsdp2x.checkpoint import CheckpointError
+
+    with pytest.raises(CheckpointError) as error:
+        make_trainer(config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def save_and_resume_config(folder):
+    """A run of two steps, its checkpoint, and the config that resumes it."""
+    config = settings(folder / "text", folder / "run", train={"steps": 2})
+    run(config)
+    config["checkpoint"] = {"resume_from": str(folder / "run/checkpoints/step-000002")}
+    return config, folder / "run/checkpoints/step-000002"
+
+
+@distributed
+def test_a_checkpoint_of_another_model_is_refused(ctx):
+    with shared_folder(ctx) as folder:
+        config, _ = save_and_resume_config(folder)
+        config["model"] = {"config": {**MODEL, "intermediate_size": 20}}
+        assert (
+            "of another model, model.layers.0.mlp.gate_proj.weight has shape [24, 16] there, [20, 16] here"
+            in refusal(config)
+        )
+        config["model"] = {"config": {**MODEL, "num_hidden_layers": 3}}
+        assert "of another model, it lacks model.layers.2." in refusal(config)
+
+
+@distributed
+def test_damaged_and_missing_files_are_named(ctx):
+    with shared_folder(ctx) as folder:
+        config, checkpoint = save_and_resume_config(folder)
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json", "rng-00001.json", "manifest.json"):
+            path = checkpoint / name
+            whole = path.read_bytes()
+            damaged = bytearray(whole)
+            damaged[len(whole) // 2] ^= 0xFF
+            for content in (bytes(damaged), None):
+                dist.barrier()
+                if ctx.rank == 0:
+                    path.unlink()
+                    if content is not None:
+                        path.write_bytes(content)
+                dist.barrier()
+                said = refusal(config)
+                # Without a manifest it is no checkpoint at all.
+                assert str(checkpoint if content is None and name == "manifest.json" else path) in said
+                dist.barrier()
+                if ctx.rank == 0:
+                    path.write_bytes(whole)
+        dist.barrier()
+        assert run({**config, "train": {**config["train"], "steps": 3}}).step == 3
+
+
+@distributed
+def test_nothing_is_loaded_from_a_damaged_checkpoint(ctx):
+    from fsdp2x.checkpoint import CheckpointError, load_checkpoint
+
+    with shared_folder(ctx) as folder:
+        config, checkpoint = save_and_resume_config(folder)
+        dist.barrier()
+        if ctx.rank == 0:
+            data = checkpoint / "__1_0.distcp"
+            data.write_bytes(data.read_bytes()[:-1] + b"\x01")
+        dist.barrier()
+        fresh = make_trainer({**config, "checkpoint": {}})
+        before = weights(fresh)
+        with pytest.raises(CheckpointError, match="__1_0.distcp: damaged"):
+            load_checkpoint(checkpoint, fresh.model, fresh.optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(fresh), strict=True))
+        assert not fresh.optimizer.state
+        fresh.close()

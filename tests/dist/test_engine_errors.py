@@ -1,0 +1,239 @@
+"""Bad input gets its sentence: what fully_shard and the first forward refuse, and in which words."""
+
+import copy
+import importlib
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import only_fsdp2x, shard, shard_auto, shard_stock
+
+
+def fully_shard_of(ctx):
+    if ctx.impl == "torch":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from fsdp2x import fully_shard
+    return fully_shard
+
+
+def refused(function, *errors):
+    """The error's text."""
+    with pytest.raises(errors) as error:
+        function()
+    return str(error.value)
+
+
+@distributed(world_sizes=(1,))
+def test_container_without_forward(ctx):
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        message = refused(lambda container=container: fully_shard_of(ctx)(container), ValueError)
+        assert "does not support containers that do not implement forward" in message
+        assert type(container).__name__ in message
+
+
+@distributed(world_sizes=(1,))
+def test_already_sharded(ctx):
+    model = shard(ctx, Stack(), STACK_UNITS)
+    for module in (model, model.blocks[0]):
+        message = refused(lambda module=module: fully_shard_of(ctx)(module), AssertionError)
+        assert "can only be applied to a module once" in message
+    assert model(inputs(0)).shape == (4, 3)  # the refusals changed nothing
+
+
+@distributed(world_sizes=(1,))
+def test_a_refused_call_leaves_the_module_as_it_was(ctx):
+    only_fsdp2x(ctx)
+    model = Stack()
+    before = dict(model.named_parameters())
+    model.scalar = nn.Parameter(torch.tensor(1.0))
+    assert "scalar" in refused(lambda: fully_shard_of(ctx)(model), ValueError)
+    del model.scalar
+    assert type(model) is Stack and all(param is before[name] for name, param in model.named_parameters())
+    fully_shard_of(ctx)(model)
+    assert type(model).__name__ == "FSDPStack"
+
+
+@distributed(world_sizes=(1,))
+def test_deepcopy(ctx):
+    model = shard(ctx, Stack(), STACK_UNITS)
+    for module in (model, model.blocks[0]):
+        assert "FSDP does not support deepcopy" in refused(lambda module=module: copy.deepcopy(module), AssertionError)
+
+
+@distributed(world_sizes=(1,))
+def test_scalar_parameter(ctx):
+    class WithScalar(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return x * self.temperature
+
+    message = refused(lambda: fully_shard_of(ctx)(WithScalar()), ValueError)
+    assert "temperature" in message and "1D tensor" in message
+
+
+@distributed(world_sizes=(4,))
+def test_mesh_of_the_wrong_shape(ctx):
+    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    assert "1D or 2D DeviceMesh but got" in refused(lambda: fully_shard_of(ctx)(Stack(), mesh=three), ValueError)
+    if ctx.impl == "fsdp2x":
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        message = refused(lambda: fully_shard_of(ctx)(Stack(), mesh=two), NotImplementedError)
+        assert "2" in message and "mesh" in message
+
+
+@distributed(world_sizes=(4,))
+def test_one_axis_of_a_mesh(ctx):
+    """Two groups of two ranks, each with its own gathers and sums."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]
+    from reference import grads, same
+
+    twin = shard_stock(Stack(), STACK_UNITS, mesh=mesh)
+    ours = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
+    for model in (twin, ours):
+        model(inputs(ctx.rank)).square().mean().backward()
+    same(grads(ours), grads(twin))
+    first = torch.stack([grad.sum() for grad in grads(ours).values()])
+    others = [torch.empty_like(first) for _ in range(4)]
+    torch.distributed.all_gather(others, first)
+    assert torch.equal(others[0], others[1]) and not torch.equal(others[0], others[2])
+
+
+@distributed(world_sizes=(2,))
+def test_meta_parameters_left_at_the_first_forward(ctx):
+    with torch.device("meta"):
+        model = Stack()
+    model = shard(ctx, model, STACK_UNITS)
+    message = refused(lambda: model(inputs(ctx.rank)), RuntimeError)
+    assert "materialized from meta device" in message
+    assert "up.weight" in message or "head.weight" in message
+
+
+@distributed(world_sizes=(1,))
+def test_non_existent_wrap_class(ctx):
+    only_fsdp2x(ctx)
+    message = refused(lambda: fully_shard_of(ctx)(Stack(), auto_wrap=["Mlpp"]), ValueError)
+    assert "Mlpp" in message and "did you mean Mlp" in message
+
+
+@distributed(world_sizes=(1,))
+def test_unknown_transport_and_unsupported_arguments(ctx):
+    only_fsdp2x(ctx)
+    from fsdp2x import CPUOffloadPolicy
+
+    fully_shard = fully_shard_of(ctx)
+    message = refused(lambda: fully_shard(Stack(), transport="carrier pigeon"), ValueError)
+    assert "carrier pigeon" in message and "shm" in message and "process_group" in message
+    unsupported = {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": 2}
+    for name, value in unsupported.items():
+        assert name in refused(
+            lambda name=name, value=value: fully_shard(Stack(), **{name: value}), NotImplementedError, ValueError
+        )
+
+
+@distributed(world_sizes=(2,))
+def test_uneven_shard_on_another_dim(ctx):
+    from torch.distributed.tensor import Shard
+
+    message = refused(
+        lambda: shard(ctx, Stack(hidden=7), shard_placement_fn=lambda p: Shard(p.ndim - 1)),
+        NotImplementedError,
+        ValueError,
+    )
+    assert "uneven" in message.lower() or "even" in message.lower()
+
+
+@distributed(world_sizes=(2,))
+def test_weight_used_outside_of_its_unit(ctx):
+    """Not a crash and not silence: an error that names the parameter."""
+
+    class Peeks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Stack()
+            self.out = nn.Linear(3, 3)
+
+        def forward(self, x):
+            kept = self.inner.blocks[0].up.weight if torch.is_grad_enabled() else None
+            x = self.out(self.inner(x))
+            return x + kept.sum() if kept is not None else x
+
+    model = shard(ctx, Peeks(), ("inner.blocks.0", "inner"))
+    message = refused(lambda: model(inputs(ctx.rank)), RuntimeError)
+    assert "DTensor" in message
+
+
+@distributed(world_sizes=(2,))
+def test_freed_weight_names_itself(ctx):
+    """A reference to an unsharded weight kept beyond the unit's forward."""
+    only_fsdp2x(ctx)
+    kept = []
+
+    class Leaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            kept.append(self.linear.weight)
+            return self.linear(x)
+
+    model = shard(ctx, nn.Sequential(Leaks(), nn.Linear(6, 3)), ("0",))
+    model(inputs(ctx.rank))
+    assert "linear.weight" in refused(lambda: kept[0] + 1.0, RuntimeError)
+
+
+@distributed(world_sizes=(1,))
+def test_describe_and_methods_on_unsharded_modules(ctx):
+    only_fsdp2x(ctx)
+    import fsdp2x
+    import models
+
+    assert "fully_shard" in refused(lambda: fsdp2x.describe(Stack()), ValueError)
+    report = str(fsdp2x.describe(shard_auto(ctx, models.build("qwen3"))))
+    for text in ("model.layers.1", "lm_head", "<root>", "slot bytes", "total"):
+        assert text in report
+
+
+@distributed(world_sizes=(1,))
+def test_compiled_autograd_is_refused(ctx):
+    """A traced backward would not see memory move; torch asks each node how to trace it, ours says what to do."""
+    only_fsdp2x(ctx)
+    compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
+    model = shard(ctx, Stack(), STACK_UNITS)
+    loss = model(inputs(0).requires_grad_()).square().mean()
+    with compiled_autograd._enable(lambda graph: graph):
+        assert "does not support compiled autograd" in refused(loss.backward, RuntimeError)
+    model.reset_iter_state()
+    model(inputs(0)).square().mean().backward()
+
+
+@distributed(world_sizes=(2,), fresh=True)
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_ctrl_c_ends_a_wait(ctx, moment):
+    """Rank 0 waits for rank 1 in shared memory when its user loses patience."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
+    model(inputs(ctx.rank)).square().mean().backward()
+    loss = model(inputs(ctx.rank)).square().mean() if moment == "backward" else None
+    if ctx.rank == 1:
+        time.sleep(3)  # the group must not close meanwhile: that would be another error
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        if moment == "forward":
+            model(inputs(0))
+        else:
+            loss.backward()
+    assert time.monotonic() - started < 2

@@ -1,0 +1,170 @@
+"""The commands as a user types them: alone without torchrun, under torchrun, killed and resumed, and with mistakes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.session import current_session
+from training import losses, settings, write_text
+
+TIMEOUT_S = 120
+
+
+@pytest.fixture(autouse=True)
+def own_processes():
+    if current_session().under_torchrun:
+        pytest.skip("starts its own processes, which torchrun's world cannot")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(write_text(tmp_path / "text"), tmp_path / "run")))
+    return path
+
+
+def environment():
+    """Without any trace of a launcher."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k not in launcher}}
+
+
+def command(*args):
+    done = subprocess.run(
+        [sys.executable, *map(str, args)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def torchrun(tmp_path):
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--log-dir", tmp_path / "torchrun")
+
+
+def test_one_process_without_torchrun_trains_resumes_and_exports(config, tmp_path):
+    status, output = command("-m", "fsdp2x", "train", config, "train.steps=4")
+    assert status == 0, output
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    status, output = command("-m", "fsdp2x", "train", config, "train.steps=5", "--resume_from", tmp_path / "run")
+    assert status == 0, output
+    assert "resumed from" in output
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
+    status, output = command("-m", "fsdp2x", "export", tmp_path / "run", tmp_path / "hf")
+    assert status == 0, output
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "hf").iterdir()}
+    status, output = command("-m", "fsdp2x", "export", tmp_path / "run", tmp_path / "hf")
+    assert status == 2
+    assert "exists already" in output and "Traceback" not in output
+
+
+def test_torchrun_and_one_process_see_the_same_text(config, tmp_path):
+    """Six blocks a step either way: the first losses agree up to rounding."""
+    section = ("train.accumulation=1", "train.steps=2")
+    status, output = command(*torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.batch_size=3", *section)
+    assert status == 0, output
+    status, output = command(
+        "-m", "fsdp2x.train", config, "train.batch_size=6", f"logging.output={tmp_path}/one", *section
+    )
+    assert status == 0, output
+    two, one = losses(tmp_path / "run"), losses(tmp_path / "one")
+    for step in (1, 2):
+        assert float.fromhex(one[step]) == pytest.approx(float.fromhex(two[step]), abs=2e-6)
+
+
+def test_all_ranks_killed_at_random_moments_of_saving(config, tmp_path):
+    """A run that saves at every step is killed again and again; each time the rest goes on from a whole checkpoint."""
+    run = tmp_path / "run"
+    more = ("train.steps=100000", "checkpoint.save_every=1", "schedule.kind=constant")
+    reached = 0
+    for attempt in range(3):
+        resume = ("--resume_from", run) if attempt else ()
+        args = [sys.executable, *torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, *resume]
+        with open(tmp_path / f"log{attempt}", "w") as log:
+            process = subprocess.Popen([*map(str, args)], env=environment(), stdout=log, stderr=log)
+        try:
+            pids = wait_for_step(run / "metrics.jsonl", reached + 4, process, tmp_path / f"log{attempt}")
+            time.sleep(0.037 * attempt)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            process.wait(timeout=TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(timeout=30)
+        latest = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+        assert latest > reached
+        reached = latest
+    status, output = command("-m", "fsdp2x", "export", run, tmp_path / "hf")
+    assert status == 0, output
+
+
+def wait_for_step(path, step, process, log):
+    """The ranks' pids, once the newest run in `path` has logged `step`."""
+    from fsdp2x.train.metrics import read_metrics
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        lines = read_metrics(path) if path.exists() else []
+        starts = [i for i, line in enumerate(lines) if line["event"] == "start"]
+        if starts and any(line["event"] == "train" and line["step"] >= step for line in lines[starts[-1] :]):
+            pids = lines[starts[-1]]["pids"]
+            if all(alive(pid) for pid in pids):
+                return pids
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {log.read_text()}")
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.full
+def test_the_demo_in_few_steps(tmp_path):
+    demo = Path(__file__).parents[2] / "examples" / "demo.py"
+    status, output = command(demo, "--steps", 20, "--out", tmp_path / "demo")
+    assert status == 0, output
+    assert "steps 11 to 12 are equal bit for bit" in output
+    names = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"metrics.jsonl", "loss.png", "checkpoints", "export"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.stepz=3"], "unknown key train.stepz; the nearest known one is train.steps"),
+        (
+            ["model.config.hiden_size=3"],
+            "unknown key model.config.hiden_size; the nearest known one of qwen3 is hidden_size",
+        ),
+        (["model.config.vocab_size=100"], "its vocabulary has 100 entries, the tokenizer 257"),
+        (["train.steps=3", "--resume_from", "/no/such", "train.clipp=1"], "unknown key train.clipp"),
+        (["--resume_from", "/no/such"], "/no/such: no such checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_sentence(config, capsys, caplog, arguments, message):
+    from fsdp2x.cli import main
+
+    assert main(["train", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("fsdp2x: error: ")]
+    assert message in line
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
+    from fsdp2x.cli import main
+    from fsdp2x.train import trainer
+
+    monkeypatch.setattr(trainer, "build_model", lambda *args: 1 // 0)
+    assert main(["train", str(config)]) == 2
+    assert "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text

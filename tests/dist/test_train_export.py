@@ -1,0 +1,109 @@
+"""HuggingFace export: what plain from_pretrained loads computes the logits of the sharded model."""
+
+import pytest
+import torch
+
+from harness import dist_run
+from training import MODEL, settings, write_text
+
+MODELS = {
+    "qwen3": MODEL,  # tied
+    "llama": {**MODEL, "model_type": "llama", "tie_word_embeddings": False},
+    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False},
+}
+TOKENS = torch.arange(24).view(2, 12) * 5
+
+
+def train_and_compute(ctx, config, online):
+    from fsdp2x.hf import export
+    from fsdp2x.train import Trainer, parse_config
+
+    trainer = Trainer(parse_config(config))
+    try:
+        trainer.run()
+        trainer.model.eval()
+        if online is not None:
+            export(trainer.model, online)
+        with torch.no_grad():
+            return trainer.model(input_ids=TOKENS, use_cache=False).logits
+    finally:
+        trainer.close()
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exports_load_and_compute_the_same(tmp_path, name):
+    from transformers import AutoTokenizer
+
+    from fsdp2x.hf import export_checkpoint
+
+    config = settings(
+        write_text(tmp_path / "text"), tmp_path / "run", model={"config": MODELS[name]}, train={"steps": 2}
+    )
+    outcomes = dist_run(train_and_compute, 2, config, str(tmp_path / "online"))
+    export_checkpoint(tmp_path / "run", tmp_path / "offline")
+    for folder in ("online", "offline"):
+        model = load(tmp_path / folder)
+        with torch.no_grad():
+            logits = model(input_ids=TOKENS).logits
+        torch.testing.assert_close(logits, outcomes[0].value, atol=1e-6, rtol=0)
+        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        assert tied == (name in ("qwen3", "gpt2"))
+        assert type(model).__name__ in (tmp_path / folder / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "offline").decode([104, 105]) == "hi"
+    assert (tmp_path / "offline" / "generation_config.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["offline", "online", "run", "text"]
+
+
+def test_ties_are_written_once_and_original_names_are_kept(tmp_path):
+    from safetensors import safe_open
+
+    from fsdp2x.hf import export_checkpoint
+
+    for name, absent, present in (
+        ("qwen3", "lm_head.weight", "model.embed_tokens.weight"),
+        ("mixtral", "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+    ):
+        run = tmp_path / name
+        config = settings(write_text(tmp_path / "text"), run, model={"config": MODELS[name]}, train={"steps": 1})
+        dist_run(train_and_compute, 1, config, None)
+        export_checkpoint(run, run / "hf")
+        with safe_open(run / "hf" / "model.safetensors", "pt") as file:
+            names = set(file.keys())
+        assert absent not in names and present in names
+
+
+def test_an_exported_folder_trains_again(tmp_path):
+    from fsdp2x.hf import export_checkpoint
+
+    text = write_text(tmp_path / "text")
+    first = dist_run(train_and_compute, 2, settings(text, tmp_path / "a", train={"steps": 2}), None)
+    out = export_checkpoint(tmp_path / "a", tmp_path / "hf")
+    config = settings(text, tmp_path / "b", train={"steps": 1}, optimizer={"lr": 1e-12})
+    config["model"] = {"path": str(out)}
+    config["data"] = {**config["data"], "tokenizer": str(out)}
+    again = dist_run(train_and_compute, 2, config, None)
+    torch.testing.assert_close(again[0].value, first[0].value, atol=1e-6, rtol=0)
+
+
+def test_an_existing_folder_is_kept_unless_forced(tmp_path):
+    from fsdp2x.hf import export_checkpoint
+
+    dist_run(train_and_compute, 1, settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1}), None)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match=r"out: exists already; .* --force"):
+        export_checkpoint(tmp_path / "run", out)
+    assert [p.name for p in out.iterdir()] == ["precious"]
+    export_checkpoint(tmp_path / "run", out, force=True)
+    assert not (out / "precious").exists() and (out / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run", "text"]

@@ -1,0 +1,148 @@
+"""Training, interrupted and resumed: bit for bit at the same world size, on the same text at another one."""
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import dist_run, distributed
+from training import losses, run, settings, shared_folder, weights, write_text
+
+
+@distributed(world_sizes=(1, 2, 3))
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ctx):
+    with shared_folder(ctx) as folder:
+        whole = run(settings(folder / "text", folder / "whole"))
+        checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003")}
+        resumed = run(settings(folder / "text", folder / "resumed", checkpoint=checkpoint))
+        dist.barrier()
+        assert list(losses(folder / "whole")) == [1, 2, 3, 4, 5, 6]
+        assert losses(folder / "resumed") == {step: losses(folder / "whole")[step] for step in (4, 5, 6)}
+        for one, other in zip(weights(whole), weights(resumed), strict=True):
+            assert torch.equal(one, other)
+
+
+def train(ctx, config):
+    run(config)
+
+
+def positions(output):
+    from fsdp2x.checkpoint import resolve
+
+    trainer = json.loads((resolve(output) / "trainer.json").read_text())
+    return trainer["data"]["position"], trainer["schedule"]["step"]
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(2, 1), (1, 3)])
+def test_another_world_size_goes_on_with_the_same_text(tmp_path, saved_at, loaded_at):
+    text = write_text(tmp_path / "text")
+    # Six blocks a step at any world size, so that the losses agree up to rounding.
+    per_rank = {n: {"batch_size": 6 // n, "accumulation": 1} for n in (1, 2, 3)}
+    dist_run(train, saved_at, settings(text, tmp_path / "whole", train=per_rank[saved_at]))
+    checkpoint = {"resume_from": str(tmp_path / "whole/checkpoints/step-000003")}
+    dist_run(train, loaded_at, settings(text, tmp_path / "resumed", train=per_rank[loaded_at], checkpoint=checkpoint))
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
+    assert list(resumed) == [4, 5, 6]
+    for step in resumed:
+        assert float.fromhex(resumed[step]) == pytest.approx(float.fromhex(whole[step]), abs=2e-6)
+    assert positions(tmp_path / "resumed") == positions(tmp_path / "whole") == (36, 6)
+
+
+class Said(logging.Handler):
+    """Keeps what the package logs while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("fsdp2x").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_):
+        logging.getLogger("fsdp2x").removeHandler(self)
+
+
+@distributed
+def test_settings_changed_at_resume_win_and_are_told(ctx):
+    with shared_folder(ctx) as folder, Said() as said:
+        run(settings(folder / "text", folder / "first", train={"steps": 3}))
+        checkpoint = {"resume_from": str(folder / "first")}
+        second = run(
+            settings(folder / "text", folder / "second", optimizer={"weight_decay": 0.5}, checkpoint=checkpoint)
+        )
+        assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.5, 0.0]
+        assert "optimizer: weight_decay of group 0 was 0.1, is 0.5" in said
+        assert "schedule: decay_steps was 3, is 6" in said
+
+
+@distributed
+def test_resuming_a_finished_run_adds_nothing(ctx):
+    with shared_folder(ctx) as folder:
+        config = settings(folder / "text", folder / "run", train={"steps": 3})
+        first = run(config)
+        again = run({**config, "checkpoint": {"resume_from": str(folder / "run")}})
+        assert again.step == 3
+        assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(again), strict=True))
+        assert list(losses(folder / "run")) == [1, 2, 3]
+
+
+@distributed
+def test_accumulation_averages_over_micro_batches(ctx):
+    from fsdp2x.train import Trainer, parse_config
+
+    # Over both ranks, two micro-batches of one block see the blocks 0, 1, 2, 3, as one of two blocks does.
+    results = []
+    with shared_folder(ctx) as folder:
+        for batch_size, accumulation in ((2, 1), (1, 2)):
+            section = {"batch_size": batch_size, "accumulation": accumulation}
+            trainer = Trainer(parse_config(settings(folder / "text", folder / "run", train=section)))
+            results.append(trainer.train_step())
+            trainer.close()
+    for one, other in zip(*results, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+
+
+@distributed
+def test_options_of_the_loop_leave_the_losses_alone(ctx):
+    from fsdp2x.train.metrics import read_metrics
+
+    changes = {
+        "recomputed": {"activation_checkpointing": True},
+        "unclipped": {"clip": None},
+        "evaluated": {"eval_every": 2},
+    }
+    with shared_folder(ctx) as folder:
+        base = {"steps": 3, "clip": 100.0}
+        run(settings(folder / "text", folder / "base", train=base))
+        for name, change in changes.items():
+            run(settings(folder / "text", folder / name, train={**base, **change}))
+        dist.barrier()
+        expected = {step: float.fromhex(loss) for step, loss in losses(folder / "base").items()}
+        for name in changes:
+            got = {step: float.fromhex(loss) for step, loss in losses(folder / name).items()}
+            assert got == pytest.approx(expected, abs=1e-6)
+        lines = read_metrics(folder / "evaluated" / "metrics.jsonl")
+        assert [line["step"] for line in lines if line["event"] == "eval"] == [2, 3]
+        assert all(3 < line["loss"] < 7 for line in lines if line["event"] == "eval")
+        assert not any(line["event"] == "eval" for line in read_metrics(folder / "base" / "metrics.jsonl"))
+
+
+@distributed
+def test_evaluation_is_the_mean_over_all_held_out_tokens(ctx):
+    from fsdp2x.train import Trainer, parse_config
+
+    with shared_folder(ctx) as folder:
+        trainer = Trainer(parse_config(settings(folder / "text", folder / "run", train={"batch_size": 3})))
+        mean = trainer.evaluate()
+        rows = trainer.blocks.held_out.to(torch.int64)
+        with torch.no_grad():
+            expected = trainer.model(input_ids=rows, labels=rows).loss.item()
+        trainer.close()
+        assert len(rows) % (3 * ctx.world)  # the last batches are uneven
+        assert mean == pytest.approx(expected, abs=1e-6)
