@@ -17,13 +17,16 @@ namespace {
 
 PyRef own(const py::handle& object) { return PyRef::borrow(object.ptr()); }
 
-// (outer, dim, inner, orig dtype, compute dtype, reduce dtype); dtypes the engine cannot cast travel as bytes.
-using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType>;
+PyRef own_unless_none(const py::handle& object) { return object.is_none() ? PyRef() : own(object); }
+
+// (outer, dim, inner, orig dtype, compute dtype, reduce dtype, in the slot); dtypes the engine cannot cast travel as
+// bytes.
+using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool>;
 
 std::vector<ParamShape> shapes_of(const std::vector<ShapeTuple>& tuples) {
   std::vector<ParamShape> shapes;
-  for (const auto& [outer, dim, inner, orig, compute, reduce] : tuples) {
-    ParamShape shape{outer, dim, inner, engine_dtype(orig), engine_dtype(compute), engine_dtype(reduce), true};
+  for (const auto& [outer, dim, inner, orig, compute, reduce, in_slot] : tuples) {
+    ParamShape shape{outer, dim, inner, engine_dtype(orig), engine_dtype(compute), engine_dtype(reduce), true, in_slot};
     if (shape.orig == DType::byte) {
       shape.inner *= static_cast<int64_t>(c10::elementSize(orig));
       shape.compute = shape.reduce = DType::byte;
@@ -34,18 +37,19 @@ std::vector<ParamShape> shapes_of(const std::vector<ShapeTuple>& tuples) {
   return shapes;
 }
 
-// (fqn, sharded, unsharded, gradient spec, [(parameters dict, name, weakref or None)])
+// (fqn, sharded, unsharded or None, local or None, gradient spec, [(parameters dict, name, weakref or None)])
 using OwnerTuple = std::tuple<py::dict, py::str, py::object>;
-using ParamTuple = std::tuple<std::string, py::object, py::object, py::object, std::vector<OwnerTuple>>;
+using ParamTuple = std::tuple<std::string, py::object, py::object, py::object, py::object, std::vector<OwnerTuple>>;
 
 std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
   std::vector<Param> params;
-  for (const auto& [fqn, sharded, unsharded, spec, owner_tuples] : tuples) {
+  for (const auto& [fqn, sharded, unsharded, local, spec, owner_tuples] : tuples) {
     std::vector<Owner> owners;
     for (const auto& [parameters, name, weak_module] : owner_tuples) {
-      owners.push_back({own(parameters), own(name), weak_module.is_none() ? PyRef() : own(weak_module)});
+      owners.push_back({own(parameters), own(name), own_unless_none(weak_module)});
     }
-    params.emplace_back(fqn, own(sharded), own(unsharded), own(spec), std::move(owners));
+    params.emplace_back(fqn, own(sharded), own_unless_none(unsharded), own_unless_none(local), own(spec),
+                        std::move(owners));
   }
   return params;
 }
@@ -57,7 +61,17 @@ void raise_on_signal() {
 }
 
 py::dict stats_of(const Root& root) {
-  const TransportStats stats = root.transport->stats();
+  TransportStats stats;
+  for (const auto& transport : root.transports()) {
+    const TransportStats one = transport->stats();
+    stats.gather_slots_owned += one.gather_slots_owned;
+    stats.gather_slot_bytes += one.gather_slot_bytes;
+    stats.peak_gather_bytes += one.peak_gather_bytes;
+    stats.scratch_slots_owned += one.scratch_slots_owned;
+    stats.scratch_bytes += one.scratch_bytes;
+    stats.num_allocations += one.num_allocations;
+    if (stats.owners.empty() || one.owners != "empty") stats.owners = one.owners;
+  }
   py::dict result;
   result["gather_slots_owned"] = stats.gather_slots_owned;
   result["gather_slot_bytes"] = stats.gather_slot_bytes;
@@ -72,7 +86,9 @@ py::dict stats_of(const Root& root) {
   result["reductions"] = root.counters.reductions;
   result["parameter_stores"] = root.counters.parameter_stores;
   uint64_t python_calls = root.counters.python_calls;
-  for (const auto& unit : root.units()) python_calls += unit->gradients.num_python_calls();
+  for (const auto& unit : root.units()) {
+    for (const auto& group : unit->groups) python_calls += group->gradients.num_python_calls();
+  }
   result["python_calls"] = python_calls;
   return result;
 }
@@ -102,39 +118,98 @@ void bind_layout(py::module_& m) {
   m.def("tensor_without_memory", &tensor_without_memory, py::arg("sizes"), py::arg("dtype"), py::arg("device"));
 }
 
-void bind_root(py::module_& m) {
-  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
-      .def("add_unit", &Root::add_unit, py::arg("unit"))
-      .def("reset", &Root::reset)
-      .def_property_readonly("transport_name", [](const Root& root) { return root.transport->name(); })
-      .def_property_readonly("in_forward", &Root::in_forward)
-      .def_readwrite("is_last_backward", &Root::is_last_backward)
-      .def("stats", &stats_of);
+void bind_transports(py::module_& m) {
+  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", &Transport::name);
+  m.def("local_transport", []() -> std::shared_ptr<Transport> { return std::make_shared<HostTransport>(nullptr); });
   m.def(
-      "local_root",
-      [](at::Device device) { return std::make_shared<Root>(std::make_unique<HostTransport>(nullptr), device); },
-      py::arg("device"));
-  m.def(
-      "shm_root",
-      [](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s,
-         at::Device device) {
+      "shm_transport",
+      [](int rank, int world, const std::string& socket_name, const py::bytes& token,
+         double timeout_s) -> std::shared_ptr<Transport> {
         const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal};
         std::unique_ptr<cpu::ShmGroup> group;
         {
           py::gil_scoped_release released;
           group = cpu::ShmGroup::create(options);
         }
-        return std::make_shared<Root>(std::make_unique<HostTransport>(std::move(group)), device);
+        return std::make_shared<HostTransport>(std::move(group));
       },
-      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
-      py::arg("device"));
+      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"));
   m.def(
-      "group_root",
-      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& wait, at::Device device) {
-        Collectives collectives{own(all_gather), own(reduce_scatter), own(wait)};
-        return std::make_shared<Root>(std::make_unique<GroupTransport>(std::move(collectives), device), device);
+      "group_transport",
+      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& wait,
+         at::Device device) -> std::shared_ptr<Transport> {
+        return std::make_shared<GroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)}, device);
       },
       py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"), py::arg("device"));
+}
+
+void bind_root(py::module_& m) {
+  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+      .def(py::init<at::Device>(), py::arg("device"))
+      .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
+      .def("reset", &Root::reset)
+      .def("finalize_backward", &Root::finalize_backward)
+      .def_property_readonly("in_forward", &Root::in_forward)
+      .def_property_readonly("in_backward", &Root::in_backward)
+      .def_readwrite("is_last_backward", &Root::is_last_backward)
+      .def_readwrite("manual_finalization", &Root::manual_finalization)
+      .def("stats", &stats_of);
+}
+
+// A property that takes a callable or None.
+template <PyRef GroupCalls::*Member>
+void bind_call(py::class_<Group, std::shared_ptr<Group>>& group, const char* name) {
+  group.def_property(
+      name,
+      [](const Group& self) {
+        PyObject* object = (self.calls.*Member).get();
+        return object == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(object);
+      },
+      [](Group& self, const py::object& function) { self.calls.*Member = own_unless_none(function); });
+}
+
+void bind_group(py::module_& m) {
+  py::class_<Group, std::shared_ptr<Group>> group(m, "Group");
+  group
+      .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
+                       const std::vector<ParamTuple>& params, const py::object& make_gradient,
+                       const py::object& add_to_foreign, const py::object& plain_gradient, int replicas) {
+             GroupCalls calls;
+             calls.make_gradient = own(make_gradient);
+             calls.add_to_foreign = own(add_to_foreign);
+             calls.plain_gradient = own(plain_gradient);
+             return std::make_shared<Group>(name, layout, pool, params_of(params), std::move(calls), replicas);
+           }),
+           py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
+           py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"))
+      .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
+      .def("set_sharded_param",
+           [](Group& self, size_t index, const py::object& param, const py::object& spec) {
+             self.params.at(index).set_sharded_object(own(param));
+             self.params.at(index).set_gradient_spec(own(spec));
+           })
+      .def("set_unsharded_param",
+           [](Group& self, size_t index, const py::object& param) {
+             self.params.at(index).set_unsharded_object(own(param));
+           })
+      .def("unsharded_param",
+           [](const Group& self, size_t index) {
+             return py::reinterpret_borrow<py::object>(self.params.at(index).unsharded_object());
+           })
+      .def_readonly("name", &Group::name)
+      .def_readonly("index", &Group::index)
+      .def_readonly("pool", &Group::pool)
+      .def_property_readonly("transport_name", [](const Group& self) { return self.transport->name(); })
+      .def_property_readonly("slot_bytes", [](const Group& self) { return self.layout.slot_bytes(); })
+      .def_property_readonly("shard_pool_bytes", [](const Group& self) { return self.layout.shard_pool_bytes(); })
+      .def_property_readonly("gradient_pool_bytes", [](const Group& self) { return self.gradients.pool_bytes(); });
+  bind_call<&GroupCalls::all_reduce>(group, "all_reduce");
+  bind_call<&GroupCalls::all_reduce_hook>(group, "all_reduce_hook");
+  bind_call<&GroupCalls::all_gather>(group, "all_gather");
+  bind_call<&GroupCalls::reduce_scatter>(group, "reduce_scatter");
+  bind_call<&GroupCalls::gather_slowly>(group, "gather_slowly");
+  bind_call<&GroupCalls::finish_slowly>(group, "finish_slowly");
+  bind_call<&GroupCalls::free_slowly>(group, "free_slowly");
 }
 
 void set_prefetch(std::vector<std::weak_ptr<Unit>>& list, const std::vector<std::shared_ptr<Unit>>& units) {
@@ -147,6 +222,8 @@ void bind_unit(py::module_& m) {
       .def_readwrite("reshard_after_forward", &UnitOptions::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &UnitOptions::reshard_after_backward)
       .def_readwrite("requires_gradient_sync", &UnitOptions::requires_gradient_sync)
+      .def_readwrite("requires_all_reduce", &UnitOptions::requires_all_reduce)
+      .def_readwrite("reduce_unused_params", &UnitOptions::reduce_unused_params)
       .def_readwrite("unshard_in_backward", &UnitOptions::unshard_in_backward)
       .def_readwrite("cast_forward_inputs", &UnitOptions::cast_forward_inputs)
       .def_readwrite("param_dtype", &UnitOptions::param_dtype)
@@ -154,24 +231,12 @@ void bind_unit(py::module_& m) {
       .def_readwrite("divide_factor", &UnitOptions::divide_factor)
       .def_readwrite("force_sum_reduction", &UnitOptions::force_sum_reduction);
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
-      .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
-                       const std::vector<ParamTuple>& params, const py::object& make_gradient,
-                       const py::object& add_to_foreign, const UnitOptions& options) {
-             return std::make_shared<Unit>(name, layout, pool, params_of(params), own(make_gradient),
-                                           own(add_to_foreign), options);
-           }),
-           py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
-           py::arg("add_to_foreign"), py::arg("options"))
+      .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<Group>>, UnitOptions>(), py::arg("name"),
+           py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("begin_unshard", &Unit::begin_unshard)
       .def("unshard", &Unit::unshard)
       .def("reshard", &Unit::reshard)
       .def("reset", &Unit::reset)
-      .def("forget_gradients", [](Unit& unit) { unit.gradients.forget(); })
-      .def("set_sharded_param",
-           [](Unit& unit, size_t index, const py::object& param, const py::object& spec) {
-             unit.params.at(index).set_sharded_object(own(param));
-             unit.params.at(index).set_gradient_spec(own(spec));
-           })
       .def("set_forward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
              set_prefetch(unit.forward_prefetch, units);
@@ -181,18 +246,11 @@ void bind_unit(py::module_& m) {
              set_prefetch(unit.backward_prefetch, units);
            })
       .def_readonly("name", &Unit::name)
-      .def_readonly("index", &Unit::index)
+      .def_readonly("groups", &Unit::groups)
       .def_property_readonly(
           "options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
-      .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); })
-      .def_property_readonly("slot_bytes", [](const Unit& unit) { return unit.layout.slot_bytes(); })
-      .def_property_readonly("shard_pool_bytes", [](const Unit& unit) { return unit.layout.shard_pool_bytes(); })
-      .def_property_readonly("gradient_pool_bytes", [](const Unit& unit) { return unit.gradients.pool_bytes(); })
-      .def_property_readonly("pool", [](const Unit& unit) { return unit.pool; })
-      .def("unsharded_param", [](const Unit& unit, size_t index) {
-        return py::reinterpret_borrow<py::object>(unit.params.at(index).unsharded_object());
-      });
+      .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); });
   py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
       .def(py::init<const std::vector<py::object>&, py::object>(), py::arg("modules"), py::arg("lazy_init"))
       .def("set_unit", &UnitHooks::set_unit)
@@ -221,6 +279,8 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   fsdp2x::bind_layout(m);
+  fsdp2x::bind_transports(m);
+  fsdp2x::bind_group(m);
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
 }

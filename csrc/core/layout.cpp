@@ -80,10 +80,12 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(wor
 
     place.shard_offset = shard_pool_bytes_;
     shard_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.orig));
-    place.slot_offset = slot_bytes_;
-    slot_bytes_ += align_up(num_bytes(shape.numel(), shape.compute));
-    place.gather_segment_offset = gather_segment_bytes_;
-    gather_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.compute));
+    if (shape.in_slot) {
+      place.slot_offset = slot_bytes_;
+      slot_bytes_ += align_up(num_bytes(shape.numel(), shape.compute));
+      place.gather_segment_offset = gather_segment_bytes_;
+      gather_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.compute));
+    }
     if (shape.trainable) {
       place.scratch_offset = scratch_bytes_;
       scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.reduce));
@@ -94,7 +96,7 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(wor
   }
 
   for (const ParamPlace& place : params_) {
-    if (place.shard_numel == 0) continue;
+    if (place.shard_numel == 0 || !place.shape.in_slot) continue;
     const ParamShape& shape = place.shape;
     shard_to_slot_.push_back(
         shard_to_whole(shape, place.rows, place.shard_offset, shape.orig, place.slot_offset, shape.compute));
@@ -119,7 +121,7 @@ std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
   for (const ParamPlace& place : params_) {
     const ParamShape& shape = place.shape;
     const RowRange rows = shard_rows(shape.dim, world_, source_rank);
-    if (shape.outer * rows.size() * shape.inner == 0) continue;
+    if (!shape.in_slot || shape.outer * rows.size() * shape.inner == 0) continue;
     copies.push_back(
         shard_to_whole(shape, rows, place.gather_segment_offset, shape.compute, place.slot_offset, shape.compute));
   }

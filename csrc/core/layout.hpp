@@ -34,6 +34,7 @@ struct ParamShape {
   DType compute = DType::f32;  // dtype of the unsharded parameter
   DType reduce = DType::f32;   // dtype gradients are packed and summed in
   bool trainable = true;
+  bool in_slot = true;  // false: gathered by somebody else (an all-gather extension)
   int64_t numel() const { return outer * dim * inner; }
 };
 

@@ -5,38 +5,37 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
+#include "engine/group.hpp"
 #include "engine/root.hpp"
-#include "engine/unit.hpp"
 
 namespace fsdp2x {
 
 namespace {
 
-// fp16 sums overflow early: divide by about sqrt(factor) before and by the rest after, as upstream does.
-double pre_divisor(DType reduce, double factor) {
-  if (reduce != DType::f16) return 1.0;
-  double before = 1.0;
-  while (std::fmod(factor, before) == 0.0 && factor / before > before) before *= 2.0;
-  return before;
+// The dtype of all parameters of a group as the collective should see it; bytes when they differ.
+DType wire_type(const Layout& layout) {
+  const DType type = layout.params().front().shape.compute;
+  for (const ParamPlace& place : layout.params()) {
+    if (place.shape.compute != type) return DType::byte;
+  }
+  return type;
 }
-
-DType reduce_type(const Unit& unit) { return unit.layout.params().front().shape.reduce; }
 
 }  // namespace
 
 GroupTransport::GroupTransport(Collectives collectives, at::Device device)
     : collectives_(std::move(collectives)), device_(device), gather_ledger_(kAlignBytes) {}
 
-GroupTransport::PerUnit& GroupTransport::per_unit(const Unit& unit) { return units_[unit.index]; }
+GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return groups_[group.index]; }
 
-void GroupTransport::register_unit(const Unit& unit) {
-  PerUnit& mine = per_unit(unit);
-  for (int rank = 0; rank < unit.layout.world(); ++rank) {
-    mine.segment_to_slot.push_back(unit.layout.segment_to_slot(rank));
+void GroupTransport::register_group(Group& group) {
+  group.index = num_groups_++;
+  PerGroup& mine = per_group(group);
+  for (int rank = 0; rank < group.layout.world(); ++rank) {
+    mine.segment_to_slot.push_back(group.layout.segment_to_slot(rank));
   }
 }
 
@@ -70,92 +69,97 @@ at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type
   return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(type);
 }
 
-void GroupTransport::begin_gather(Unit& unit) {
-  PerUnit& mine = per_unit(unit);
-  unit.gather.slot = gather_ledger_.acquire(std::max<size_t>(unit.layout.slot_bytes(), 1), unit.name);
-  const auto id = static_cast<size_t>(unit.gather.slot.id);
+void GroupTransport::begin_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  group.gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
+  const auto id = static_cast<size_t>(group.gather.slot.id);
   if (gather_memory_.size() <= id) gather_memory_.resize(id + 1);
   if (!gather_memory_[id].defined()) {
     ++num_allocations_;
-    gather_memory_[id] =
-        at::empty({static_cast<int64_t>(unit.gather.slot.bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
+    gather_memory_[id] = at::empty({static_cast<int64_t>(group.gather.slot.bytes)},
+                                   at::TensorOptions().dtype(at::kByte).device(device_));
   }
-  unit.gather.write = unit.gather.read = static_cast<std::byte*>(gather_memory_[id].data_ptr());
-  if (unit.layout.world() == 1) {
-    run_copies_on(device_, unit.layout.shard_to_slot(), unit.pool.const_data_ptr(), unit.gather.write);
+  group.gather.write = group.gather.read = static_cast<std::byte*>(gather_memory_[id].data_ptr());
+  if (group.layout.world() == 1) {
+    run_copies_on(device_, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
     return;
   }
-  const size_t segment = unit.layout.gather_segment_bytes();
-  const auto rank = static_cast<size_t>(unit.layout.rank());
-  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(unit.layout.world()), 1));
-  run_copies_on(device_, unit.layout.shard_to_segment(), unit.pool.const_data_ptr(),
+  const size_t segment = group.layout.gather_segment_bytes();
+  const auto rank = static_cast<size_t>(group.layout.rank());
+  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout.world()), 1));
+  run_copies_on(device_, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
   pybind11::gil_scoped_acquire gil;
-  const at::Tensor output =
-      as_type(mine.gather.memory, at::kByte, 0, segment * static_cast<size_t>(unit.layout.world()));
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input =
-      PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, at::kByte, rank * segment, segment)));
-  mine.gather.work = PyRef::steal(
-      PyObject_CallFunctionObjArgs(collectives_.all_gather.get(), py_output.get(), py_input.get(), nullptr));
+  const at::ScalarType wire = torch_dtype(wire_type(group.layout));
+  const PyRef output = PyRef::steal(
+      THPVariable_Wrap(as_type(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout.world()))));
+  const PyRef input = PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, wire, rank * segment, segment)));
+  const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
+  mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
   if (!mine.gather.work) throw_python_error();
-  ++unit.root->counters.python_calls;
+  ++group.root().counters.python_calls;
 }
 
-void GroupTransport::finish_gather(Unit& unit) {
-  if (unit.layout.world() == 1) return;
-  PerUnit& mine = per_unit(unit);
+void GroupTransport::finish_gather(Group& group) {
+  if (group.layout.world() == 1) return;
+  PerGroup& mine = per_group(group);
   wait(mine.gather);
-  const size_t segment = unit.layout.gather_segment_bytes();
+  const size_t segment = group.layout.gather_segment_bytes();
   for (size_t rank = 0; rank < mine.segment_to_slot.size(); ++rank) {
     run_copies_on(device_, mine.segment_to_slot[rank],
                   static_cast<const std::byte*>(mine.gather.memory.const_data_ptr()) + rank * segment,
-                  unit.gather.write);
+                  group.gather.write);
   }
   give_back(mine.gather);
 }
 
-void GroupTransport::release_gather(Unit& unit) {
-  PerUnit& mine = per_unit(unit);
+void GroupTransport::release_gather(Group& group) {
+  PerGroup& mine = per_group(group);
   wait(mine.gather);
   give_back(mine.gather);
-  gather_ledger_.release(unit.gather.slot.id);
-  unit.gather = GatherSlot();
+  gather_ledger_.release(group.gather.slot.id);
+  group.gather = GatherSlot();
 }
 
-void GroupTransport::open_scratch(Unit& unit) {
-  PerUnit& mine = per_unit(unit);
-  std::vector<bool> trainable(unit.params.size());
+GroupTransport::ReducePlan& GroupTransport::plan_of(Group& group) {
+  PerGroup& mine = per_group(group);
+  std::vector<bool> trainable(group.params.size());
   std::vector<ParamShape> shapes;
   for (size_t i = 0; i < trainable.size(); ++i) {
-    trainable[i] = unit.params[i].unsharded().requires_grad();
-    shapes.push_back(unit.layout.params()[i].shape);
-    shapes.back().trainable = trainable[i];
+    shapes.push_back(group.layout.params()[i].shape);
+    trainable[i] = shapes[i].trainable && group.params[i].sharded().requires_grad();
+    shapes[i].trainable = trainable[i];
   }
   auto found = mine.plans.find(trainable);
   if (found == mine.plans.end()) {
-    Layout layout(std::move(shapes), unit.layout.world(), unit.layout.rank());
-    // One flag per parameter follows a rank's segment: after the sum it says whether any rank had a gradient.
-    const size_t flags = align_up(trainable.size() * dtype_bytes(reduce_type(unit)));
-    const size_t bytes = layout.reduce_segment_bytes() + flags;
+    auto layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
+    const size_t bytes = Group::segment_bytes(*layout);
     found = mine.plans.emplace(trainable, ReducePlan{std::move(layout), bytes, {}}).first;
   }
-  mine.plan = &found->second;
-  mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(unit.layout.world()));
-  unit.scratch.data = static_cast<std::byte*>(mine.reduction.memory.data_ptr());
-  std::fill(unit.scratch.filled.begin(), unit.scratch.filled.end(), uint8_t{0});
-  unit.scratch.open = true;
+  return found->second;
+}
+
+std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) { return plan_of(group).layout; }
+
+void GroupTransport::open_scratch(Group& group) {
+  PerGroup& mine = per_group(group);
+  mine.plan = &plan_of(group);
+  mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
+  if (group.calls.all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
+  group.scratch.data = static_cast<std::byte*>(mine.reduction.memory.data_ptr());
+  std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
+  group.scratch.open = true;
   ++num_scratches_;
 }
 
-void GroupTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
-  Scratch& scratch = unit.scratch;
-  if (scratch.posted) finish_reduce(unit, /*flush=*/true);
-  if (!scratch.open) open_scratch(unit);
-  ReducePlan* plan = per_unit(unit).plan;
-  if (!plan->layout.params()[i].shape.trainable) {
+void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+  Scratch& scratch = group.scratch;
+  if (scratch.posted) finish_reduce(group, /*flush=*/true);
+  if (!scratch.open) open_scratch(group);
+  ReducePlan* plan = per_group(group).plan;
+  if (!plan->layout->params()[i].shape.trainable) {
     throw Error(
-        "fsdp2x: '" + unit.params[i].fqn() +
+        "fsdp2x: '" + group.params[i].fqn() +
         "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
   }
   at::Tensor dense = gradient.contiguous();
@@ -163,9 +167,9 @@ void GroupTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
   const DType type = engine_dtype(dense.scalar_type());
   auto& copies = plan->gradient_to_segments[{i, type}];
   if (copies.empty()) {
-    copies = plan->layout.gradient_to_segments(i, type);
+    copies = plan->layout->gradient_to_segments(i, type);
     // The layout's segments lie end to end; ours have the flags between them.
-    const size_t segment = plan->layout.reduce_segment_bytes();
+    const size_t segment = plan->layout->reduce_segment_bytes();
     for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (plan->segment_bytes - segment);
   }
   if (scratch.filled[i]) {
@@ -176,22 +180,21 @@ void GroupTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
   }
 }
 
-void GroupTransport::begin_reduce(Unit& unit) {
-  PerUnit& mine = per_unit(unit);
-  Scratch& scratch = unit.scratch;
-  scratch.posted = true;
-  const int world = unit.layout.world();
-  if (world == 1) return;
-  const DType type = reduce_type(unit);
-  const Layout& layout = mine.plan->layout;
+void GroupTransport::fill_gaps(Group& group) {
+  PerGroup& mine = per_group(group);
+  Scratch& scratch = group.scratch;
+  const DType type = group.reduce_type();
+  const Layout& layout = *mine.plan->layout;
   const size_t segment = mine.plan->segment_bytes;
-  const size_t total = segment * static_cast<size_t>(world);
   std::vector<float> flags(scratch.filled.begin(), scratch.filled.end());
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
+  }
   const at::Tensor flag_values = at::from_blob(flags.data(), {static_cast<int64_t>(flags.size())}, at::kFloat)
                                      .to(at::TensorOptions().dtype(torch_dtype(type)).device(device_));
-  for (int rank = 0; rank < world; ++rank) {
+  for (int rank = 0; rank < layout.world(); ++rank) {
     const size_t start = static_cast<size_t>(rank) * segment;
-    for (size_t i = 0; i < unit.params.size(); ++i) {
+    for (size_t i = 0; i < flags.size(); ++i) {
       const ParamPlace& place = layout.params()[i];
       if (scratch.filled[i] || !place.shape.trainable) continue;
       as_type(mine.reduction.memory, at::kByte, start + place.reduce_segment_offset,
@@ -202,61 +205,55 @@ void GroupTransport::begin_reduce(Unit& unit) {
             flags.size() * dtype_bytes(type))
         .copy_(flag_values);
   }
-  const at::Tensor input = as_type(mine.reduction.memory, torch_dtype(type), 0, total);
-  const double before = pre_divisor(type, unit.divisor());
-  if (before != 1.0) input.div_(before);
-  mine.reduced.memory = take(segment);
-  const at::Tensor output = as_type(mine.reduced.memory, torch_dtype(type), 0, segment);
-  const bool average = !unit.options.divide_factor && !unit.options.force_sum_reduction && type != DType::f16;
-  pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.reduce_scatter.get(), py_output.get(),
-                                                                py_input.get(), average ? Py_True : Py_False, nullptr));
-  if (!mine.reduced.work) throw_python_error();
-  ++unit.root->counters.python_calls;
 }
 
-bool GroupTransport::finish_reduce(Unit& unit, bool /*flush*/) {
-  Scratch& scratch = unit.scratch;
-  if (!scratch.posted) return true;
-  PerUnit& mine = per_unit(unit);
-  const bool alone = unit.layout.world() == 1;
-  wait(mine.reduced);
-  const DType type = reduce_type(unit);
-  const at::Tensor& memory = alone ? mine.reduction.memory : mine.reduced.memory;
-  const bool average = !unit.options.divide_factor && !unit.options.force_sum_reduction && type != DType::f16;
-  const double divisor = average && !alone ? 1.0 : unit.divisor() / (alone ? 1.0 : pre_divisor(type, unit.divisor()));
-  std::vector<uint8_t> wanted = scratch.filled;
-  if (!alone) {
-    const at::Tensor flags = as_type(memory, torch_dtype(type), mine.plan->layout.reduce_segment_bytes(),
-                                     unit.params.size() * dtype_bytes(type))
-                                 .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F;
-  }
+void GroupTransport::begin_reduce(Group& group) {
+  if (!group.scratch.open) open_scratch(group);
+  PerGroup& mine = per_group(group);
+  group.scratch.posted = true;
+  fill_gaps(group);
+  const int world = group.layout.world();
+  if (world == 1) return;
+  const at::ScalarType type = torch_dtype(group.reduce_type());
+  const size_t segment = mine.plan->segment_bytes;
+  const at::Tensor input = as_type(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
+  if (const double before = pre_divisor(group); before != 1.0) input.div_(before);
+  mine.reduced.memory = take(segment);
   pybind11::gil_scoped_acquire gil;
-  std::vector<GradientTarget> targets(wanted.size());
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const ParamPlace& place = mine.plan->layout.params()[i];
-    if (!wanted[i]) continue;
-    targets[i] = unit.gradients.prepare(i, unit.root->blocks);
-    scale_into(device_, place.shape.orig, targets[i].data, type,
-               static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset, place.shard_numel,
-               divisor, targets[i].accumulate);
-  }
-  abandon_reduce(unit);
-  scratch.reduced_this_backward = true;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    if (wanted[i]) unit.gradients.attach(i, targets[i]);
-  }
-  unit.gradients.release_if_unused(unit.root->blocks);
+  const PyRef py_output = PyRef::steal(THPVariable_Wrap(as_type(mine.reduced.memory, type, 0, segment)));
+  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  const PyRef& reduce_scatter = group.calls.reduce_scatter ? group.calls.reduce_scatter : collectives_.reduce_scatter;
+  mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),
+                                                                group.averages() ? Py_True : Py_False, nullptr));
+  if (!mine.reduced.work) throw_python_error();
+  ++group.root().counters.python_calls;
+}
+
+bool GroupTransport::needs_empty_reduction(const Group& group) const {
+  // Parameters without a gradient are reduced as zeros, whatever else this rank has.
+  return group.options().reduce_unused_params && group.unit->armed && !group.scratch.reduced_this_backward;
+}
+
+bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
+  if (!group.scratch.posted) return true;
+  PerGroup& mine = per_group(group);
+  wait(mine.reduced);
+  const bool alone = group.layout.world() == 1;
+  const double before = alone ? 1.0 : pre_divisor(group);
+  // Copies that outlive abandon_reduce, which gives the staging back: the user's hooks run in take_segment.
+  const std::shared_ptr<const Layout> plan = mine.plan->layout;
+  Staging segment = std::exchange(alone ? mine.reduction : mine.reduced, Staging());
+  abandon_reduce(group);
+  group.scratch.reduced_this_backward = true;
+  group.take_segment(segment.memory, plan, group.averages() ? 1.0 : group.divisor() / before);
+  give_back(segment);
   return true;
 }
 
-void GroupTransport::abandon_reduce(Unit& unit) {
-  Scratch& scratch = unit.scratch;
+void GroupTransport::abandon_reduce(Group& group) {
+  Scratch& scratch = group.scratch;
   if (!scratch.open) return;
-  PerUnit& mine = per_unit(unit);
+  PerGroup& mine = per_group(group);
   wait(mine.reduced);
   give_back(mine.reduced);
   give_back(mine.reduction);

@@ -23,16 +23,17 @@ class GroupTransport final : public Transport {
   GroupTransport(Collectives collectives, at::Device device);
 
   const char* name() const override { return "process_group"; }
-  void register_unit(const Unit& unit) override;
-  void begin_gather(Unit& unit) override;
-  void finish_gather(Unit& unit) override;
-  void release_gather(Unit& unit) override;
+  void register_group(Group& group) override;
+  void begin_gather(Group& group) override;
+  void finish_gather(Group& group) override;
+  void release_gather(Group& group) override;
   void discard_writes(std::byte*, size_t) override {}
-  void pack(Unit& unit, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(Unit& unit) override;
-  bool needs_empty_reduction(const Unit&) const override { return false; }
-  bool finish_reduce(Unit& unit, bool flush) override;
-  void abandon_reduce(Unit& unit) override;
+  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(Group& group) override;
+  bool needs_empty_reduction(const Group& group) const override;
+  bool finish_reduce(Group& group, bool flush) override;
+  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
+  void abandon_reduce(Group& group) override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
 
@@ -45,11 +46,11 @@ class GroupTransport final : public Transport {
   // How the gradients of the parameters that are trainable now lie in a segment. Freezing makes another plan, it never
   // re-shards.
   struct ReducePlan {
-    Layout layout;
-    size_t segment_bytes;  // the layout's segment and the flags behind it
+    std::shared_ptr<const Layout> layout;
+    size_t segment_bytes;  // Group::segment_bytes
     std::map<std::pair<size_t, DType>, std::vector<Copy>> gradient_to_segments;
   };
-  struct PerUnit {
+  struct PerGroup {
     Staging gather;
     Staging reduction;                               // W segments laid end to end
     Staging reduced;                                 // this rank's summed segment
@@ -57,21 +58,24 @@ class GroupTransport final : public Transport {
     std::map<std::vector<bool>, ReducePlan> plans;   // by requires_grad of the parameters
     ReducePlan* plan = nullptr;                      // of the open scratch
   };
-  void open_scratch(Unit& unit);
+  ReducePlan& plan_of(Group& group);
+  void open_scratch(Group& group);
+  void fill_gaps(Group& group);  // zeros and flags
   at::Tensor take(size_t bytes);
   void give_back(Staging& staging);
   void wait(Staging& staging);
   at::Tensor as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const;
-  PerUnit& per_unit(const Unit& unit);
+  PerGroup& per_group(const Group& group);
 
   Collectives collectives_;
   at::Device device_;
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> gather_memory_;
   std::multimap<size_t, at::Tensor> free_;
+  uint32_t num_groups_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
-  std::map<uint32_t, PerUnit> units_;
+  std::map<uint32_t, PerGroup> groups_;
 };
 
 }  // namespace fsdp2x

@@ -8,8 +8,8 @@
 
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
+#include "engine/group.hpp"
 #include "engine/root.hpp"
-#include "engine/unit.hpp"
 
 namespace fsdp2x {
 
@@ -29,15 +29,15 @@ class ReleaseGil {
   PyThreadState* state_;
 };
 
-cpu::GatherPost post_of(const Unit& unit) {
-  return {unit.gather.sequence, unit.index, static_cast<uint32_t>(unit.gather.slot.id), unit.gather.slot.offset,
-          unit.layout.slot_bytes()};
+cpu::GatherPost post_of(const Group& group) {
+  return {group.gather.sequence, group.index, static_cast<uint32_t>(group.gather.slot.id), group.gather.slot.offset,
+          group.layout.slot_bytes()};
 }
 
 // Ranks must mean the same thing by unit number n: its layout is compared through this number.
-uint64_t tag_of(const Unit& unit) {
+uint64_t tag_of(const Group& group) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
-  for (const ParamPlace& place : unit.layout.params()) {
+  for (const ParamPlace& place : group.layout.params()) {
     for (const int64_t value :
          {place.shape.outer, place.shape.dim, place.shape.inner, static_cast<int64_t>(place.shape.reduce)}) {
       tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
@@ -55,9 +55,10 @@ HostTransport::HostTransport(std::unique_ptr<cpu::ShmGroup> group)
 
 HostTransport::~HostTransport() = default;
 
-void HostTransport::register_unit(const Unit& unit) {
-  if (group_) group_->set_unit_name(unit.index, unit.name);
-  if (epochs_.size() <= unit.index) epochs_.resize(unit.index + 1, 0);
+void HostTransport::register_group(Group& group) {
+  group.index = num_groups_++;
+  if (group_) group_->set_unit_name(group.index, group.name);
+  if (epochs_.size() <= group.index) epochs_.resize(group.index + 1, 0);
 }
 
 std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
@@ -70,10 +71,10 @@ std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const 
   return static_cast<std::byte*>(memory[id].data_ptr());
 }
 
-void HostTransport::begin_gather(Unit& unit) {
+void HostTransport::begin_gather(Group& group) {
   const ReleaseGil released;
-  GatherSlot& gather = unit.gather;
-  gather.slot = gather_ledger_.acquire(std::max<size_t>(unit.layout.slot_bytes(), 1), unit.name);
+  GatherSlot& gather = group.gather;
+  gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
   gather.sequence = ++gather_sequence_;
   if (!group_) {
     gather.write = gather.read = private_memory(gather_memory_, gather.slot);
@@ -81,15 +82,15 @@ void HostTransport::begin_gather(Unit& unit) {
     const cpu::GatherWindow window = group_->gather_window(gather.slot.offset, gather.slot.bytes);
     gather.write = window.shared;
     gather.read = window.isolated;
-    group_->acquire_slot(post_of(unit), gather.slot.num_uses);
+    group_->acquire_slot(post_of(group), gather.slot.num_uses);
   }
-  cpu::run_copies(unit.layout.shard_to_slot(), unit.pool.const_data_ptr(), gather.write);
-  if (group_) group_->post_gather(post_of(unit));
+  cpu::run_copies(group.layout.shard_to_slot(), group.pool.const_data_ptr(), gather.write);
+  if (group_) group_->post_gather(post_of(group));
 }
 
-void HostTransport::finish_gather(Unit& unit) {
+void HostTransport::finish_gather(Group& group) {
   if (!group_) return;
-  const cpu::GatherPost post = post_of(unit);
+  const cpu::GatherPost post = post_of(group);
   if (group_->gather_is_complete(post)) {
     group_->join_gather(post);  // compares the entries, does not wait
     return;
@@ -98,11 +99,11 @@ void HostTransport::finish_gather(Unit& unit) {
   group_->join_gather(post);
 }
 
-void HostTransport::release_gather(Unit& unit) {
-  const Slot& slot = unit.gather.slot;
+void HostTransport::release_gather(Group& group) {
+  const Slot& slot = group.gather.slot;
   if (group_) group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
   gather_ledger_.release(slot.id);
-  unit.gather = GatherSlot();
+  group.gather = GatherSlot();
 }
 
 void HostTransport::discard_writes(std::byte* data, size_t bytes) {
@@ -112,29 +113,29 @@ void HostTransport::discard_writes(std::byte* data, size_t bytes) {
 void HostTransport::sweep_closing() {
   while (!closing_.empty()) {
     const Closing& front = closing_.front();
-    if (group_ && !group_->reduction_is_consumed(front.unit, front.epoch)) return;
+    if (group_ && !group_->reduction_is_consumed(front.group, front.epoch)) return;
     scratch_ledger_.release(front.slot);
     closing_.pop_front();
   }
 }
 
-void HostTransport::open_scratch(Unit& unit) {
-  Scratch& scratch = unit.scratch;
+void HostTransport::open_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
   // Gradients that arrive after the unit was posted (a weight used outside its unit) must not change what peers read.
-  if (scratch.posted) finish_reduce(unit, /*flush=*/true);
+  if (scratch.posted) finish_reduce(group, /*flush=*/true);
   if (scratch.open) return;
   sweep_closing();
-  scratch.slot = scratch_ledger_.acquire(unit.layout.scratch_bytes(), unit.name);
+  scratch.slot = scratch_ledger_.acquire(group.layout.scratch_bytes(), group.name);
   scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
                         : private_memory(scratch_memory_, scratch.slot);
   std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
   scratch.open = true;
 }
 
-void HostTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
-  open_scratch(unit);
-  Scratch& scratch = unit.scratch;
-  const ParamPlace& place = unit.layout.params()[i];
+void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+  open_scratch(group);
+  Scratch& scratch = group.scratch;
+  const ParamPlace& place = group.layout.params()[i];
   DType type = engine_dtype(gradient.scalar_type());
   at::Tensor dense = gradient.contiguous();
   if (type == DType::byte) {
@@ -150,96 +151,153 @@ void HostTransport::pack(Unit& unit, size_t i, const at::Tensor& gradient) {
   }
 }
 
-void HostTransport::begin_reduce(Unit& unit) {
-  if (!unit.scratch.open) open_scratch(unit);
-  Scratch& scratch = unit.scratch;
+void HostTransport::begin_reduce(Group& group) {
+  if (!group.scratch.open) open_scratch(group);
+  Scratch& scratch = group.scratch;
+  if (group.options().reduce_unused_params) fill_unused(group);
   scratch.posted = true;
   scratch.pending_flush = false;
-  scratch.epoch = ++epochs_[unit.index];
+  scratch.epoch = ++epochs_[group.index];
   if (!group_) return;
   std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
-  group_->post_reduction(unit.index, scratch.epoch, tag_of(unit), scratch.slot.offset);
+  group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset);
 }
 
-bool HostTransport::needs_empty_reduction(const Unit& unit) const {
-  return group_ && unit.armed && !unit.scratch.reduced_this_backward && unit.has_params();
+void HostTransport::fill_unused(Group& group) {
+  Scratch& scratch = group.scratch;
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const ParamPlace& place = group.layout.params()[i];
+    if (scratch.filled[i] || !place.shape.trainable || !group.params[i].sharded().requires_grad()) continue;
+    std::memset(scratch.data + place.scratch_offset, 0,
+                static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.reduce));
+    scratch.filled[i] = 1;
+  }
 }
 
-bool HostTransport::finish_reduce(Unit& unit, bool flush) {
-  Scratch& scratch = unit.scratch;
+bool HostTransport::needs_empty_reduction(const Group& group) const {
+  return (group_ || group.options().reduce_unused_params) && group.unit->armed && !group.scratch.reduced_this_backward;
+}
+
+bool HostTransport::finish_reduce(Group& group, bool flush) {
+  Scratch& scratch = group.scratch;
   if (!scratch.posted) return true;
   if (group_) {
     const ReleaseGil released;
     const cpu::Joined joined =
-        group_->join_reduction(unit.index, scratch.epoch, tag_of(unit), unit.backward_position, flush);
+        group_->join_reduction(group.index, scratch.epoch, tag_of(group), group.unit->backward_position, flush);
     if (joined == cpu::Joined::later) return false;
   }
-  sum(unit);
-  close_scratch(unit);
+  if (group.is_staged()) {
+    sum_into_segment(group);
+  } else {
+    sum(group);
+  }
+  close_scratch(group);
   scratch.reduced_this_backward = true;
   return true;
 }
 
-void HostTransport::sum(Unit& unit) {
-  const size_t num_params = unit.params.size();
-  const int world = unit.layout.world();
-  std::vector<const std::byte*> scratches(static_cast<size_t>(world), unit.scratch.data);
+HostTransport::Sources HostTransport::sources_of(Group& group) {
+  const int world = group.layout.world();
+  Sources sources{std::vector<const std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
+  const size_t page = cpu::ShmGroup::page_bytes();
+  const size_t bytes = (group.layout.scratch_bytes() + page - 1) / page * page;
   for (int r = 0; group_ && r < world; ++r) {
     if (r == group_->rank()) continue;
-    const size_t bytes = (unit.layout.scratch_bytes() + cpu::ShmGroup::page_bytes() - 1) / cpu::ShmGroup::page_bytes() *
-                         cpu::ShmGroup::page_bytes();
-    scratches[static_cast<size_t>(r)] = group_->scratch_window(r, group_->peer_scratch_offset(unit.index, r), bytes);
+    sources.scratches[static_cast<size_t>(r)] =
+        group_->scratch_window(r, group_->peer_scratch_offset(group.index, r), bytes);
   }
-  const auto filled = [&](size_t rank, size_t i) {
-    return group_ ? std::to_integer<int>(scratches[rank][i]) != 0 : unit.scratch.filled[i] != 0;
-  };
+  for (const std::byte* scratch : sources.scratches) {
+    sources.filled.push_back(group_ ? reinterpret_cast<const uint8_t*>(scratch) : group.scratch.filled.data());
+  }
+  return sources;
+}
+
+bool HostTransport::Sources::any_filled(size_t param) const {
+  return std::any_of(filled.begin(), filled.end(), [param](const uint8_t* flags) { return flags[param] != 0; });
+}
+
+void HostTransport::sum_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
+  const ParamPlace& place = group.layout.params()[i];
+  if (place.shard_numel == 0) return;
+  pointers_.clear();
+  const size_t first_row = static_cast<size_t>(place.rows.begin * place.shape.inner) * dtype_bytes(place.shape.reduce);
+  for (size_t r = 0; r < sources.scratches.size(); ++r) {
+    if (sources.filled[r][i]) pointers_.push_back(sources.scratches[r] + place.scratch_offset + first_row);
+  }
+  piece.src_type = place.shape.reduce;
+  piece.sources = pointers_.data();
+  piece.num_sources = static_cast<int>(pointers_.size());
+  piece.count = place.shape.outer;
+  piece.piece_numel = place.rows.size() * place.shape.inner;
+  piece.src_stride = place.shape.dim * place.shape.inner;
+  cpu::reduce(piece);
+}
+
+void HostTransport::sum(Group& group) {
+  const Sources sources = sources_of(group);
+  const size_t num_params = group.params.size();
   std::vector<GradientTarget> targets(num_params);
-  std::vector<uint8_t> wanted(num_params, 0);
   {
     pybind11::gil_scoped_acquire gil;
     for (size_t i = 0; i < num_params; ++i) {
-      for (size_t r = 0; r < scratches.size(); ++r) wanted[i] |= static_cast<uint8_t>(filled(r, i));
-      if (wanted[i]) targets[i] = unit.gradients.prepare(i, unit.root->blocks);
+      if (sources.any_filled(i)) targets[i] = group.gradients.prepare(i, group.root().blocks);
     }
   }
   {
     const ReleaseGil released;
-    std::vector<const void*> sources;
     for (size_t i = 0; i < num_params; ++i) {
-      const ParamPlace& place = unit.layout.params()[i];
-      if (!wanted[i] || place.shard_numel == 0) continue;
-      sources.clear();
-      const size_t first_row =
-          static_cast<size_t>(place.rows.begin * place.shape.inner) * dtype_bytes(place.shape.reduce);
-      for (size_t r = 0; r < scratches.size(); ++r) {
-        if (filled(r, i)) sources.push_back(scratches[r] + place.scratch_offset + first_row);
-      }
+      if (!sources.any_filled(i)) continue;
       cpu::ReducePiece piece;
-      piece.src_type = place.shape.reduce;
-      piece.dst_type = place.shape.orig;
-      piece.sources = sources.data();
-      piece.num_sources = static_cast<int>(sources.size());
+      piece.dst_type = group.layout.params()[i].shape.orig;
       piece.dst = targets[i].data;
-      piece.count = place.shape.outer;
-      piece.piece_numel = place.rows.size() * place.shape.inner;
-      piece.src_stride = place.shape.dim * place.shape.inner;
-      piece.divisor = unit.divisor();
+      piece.divisor = group.divisor();
       piece.accumulate = targets[i].accumulate;
-      cpu::reduce(piece);
+      sum_rows(group, sources, i, piece);
     }
-    if (group_) group_->consume_reduction(unit.index, unit.scratch.epoch);
   }
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < num_params; ++i) {
-    if (wanted[i]) unit.gradients.attach(i, targets[i]);
+    if (sources.any_filled(i)) group.gradients.attach(i, targets[i]);
   }
-  unit.gradients.release_if_unused(unit.root->blocks);
+  group.gradients.release_if_unused(group.root().blocks);
+  consume(group);
 }
 
-void HostTransport::close_scratch(Unit& unit) {
-  Scratch& scratch = unit.scratch;
+void HostTransport::sum_into_segment(Group& group) {
+  const Sources sources = sources_of(group);
+  const DType type = group.reduce_type();
+  const double before = group.averages() ? static_cast<double>(group.layout.world()) : pre_divisor(group);
+  const at::Tensor segment = at::zeros({static_cast<int64_t>(Group::segment_bytes(group.layout))}, at::kByte);
+  auto* const data = static_cast<std::byte*>(segment.data_ptr());
+  auto* flags = data + group.layout.reduce_segment_bytes();
+  for (size_t i = 0; i < group.params.size(); ++i, flags += dtype_bytes(type)) {
+    const ParamPlace& place = group.layout.params()[i];
+    if (!place.shape.trainable) continue;
+    const float flag = sources.any_filled(i) ? 1.0F : 0.0F;
+    cpu::cast_copy(type, flags, DType::f32, &flag, 1);
+    cpu::ReducePiece piece;
+    piece.dst_type = type;
+    piece.dst = data + place.reduce_segment_offset;
+    piece.divisor = before;
+    sum_rows(group, sources, i, piece);  // without sources: zeros
+  }
+  consume(group);
+  group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before);
+}
+
+void HostTransport::consume(Group& group) {
+  if (group_) group_->consume_reduction(group.index, group.scratch.epoch);
+}
+
+std::shared_ptr<const Layout> HostTransport::reduce_plan(Group& group) {
+  return {std::shared_ptr<const Layout>(), &group.layout};  // lives as long as the group
+}
+
+void HostTransport::close_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
   if (group_) {
-    closing_.push_back({unit.index, scratch.epoch, scratch.slot.id});
+    closing_.push_back({group.index, scratch.epoch, scratch.slot.id});
   } else {
     scratch_ledger_.release(scratch.slot.id);
   }
@@ -247,12 +305,12 @@ void HostTransport::close_scratch(Unit& unit) {
   scratch.data = nullptr;
 }
 
-void HostTransport::abandon_reduce(Unit& unit) {
-  Scratch& scratch = unit.scratch;
+void HostTransport::abandon_reduce(Group& group) {
+  Scratch& scratch = group.scratch;
   if (!scratch.open) return;
   if (scratch.posted && group_) {
-    group_->consume_reduction(unit.index, scratch.epoch);
-    close_scratch(unit);
+    group_->consume_reduction(group.index, scratch.epoch);
+    close_scratch(group);
     return;
   }
   scratch_ledger_.release(scratch.slot.id);

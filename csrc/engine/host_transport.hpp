@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/transport.hpp"
 
@@ -18,29 +19,42 @@ class HostTransport final : public Transport {
   ~HostTransport() override;
 
   const char* name() const override { return group_ ? "shm" : "local"; }
-  void register_unit(const Unit& unit) override;
-  void begin_gather(Unit& unit) override;
-  void finish_gather(Unit& unit) override;
-  void release_gather(Unit& unit) override;
+  void register_group(Group& group) override;
+  void begin_gather(Group& group) override;
+  void finish_gather(Group& group) override;
+  void release_gather(Group& group) override;
   void discard_writes(std::byte* data, size_t bytes) override;
-  void pack(Unit& unit, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(Unit& unit) override;
-  bool needs_empty_reduction(const Unit& unit) const override;
-  bool finish_reduce(Unit& unit, bool flush) override;
-  void abandon_reduce(Unit& unit) override;
+  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(Group& group) override;
+  bool needs_empty_reduction(const Group& group) const override;
+  bool finish_reduce(Group& group, bool flush) override;
+  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
+  void abandon_reduce(Group& group) override;
   void publish_progress(uint64_t position) override;
   TransportStats stats() const override;
 
  private:
   struct Closing {  // a scratch some peer may still read
-    uint32_t unit;
+    uint32_t group;
     uint64_t epoch;
     int slot;
   };
-  void open_scratch(Unit& unit);
-  void close_scratch(Unit& unit);
+  void open_scratch(Group& group);
+  void close_scratch(Group& group);
   void sweep_closing();
-  void sum(Unit& unit);
+  // The scratches of all ranks and, per rank, which parameters are in them.
+  struct Sources {
+    std::vector<const std::byte*> scratches;
+    std::vector<const uint8_t*> filled;
+    bool any_filled(size_t param) const;
+  };
+  Sources sources_of(Group& group);
+  // Completes `piece` with this rank's rows of a parameter and runs it.
+  void sum_rows(const Group& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
+  void sum(Group& group);               // straight into `.grad`
+  void sum_into_segment(Group& group);  // for groups that are staged
+  void consume(Group& group);
+  static void fill_unused(Group& group);  // zeros for parameters without a gradient
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
   std::unique_ptr<cpu::ShmGroup> group_;
@@ -51,7 +65,9 @@ class HostTransport final : public Transport {
   std::deque<Closing> closing_;
   size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
-  std::vector<uint64_t> epochs_;  // reductions posted, per unit
+  std::vector<uint64_t> epochs_;  // reductions posted, per group
+  uint32_t num_groups_ = 0;
+  std::vector<const void*> pointers_;  // reused by sum_rows
 };
 
 }  // namespace fsdp2x

@@ -18,15 +18,18 @@ std::string poison_message(const std::string& fqn) {
 
 }  // namespace
 
-Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef gradient_spec, std::vector<Owner> owners)
+Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec,
+             std::vector<Owner> owners)
     : fqn_(std::move(fqn)),
       sharded_(std::move(sharded)),
       unsharded_(std::move(unsharded)),
+      local_(std::move(local)),
       gradient_spec_(std::move(gradient_spec)),
       owners_(std::move(owners)),
       poison_(poison_message(fqn_)),
       device_(at::kCPU) {
-  const at::Tensor& tensor = this->unsharded();
+  if (!unsharded_) return;
+  const at::Tensor& tensor = this->local();
   storage_ = tensor.storage().getWeakStorageImpl().lock();
   device_ = tensor.device();
   poison_.apply(*storage_, device_);
@@ -36,18 +39,29 @@ const at::Tensor& Param::sharded() const { return THPVariable_Unpack(sharded_.ge
 
 const at::Tensor& Param::unsharded() const { return THPVariable_Unpack(unsharded_.get()); }
 
+const at::Tensor& Param::local() const { return local_ ? THPVariable_Unpack(local_.get()) : unsharded(); }
+
+void Param::set_unsharded_object(PyRef unsharded) {
+  if (unsharded.get() != unsharded_.get()) accumulator = nullptr;
+  unsharded_ = std::move(unsharded);
+}
+
 void Param::fill(void* data) {
-  poison_.lift(*storage_);
-  point_storage(*storage_, data, device_);
+  if (storage_) {
+    poison_.lift(*storage_);
+    point_storage(*storage_, data, device_);
+  }
   const at::Tensor& tensor = unsharded();
   const bool requires_grad = sharded().requires_grad();
   if (tensor.requires_grad() != requires_grad) tensor.requires_grad_(requires_grad);
-  version_at_fill_ = tensor._version();
+  if (storage_) version_at_fill_ = local()._version();
 }
 
-void Param::empty() { poison_.apply(*storage_, device_); }
+void Param::empty() {
+  if (storage_) poison_.apply(*storage_, device_);
+}
 
-bool Param::was_written() const { return unsharded()._version() != version_at_fill_; }
+bool Param::was_written() const { return storage_ && local()._version() != version_at_fill_; }
 
 void Param::store(PyObject* parameter) const {
   for (const Owner& owner : owners_) {

@@ -22,7 +22,9 @@ struct Owner {
 // Created by Python once per parameter; lives as long as the unit. Every member function needs the GIL.
 class Param {
  public:
-  Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef gradient_spec, std::vector<Owner> owners);
+  // `unsharded`: a tensor whose storage this moves, or a wrapper (DTensor) around `local`, which is such a tensor. Both
+  // null for a parameter with an all-gather extension: Python makes its unsharded tensor and hands it over.
+  Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec, std::vector<Owner> owners);
 
   const std::string& fqn() const { return fqn_; }
   // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object
@@ -33,11 +35,14 @@ class Param {
   PyObject* unsharded_object() const { return unsharded_.get(); }
   PyObject* gradient_spec() const { return gradient_spec_.get(); }
 
+  // Of a parameter with an all-gather extension, at every gather.
+  void set_unsharded_object(PyRef unsharded);
   // load_state_dict(assign=True) registers another Parameter object.
   void set_sharded_object(PyRef sharded) { sharded_ = std::move(sharded); }
   void set_gradient_spec(PyRef spec) { gradient_spec_ = std::move(spec); }
 
-  // Points the unsharded storage into the slot and follows the sharded parameter's requires_grad.
+  // Points the unsharded storage into the slot (an extension has its own memory) and follows the sharded parameter's
+  // requires_grad.
   void fill(void* data);
   // Takes the memory away; a later access throws a message that names the parameter.
   void empty();
@@ -51,14 +56,16 @@ class Param {
 
  private:
   void store(PyObject* parameter) const;
+  const at::Tensor& local() const;
 
   std::string fqn_;
   PyRef sharded_;
   PyRef unsharded_;
+  PyRef local_;  // null: `unsharded_` itself
   PyRef gradient_spec_;
   std::vector<Owner> owners_;
   Poison poison_;
-  c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the unsharded parameter
+  c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the local unsharded tensor; null for an extension
   at::Device device_;
   uint32_t version_at_fill_ = 0;
 };

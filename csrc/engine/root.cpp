@@ -18,14 +18,16 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 
 }  // namespace
 
-Root::Root(std::unique_ptr<Transport> root_transport, at::Device device)
-    : transport(std::move(root_transport)), blocks(device) {}
-
-void Root::add_unit(const std::shared_ptr<Unit>& unit) {
-  unit->index = static_cast<uint32_t>(units_.size());
+void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports) {
   unit->root = shared_from_this();
   units_.push_back(unit);
-  transport->register_unit(*unit);
+  for (size_t i = 0; i < unit->groups.size(); ++i) {
+    unit->groups[i]->transport = transports.at(i);
+    if (std::find(transports_.begin(), transports_.end(), transports[i]) == transports_.end()) {
+      transports_.push_back(transports[i]);
+    }
+    transports[i]->register_group(*unit->groups[i]);
+  }
 }
 
 std::vector<std::shared_ptr<Unit>> Root::units() const {
@@ -145,7 +147,7 @@ uint64_t Root::backward_position(std::optional<uint64_t> entry) const {
 void Root::publish(uint64_t position) {
   if (position <= progress_) return;
   progress_ = position;
-  transport->publish_progress(position);
+  for (const auto& transport : transports_) transport->publish_progress(position);
 }
 
 void Root::reduce(Unit& unit) {
@@ -153,14 +155,21 @@ void Root::reduce(Unit& unit) {
   // (and an optimizer in its hooks runs) before the next ones are on their way.
   finish_pending();
   publish(unit.backward_position);
-  unit.begin_reduce();
-  pending_.push_back(unit.shared_from_this());
+  for (const auto& group : unit.groups) {
+    if (group->scratch.open) post(unit.shared_from_this(), *group);
+  }
+}
+
+void Root::post(const std::shared_ptr<Unit>& unit, Group& group) {
+  group.begin_reduce();
+  pending_.push_back({unit, &group});
 }
 
 void Root::finish_pending() {
   for (auto it = pending_.begin(); it != pending_.end();) {
-    if ((*it)->scratch.pending_flush || !(*it)->finish_reduce(/*flush=*/false)) {
-      (*it)->scratch.pending_flush = true;
+    Group& group = *it->group;
+    if (group.scratch.pending_flush || !group.finish_reduce(/*flush=*/false)) {
+      group.scratch.pending_flush = true;
       ++it;
     } else {
       it = pending_.erase(it);
@@ -171,35 +180,51 @@ void Root::finish_pending() {
 void Root::end_backward() {
   const auto alive = units();
   publish((num_backwards_ + 1) << kPositionBits);
-  // Units whose post-backward node never ran (inputs without gradient), whose calls are still outstanding, or that got
-  // gradients after their reduction. The order is the same on every rank.
   for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
-    Unit& unit = **it;
-    unit.sweep_gradients();
-    if (unit.options.reshard_after_backward) unit.reshard();
-    if (!unit.options.requires_gradient_sync) continue;
-    if (unit.scratch.posted && unit.scratch.open) {
-      continue;
-    }
-    if (unit.scratch.open || transport->needs_empty_reduction(unit)) {
-      unit.begin_reduce();
-      pending_.push_back(*it);
-    }
+    (*it)->sweep_gradients();
+    if ((*it)->options.reshard_after_backward) (*it)->reshard();
   }
-  while (!pending_.empty()) {
-    pending_.front()->finish_reduce(/*flush=*/true);
-    pending_.pop_front();
-  }
-  for (const auto& unit : alive) {
-    unit->end_backward();
-    if (unit->options.requires_gradient_sync) unit->armed = false;
-    unit->scratch.reduced_this_backward = false;
-  }
+  if (!manual_finalization) flush();
+  for (const auto& unit : alive) unit->end_backward();
   callback_queued_ = false;
   ++num_backwards_;
   if (!is_last_backward) return;
   forward_order_.clear();
   for (const auto& unit : alive) unit->forward_indices.clear();
+}
+
+void Root::finalize_backward() {
+  for (const auto& unit : units()) unit->reshard();
+  flush();
+}
+
+void Root::flush() {
+  const auto alive = units();
+  // Units whose post-backward node never ran (inputs without gradient), whose calls are still outstanding, or that got
+  // gradients after their reduction.
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    if (!(*it)->options.requires_gradient_sync) continue;
+    for (const auto& group : (*it)->groups) {
+      const bool is_posted = group->scratch.open && group->scratch.posted;
+      if (!is_posted && (group->scratch.open || group->transport->needs_empty_reduction(*group))) post(*it, *group);
+    }
+  }
+  while (!pending_.empty()) {
+    pending_.front().group->finish_reduce(/*flush=*/true);
+    pending_.pop_front();
+  }
+  // Replicas may finish their reductions in different order, so their all-reduces wait for this point and its order.
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    const UnitOptions& options = (*it)->options;
+    if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
+    for (const auto& group : (*it)->groups) {
+      if (group->has_replicas() && ((*it)->armed || group->holds_partial())) group->all_reduce();
+    }
+  }
+  for (const auto& unit : alive) {
+    if (unit->options.requires_gradient_sync) unit->armed = false;
+    for (const auto& group : unit->groups) group->scratch.reduced_this_backward = false;
+  }
 }
 
 void Root::reset() {
@@ -215,7 +240,9 @@ void Root::reset() {
 
 void Root::release_unused_gradients() {
   pybind11::gil_scoped_acquire gil;
-  for (const auto& unit : units()) unit->gradients.release_if_unused(blocks);
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups) group->gradients.release_if_unused(blocks);
+  }
 }
 
 }  // namespace fsdp2x

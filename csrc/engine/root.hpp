@@ -1,4 +1,4 @@
-// What the units below one root module share: the transport, the block pool, the recorded orders, the pending
+// What the units below one root module share: the transports, the block pool, the recorded orders, the pending
 // reductions and the once-per-backward callback.
 #pragma once
 
@@ -23,10 +23,11 @@ struct Counters {
 
 class Root : public std::enable_shared_from_this<Root> {
  public:
-  Root(std::unique_ptr<Transport> transport, at::Device device);
+  explicit Root(at::Device device) : blocks(device) {}
 
-  // In the same order on every rank.
-  void add_unit(const std::shared_ptr<Unit>& unit);
+  // `transports`: one per group of the unit. In the same order on every rank.
+  void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
+  const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
 
   // --- forward ---
@@ -49,20 +50,32 @@ class Root : public std::enable_shared_from_this<Root> {
   // The unit's gradients are complete: reduce them, finish what is pending.
   void reduce(Unit& unit);
   void end_backward();
+  // With manual_finalization, once after all backwards: what end_backward leaves undone then.
+  void finalize_backward();
+  bool in_backward() const { return callback_queued_; }
 
   void reset();
 
-  std::unique_ptr<Transport> transport;
   BlockPool blocks;
   Counters counters;
   bool is_last_backward = true;
+  bool manual_finalization = false;
 
  private:
+  // A reduction that is posted and not finished.
+  struct Pending {
+    std::shared_ptr<Unit> unit;
+    Group* group;
+  };
   void publish(uint64_t position);
+  void post(const std::shared_ptr<Unit>& unit, Group& group);
   void finish_pending();
+  // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
+  void flush();
   void release_unused_gradients();
 
   std::vector<std::weak_ptr<Unit>> units_;
+  std::vector<std::shared_ptr<Transport>> transports_;  // one per mesh
   const Unit* forward_root_ = nullptr;
   std::vector<std::weak_ptr<Unit>> forward_order_;  // post-forward order of this iteration, with repetitions
   std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
@@ -71,8 +84,8 @@ class Root : public std::enable_shared_from_this<Root> {
   bool callback_queued_ = false;
   uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;
-  uint64_t progress_ = 0;                      // largest position published
-  std::deque<std::shared_ptr<Unit>> pending_;  // reductions that are posted and not finished
+  uint64_t progress_ = 0;  // largest position published
+  std::deque<Pending> pending_;
 };
 
 }  // namespace fsdp2x

@@ -12,9 +12,9 @@
 
 namespace fsdp2x {
 
-class Unit;
+class Group;
 
-// The gather slot a unit owns between begin_unshard and reshard.
+// The gather slot a group owns between begin_unshard and reshard.
 struct GatherSlot {
   Slot slot;
   uint64_t sequence = 0;
@@ -22,14 +22,14 @@ struct GatherSlot {
   std::byte* read = nullptr;   // the tensors' view
 };
 
-// A unit's packed gradients, from the first pack until the reduction is finished.
+// A group's packed gradients, from the first pack until the reduction is finished.
 struct Scratch {
   Slot slot;
   std::byte* data = nullptr;
   std::vector<uint8_t> filled;  // per parameter: 1 once it was packed
   bool open = false;
   bool posted = false;
-  bool pending_flush = false;  // a peer posts this unit only in its root callback
+  bool pending_flush = false;  // a peer posts this group only in its root callback
   bool reduced_this_backward = false;
   uint64_t epoch = 0;
 };
@@ -41,31 +41,38 @@ struct TransportStats {
   std::string owners;
 };
 
+// What a summing collective divides by beforehand: about the square root of the divisor for fp16, whose sums overflow
+// early, as upstream does; the rest is divided afterwards.
+double pre_divisor(const Group& group);
+
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual const char* name() const = 0;
-  virtual void register_unit(const Unit& unit) = 0;
+  // Gives the group its index; in the same order on every rank.
+  virtual void register_group(Group& group) = 0;
 
   // Own rows into the slot, told to the peers; may return before the peers have written theirs.
-  virtual void begin_gather(Unit& unit) = 0;
+  virtual void begin_gather(Group& group) = 0;
   // All rows are there.
-  virtual void finish_gather(Unit& unit) = 0;
-  // The unit no longer looks at the slot.
-  virtual void release_gather(Unit& unit) = 0;
+  virtual void finish_gather(Group& group) = 0;
+  // The group no longer looks at the slot.
+  virtual void release_gather(Group& group) = 0;
   // Pages of `bytes` at `data` in the tensors' view were written in place by this rank.
   virtual void discard_writes(std::byte* data, size_t bytes) = 0;
 
-  // Adds a whole unsharded gradient to the unit's scratch (opens it first); the first pack of a parameter overwrites.
-  virtual void pack(Unit& unit, size_t param, const at::Tensor& gradient) = 0;
+  // Adds a whole unsharded gradient to the group's scratch (opens it first); the first pack of a parameter overwrites.
+  virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;
   // Tells the peers that the scratch is complete (or empty, when it is not open).
-  virtual void begin_reduce(Unit& unit) = 0;
-  // In the root callback: the unit has packed nothing, but peers may have, and they wait for this rank's word.
-  virtual bool needs_empty_reduction(const Unit& unit) const = 0;
+  virtual void begin_reduce(Group& group) = 0;
+  // In the root callback: the group has packed nothing, but peers may have, and they wait for this rank's word.
+  virtual bool needs_empty_reduction(const Group& group) const = 0;
   // False: a peer posts later, call again with flush. True: the gradients are attached and the scratch is closed.
-  virtual bool finish_reduce(Unit& unit, bool flush) = 0;
-  // Drops whatever the unit has packed (after an exception).
-  virtual void abandon_reduce(Unit& unit) = 0;
+  virtual bool finish_reduce(Group& group, bool flush) = 0;
+  // How a reduction that began now would lay out a rank's segment.
+  virtual std::shared_ptr<const Layout> reduce_plan(Group& group) = 0;
+  // Drops whatever the group has packed (after an exception).
+  virtual void abandon_reduce(Group& group) = 0;
 
   virtual void publish_progress(uint64_t position) = 0;
   virtual TransportStats stats() const = 0;

@@ -1,5 +1,4 @@
-// A unit: modules whose parameters are gathered together. Owns the shard pool, the parameters, their gradients, and the
-// two state machines of csrc/README.md.
+// A unit: modules whose parameters are gathered together. Owns its groups and the two state machines of csrc/README.md.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,10 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/layout.hpp"
-#include "engine/gradients.hpp"
-#include "engine/param.hpp"
-#include "engine/transport.hpp"
+#include "engine/group.hpp"
 
 namespace fsdp2x {
 
@@ -29,6 +25,8 @@ struct UnitOptions {
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+  bool reduce_unused_params = false;
   bool unshard_in_backward = true;
   bool cast_forward_inputs = true;
   std::optional<at::ScalarType> param_dtype;   // inputs are cast to it
@@ -39,8 +37,8 @@ struct UnitOptions {
 
 class Unit : public std::enable_shared_from_this<Unit> {
  public:
-  Unit(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, PyRef make_gradient,
-       PyRef add_to_foreign, UnitOptions options);
+  // `groups` have at least one parameter each; a unit without parameters has no group.
+  Unit(std::string name, at::Device device, std::vector<std::shared_ptr<Group>> groups, UnitOptions options);
   ~Unit();
 
   // --- parameters ---
@@ -57,12 +55,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void set_phase(Phase phase) { phase_ = phase; }
   void pre_backward();
   void post_backward();
-  // Called by the hook on the parameter's AccumulateGrad node.
-  void pack_gradient(size_t param);
-  // Gradients that came by another way than the hook (assigned by the user, accumulated before the unit was tracked).
   void sweep_gradients();
-  void begin_reduce();
-  bool finish_reduce(bool flush);
   void end_backward();
   // Back to sharded and idle; gradients of the iteration are dropped.
   void reset();
@@ -71,27 +64,18 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<int> take_call_token() { return call_token_; }
   bool has_outstanding_calls() const { return call_token_.use_count() > 1; }
 
-  // Hooks the AccumulateGrad nodes of parameters that require a gradient by now.
-  void attach_accumulator_hooks();
+  bool has_params() const { return !groups.empty(); }
+  bool has_open_scratch() const;
 
   std::string name;
-  uint32_t index = 0;  // in its root, the same on every rank
   std::shared_ptr<Root> root;
   UnitOptions options;
-  Layout layout;
-  at::Tensor pool;
   at::Device device;
-  std::vector<Param> params;
-  Gradients gradients;
-  GatherSlot gather;
-  Scratch scratch;
+  std::vector<std::shared_ptr<Group>> groups;
   bool armed = false;                   // took part in a forward under grad since its last synchronised backward
   std::vector<size_t> forward_indices;  // positions in the root's forward order, last call last
   uint64_t backward_position = 0;
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
-
-  bool has_params() const { return !params.empty(); }
-  double divisor() const;
 
  private:
   void set_params(ParamState from, ParamState to);

@@ -11,15 +11,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdp2x.api import fully_shard
 from fsdp2x.describe import describe
-from fsdp2x.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from fsdp2x.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
     "describe",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

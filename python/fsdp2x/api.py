@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2x.module import FSDPModule
 from fsdp2x.runtime import collect, torch_private
 from fsdp2x.runtime.mesh import ShardGroup, default_mesh, shard_group
-from fsdp2x.runtime.params import UnitParams
+from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.wrap import plan_units, should_auto_wrap
@@ -72,14 +72,14 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
-    _check_supported(reshard_after_forward, offload_policy, dp_mesh_dims)
+    _check_supported(reshard_after_forward, offload_policy)
     check_transport(transport)
     # Without a plan and an unsharded child the call is upstream's.
     split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
     if auto_wrap not in (None, False) and not isinstance(module, nn.Module):
         raise ValueError("fully_shard: auto_wrap splits one model, but a list of modules was passed")
     plans = plan_units(module, auto_wrap, ignored_params=ignored_params or ()) if split else []
-    ranks = shard_group(mesh or default_mesh())
+    ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
     common = {
         "ranks": ranks,
         "shard_placement_fn": shard_placement_fn,
@@ -103,7 +103,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
 
 
-def _check_supported(reshard_after_forward, offload_policy: OffloadPolicy, dp_mesh_dims) -> None:
+def _check_supported(reshard_after_forward, offload_policy: OffloadPolicy) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         if not isinstance(reshard_after_forward, int):
             raise ValueError(f"reshard_after_forward should be a bool, an int or None, got {reshard_after_forward!r}")
@@ -115,8 +115,6 @@ def _check_supported(reshard_after_forward, offload_policy: OffloadPolicy, dp_me
         raise NotImplementedError(
             f"fsdp2x.fully_shard: offload_policy={offload_policy} is not supported yet; use OffloadPolicy()"
         )
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("fsdp2x.fully_shard: dp_mesh_dims is not supported yet; pass the 1-D data mesh")
 
 
 def _shard_or_undo(module, modules: list[nn.Module], **arguments):
@@ -146,9 +144,10 @@ def _shard_modules(
     owned = collect.collect_params(managed, ignored_params)
     collect.move_to_device([entry.param for entry in owned], ranks.device)
     collect.move_to_device(collect.collect_buffers(managed), ranks.device)
-    params = UnitParams(owned, ranks, shard_placement_fn)
+    placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
+    groups = [GroupParams(members) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
-    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, params)
+    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
     for managed_module in managed:
         # Read by Dynamo and by HuggingFace's generate().
         managed_module._is_fsdp_managed_module = True

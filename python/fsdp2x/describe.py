@@ -85,23 +85,31 @@ def describe(model: nn.Module) -> ModelReport:
     return ModelReport(
         units=tuple(_report(state, names, fqns) for state in states),
         world=states[0].ranks.world,
-        transport=root.transport_name if root is not None else f"{states[0].transport} (not initialized)",
+        transport=_transports(states),
         stats=root.stats() if root is not None else {},
     )
 
 
-def _report(state: UnitState, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
-    policy, params = state.mp_policy, state.params.params
-    layout = _C.Layout(
-        state.params.shapes(policy.param_dtype, policy.reduce_dtype), state.ranks.world, state.ranks.rank
+def _transports(states: list[UnitState]) -> str:
+    engines = [group.engine for state in states for group in state.groups if group.engine is not None]
+    return ", ".join(dict.fromkeys(engine.transport_name for engine in engines)) or (
+        f"{states[0].transport} (not initialized)"
     )
+
+
+def _report(state: UnitState, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
+    policy, params = state.mp_policy, state.params
+    layouts = [
+        _C.Layout(group.shapes(policy.param_dtype, policy.reduce_dtype), group.ranks.world, group.ranks.rank)
+        for group in state.groups
+    ]
     return UnitReport(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
         params=tuple(fqns.get(id(param.param), param.fqn or param.owners[0][1]) for param in params),
-        num_elements=sum(param.shape.numel() for param in params),
-        trainable_elements=sum(param.shape.numel() for param in params if param.param.requires_grad),
-        shard_bytes=layout.shard_pool_bytes,
-        slot_bytes=layout.slot_bytes,
+        num_elements=sum(param.local_size.numel() for param in params),
+        trainable_elements=sum(param.local_size.numel() for param in params if param.param.requires_grad),
+        shard_bytes=sum(layout.shard_pool_bytes for layout in layouts),
+        slot_bytes=sum(layout.slot_bytes for layout in layouts),
         reshard_after_forward=state.live_options().reshard_after_forward,
         param_state=state.unit.param_state if state.unit is not None else "SHARDED",
     )

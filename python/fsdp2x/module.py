@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
@@ -23,6 +24,28 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         if self._state is not None:
             self._state.unit.unshard()
             self._state = None
+
+
+class GradientReductionHandle(getattr(torch_fsdp, "GradientReductionHandle", object)):
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+
+    def __init__(self, state: UnitState) -> None:
+        self._state, self._generation = state, state.generation
+        state.reduction_pending = True
+
+    def wait(self) -> None:
+        """Waits until all gradients are reduced and in ``.grad``.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` was called in between.
+        """
+        if self._state is None:
+            return
+        if self._state.generation != self._generation:
+            raise RuntimeError("This gradient reduction handle was invalidated")
+        self._state.root.finalize_backward()
+        self._state.reduction_pending = False
+        self._state = None
 
 
 class FSDPModule(torch_fsdp.FSDPModule):
@@ -91,11 +114,89 @@ class FSDPModule(torch_fsdp.FSDPModule):
         state.root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True."""
+        """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True.
+
+        Sets the all-reduce of 2-D meshes as well, as upstream does.
+        """
         self._set_option("requires_gradient_sync", requires_gradient_sync, recurse)
+        self._set_option("requires_all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No effect: only 2-D meshes have an all-reduce, and those raise when the model is sharded."""
+        """On a 2-D mesh: False reduces over the shards only and keeps the sum, in the reduce dtype, for a later
+        backward; ``.grad`` does not change until then. No effect on a 1-D mesh, which has no all-reduce."""
+        self._set_option("requires_all_reduce", requires_all_reduce, recurse)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Trainable parameters without a gradient are reduced as zeros: their ``.grad`` becomes zeros, not None.
+
+        Ranks that use different parameters agree without this; it makes ``.grad`` exist everywhere.
+        """
+        self._set_option("reduce_unused_params", enable, recurse)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Runs ``hook(rows)`` on this unit's reduced rows (flat, reduce dtype, pads are zero) before ``.grad`` is set.
+
+        On a 2-D mesh it runs after the all-reduce. The hook changes ``rows`` in place. Not recursive.
+
+        Raises:
+            NotImplementedError: ``stream`` was given.
+        """
+        state = self._get_fsdp_state()
+        if stream is not None:
+            raise NotImplementedError("fsdp2x.FSDPModule.set_all_reduce_hook: stream is not supported; leave it None")
+        state.comms.all_reduce_hook = hook
+        state.apply_comms()
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers this unit through ``comm`` (torch's ``AllGather`` protocol) over the process group. Not recursive.
+
+        Raises:
+            ValueError: the model was sharded with ``transport="shm"``.
+            RuntimeError: called during forward or backward.
+        """
+        state = self._get_fsdp_state()
+        state.comms.all_gather = comm
+        state.apply_comms()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol), see :meth:`set_custom_all_gather`."""
+        state = self._get_fsdp_state()
+        state.comms.reduce_scatter = comm
+        state.apply_comms()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: backward starts reductions, :meth:`finalize_backward` ends them, for schedules of several backwards.
+
+        Root only.
+
+        Raises:
+            RuntimeError: not the root, or during backward.
+        """
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
+        if state.root is not None and state.root.in_backward:
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+        state.manual_finalization = enabled
+        if state.root is not None:
+            state.root.manual_finalization = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Ends the reductions of all backwards since the last call. Root only, with manual finalization.
+
+        Args:
+            async_op: return a handle instead of waiting; the reductions are done, and ``.grad`` set, at its ``wait()``.
+
+        Raises:
+            RuntimeError: not the root; before the first forward; without manual finalization; during backward; while
+                an earlier handle was not waited for.
+        """
+        state = self._get_fsdp_state()
+        state.check_finalization()
+        if async_op:
+            return GradientReductionHandle(state)
+        state.root.finalize_backward()
+        return None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the parameters (gathered again in backward). Acts from the next forward on."""
@@ -114,6 +215,34 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: do not gather this unit in backward (an embedding's backward does not read its weight)."""
         self._set_option("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No effect on the CPU, where the optimizer has finished when its step returns.
+
+        Raises:
+            NotImplementedError: on other devices.
+        """
+        self._only_on_cpu("set_post_optim_event")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect on the CPU: no backend there has registered memory. Results and memory do not depend on it."""
+        if enable:
+            self._only_on_cpu("set_allocate_memory_from_process_group_for_comm")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many packed units may wait for their reduction on a device. On the CPU one waits at most, always.
+
+        Raises:
+            ValueError: not a positive int.
+        """
+        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers!r}")
+        if max_input_buffers > 1:
+            self._only_on_cpu("set_reduce_scatter_max_input_buffers")
+
+    def _only_on_cpu(self, name: str) -> None:
+        if self._get_fsdp_state().ranks.device.type != "cpu":
+            raise NotImplementedError(f"fsdp2x.FSDPModule.{name} is supported on the CPU only, where it has no effect")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by ``factor`` instead of the number of ranks. Not recursive."""
@@ -152,8 +281,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         state.reshard()
         result = super(torch_fsdp.FSDPModule, self)._apply(fn, recurse=recurse)
         state.adopt()
-        if state.unit is not None:
-            state.unit.forget_gradients()
+        state.forget_gradients()
         return result
 
 
@@ -176,6 +304,20 @@ def _refuse_unknown_methods() -> None:
 
 
 _refuse_unknown_methods()
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
+
+    Raises:
+        ValueError: one of ``modules`` is not sharded.
+        NotImplementedError: on other devices than the CPU.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+        if module._get_fsdp_state().ranks.device.type != "cpu":
+            raise NotImplementedError("fsdp2x.share_comm_ctx is supported on the CPU only, where it has no effect")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

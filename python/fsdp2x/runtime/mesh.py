@@ -1,8 +1,9 @@
-"""Which ranks share a unit's parameters: validation of the device mesh and the 1-D shard group taken from it."""
+"""Which ranks share parameters: validation of device meshes, and the shard and replicate axes taken from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,25 @@ from fsdp2x.runtime import torch_private
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks among which a unit is sharded: one axis of a mesh."""
+    """The ranks among which parameters are sharded, and those that hold copies of the same shards.
+
+    ``mesh`` is the data-parallel mesh: 1-D (shard), or 2-D (replicate, shard). With ``dp_mesh_dims`` it is cut out of
+    ``spmd_mesh``, on which the parameters already are DTensors.
+    """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: nothing is sharded, a world of one
     rank: int
     world: int
+    replicate_group: dist.ProcessGroup | None
+    replicas: int
     device: torch.device
+    spmd_mesh: DeviceMesh | None = None
+    dp_mesh_dims: Any = None
+
+    @property
+    def has_replicate_axis(self) -> bool:
+        return self.replicate_group is not None
 
 
 def default_mesh() -> DeviceMesh:
@@ -29,25 +42,73 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),))
 
 
-def shard_group(mesh: DeviceMesh) -> ShardGroup:
-    """Checks ``mesh`` and returns its shard axis.
+def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
+    """Checks ``mesh`` and returns its data-parallel axes.
 
     Raises:
-        ValueError: the mesh has neither one nor two axes.
-        NotImplementedError: the mesh has two axes (HSDP).
+        ValueError: the mesh has neither one nor two axes, or ``dp_mesh_dims`` names an axis that it has not.
+        AssertionError: a 2-D mesh without names for its axes (upstream's type).
     """
+    if dp_mesh_dims is not None:
+        return _from_named_axes(mesh, dp_mesh_dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2:
-        if mesh.mesh_dim_names is None:
-            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-        raise NotImplementedError(
-            f"fsdp2x.fully_shard: 2-D meshes (HSDP) are not supported yet, got {mesh}; pass a 1-D mesh such as "
-            f"mesh[{mesh.mesh_dim_names[-1]!r}]"
-        )
+    if mesh.ndim == 1:
+        return _make(mesh, shard_axis=0, replicate_axis=None)
+    if mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    return _make(mesh, shard_axis=1, replicate_axis=0)
+
+
+def from_mesh_info(info: Any) -> ShardGroup:
+    """From the ``mesh_info`` that a ``shard_placement_fn`` returned in torch's ``ShardPlacementResult``."""
+    return _make(
+        info.mesh,
+        shard_axis=getattr(info, "shard_mesh_dim", None),
+        replicate_axis=getattr(info, "replicate_mesh_dim", None),
+        spmd_mesh=getattr(info, "spmd_mesh", None),
+        dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
+    )
+
+
+def _make(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None, **spmd: Any) -> ShardGroup:
+    group = mesh.get_group(shard_axis) if shard_axis is not None else None
+    replicate_group = mesh.get_group(replicate_axis) if replicate_axis is not None else None
+    return ShardGroup(
+        mesh=mesh,
+        group=group,
+        rank=group.rank() if group is not None else 0,
+        world=group.size() if group is not None else 1,
+        replicate_group=replicate_group,
+        replicas=replicate_group.size() if replicate_group is not None else 1,
+        device=_device(mesh),
+        **spmd,
+    )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    group = mesh.get_group()
-    return ShardGroup(mesh, group, group.rank(), group.size(), device)
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _from_named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> ShardGroup:
+    shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
+    if not shard and not replicate:
+        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*shard, *replicate):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    spmd = {"spmd_mesh": mesh, "dp_mesh_dims": dp_mesh_dims}
+    if not shard:
+        return _make(_one_axis(mesh, replicate), shard_axis=None, replicate_axis=0, **spmd)
+    if not replicate:
+        return _make(_one_axis(mesh, shard), shard_axis=0, replicate_axis=None, **spmd)
+    both = torch_private.concatenate_meshes([_one_axis(mesh, replicate), _one_axis(mesh, shard)])
+    return _make(both, shard_axis=1, replicate_axis=0, **spmd)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))

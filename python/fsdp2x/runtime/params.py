@@ -1,7 +1,7 @@
-"""The parameters of one unit: cutting them into shards, the pool they lie in, and adopting what replaced them.
+"""The parameters of one group: cutting them into shards, the pool they lie in, and adopting what replaced them.
 
-``UnitParams`` owns the shard pool and the sharded ``nn.Parameter`` objects; the engine's unit is built from it at lazy
-initialization and keeps the same pool.
+``GroupParams`` owns the shard pool and the sharded ``nn.Parameter`` objects; the engine's group is built from it at
+lazy initialization and keeps the same pool.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2x.runtime import mesh as meshes
+from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.collect import OwnedParam
+from fsdp2x.runtime.extensions import Extension, has_extension
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 
@@ -27,88 +30,90 @@ class ShardedParam:
 
     param: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    shape: torch.Size
-    shard_dim: int
+    spec: specs.ParamSpec
+    local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
     original_id: int  # identity of the unsharded parameter, to find one that two units claim
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
+    extension: Extension | None = None
     fqn: str = ""
 
     @property
     def view(self) -> tuple[int, int, int]:
-        """The global shape as (outer, dim, inner) around the shard dim."""
-        dim = self.shard_dim
-        return math.prod(self.shape[:dim]), self.shape[dim], math.prod(self.shape[dim + 1 :])
+        """The unsharded local shape as (outer, dim, inner) around the shard dim."""
+        dim = self.spec.shard_dim
+        return math.prod(self.local_size[:dim]), self.local_size[dim], math.prod(self.local_size[dim + 1 :])
 
-    def local_shape(self, ranks: ShardGroup) -> torch.Size:
-        begin, end = _C.shard_rows(self.shape[self.shard_dim], ranks.world, ranks.rank)
-        sizes = list(self.shape)
-        sizes[self.shard_dim] = end - begin
-        return torch.Size(sizes)
-
-    def gradient_spec(self, ranks: ShardGroup):
-        """What :func:`make_gradient` needs to wrap this rank's gradient rows."""
-        return ranks.mesh, self.param.placements, self.shape, self.local_shape(ranks)
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """Upstream's name of ``param``, which some frameworks read."""
+        return self.param
 
 
-def make_gradient(spec, local: torch.Tensor) -> DTensor:
-    """The DTensor over the flat gradient rows ``local``; placement and shape are the parameter's."""
-    mesh, placements, shape, local_shape = spec
-    with torch.no_grad():
-        return _as_dtensor(local.view(local_shape), mesh, placements, shape)
+@dataclass(frozen=True)
+class Placed:
+    """Where a parameter goes: the ranks that share it and the dim it is cut along."""
+
+    owned: OwnedParam
+    ranks: ShardGroup
+    shard_dim: int
 
 
-def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
-    """Adds the flat gradient rows ``local`` to a ``.grad`` that somebody else assigned."""
-    grad = param.grad
-    target = grad.to_local() if isinstance(grad, DTensor) else grad
-    with torch.no_grad():
-        target.add_(local.view(target.shape))
+def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
+    """Asks ``shard_placement_fn``; by default ``Shard(0)`` over ``ranks``.
 
-
-def shard_dim_of(param: nn.Parameter, placement_fn: Callable | None) -> int:
-    """The dim ``shard_placement_fn`` chooses for ``param``, 0 by default."""
+    Raises:
+        ValueError: the function returned something else than None, ``Shard`` or torch's ``ShardPlacementResult``, or
+            a dim that the parameter has not.
+    """
+    param = owned.param
     placement = placement_fn(param) if placement_fn is not None else None
+    if hasattr(placement, "mesh_info"):
+        ranks, placement = meshes.from_mesh_info(placement.mesh_info), placement.placement
     if placement is None:
-        return 0
+        return Placed(owned, ranks, 0)
     if not isinstance(placement, Shard):
-        raise NotImplementedError(
-            f"fsdp2x.fully_shard: shard_placement_fn returned {placement!r} for a parameter of shape "
-            f"{tuple(param.shape)}; only None and Shard(dim) are supported (per-parameter meshes are not)"
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}; expected "
+            "None, Shard(dim) or ShardPlacementResult"
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
-        raise ValueError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
-    return dim
+        raise AssertionError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
+    return Placed(owned, ranks, dim)
 
 
-class UnitParams:
-    """The sharded parameters of one unit and the pool their shards lie in."""
+def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
+    """Parameters of one mesh together, in order of first appearance."""
+    groups: dict[tuple, list[Placed]] = {}
+    for one in placed:
+        key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
 
-    def __init__(self, owned: list[OwnedParam], ranks: ShardGroup, placement_fn: Callable | None) -> None:
-        self.ranks = ranks
+
+class GroupParams:
+    """The sharded parameters of one group and the pool their shards lie in."""
+
+    def __init__(self, placed: list[Placed]) -> None:
+        self.ranks = placed[0].ranks
         self.pool: torch.Tensor | None = None
         self.params: list[ShardedParam] = []
+        self.engine = None  # _C.Group, from lazy initialization on
         self._offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
-        dims = [shard_dim_of(entry.param, placement_fn) for entry in owned]
-        for entry, dim in zip(owned, dims, strict=True):
-            self._check(entry, dim)
+        for one in placed:
+            self._check(one)
         with torch.no_grad():
-            self._shard(owned, dims)
+            for one in placed:
+                self._shard(one)
+            self.adopt()
+        for sharded in self.params:
+            for module, name in sharded.owners:
+                module._parameters[name] = sharded.param
 
-    def _check(self, entry: OwnedParam, dim: int) -> None:
-        param, (module, name) = entry.param, entry.owners[0]
+    def _check(self, placed: Placed) -> None:
+        param, (module, name) = placed.owned.param, placed.owned.owners[0]
         where = f"parameter {name!r} of {type(module).__name__}"
-        if isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"fsdp2x.fully_shard: {where} is already a DTensor (tensor or expert parallel); "
-                "combine them with torch.distributed.fsdp.fully_shard for now"
-            )
-        if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
-            raise NotImplementedError(
-                f"fsdp2x.fully_shard: {where} is a {type(param.data).__name__} with all-gather extensions, "
-                "which are not supported yet; unwrap it or use torch.distributed.fsdp.fully_shard"
-            )
         if not param.is_contiguous():
             raise NotImplementedError(
                 f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=}"
@@ -118,30 +123,31 @@ class UnitParams:
                 f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
                 f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}. Freeze it or convert it first."
             )
-        if dim > 0 and param.shape[dim] % self.ranks.world != 0:
-            raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {dim}: {param.size()} (world size: {self.ranks.world})"
-            )
 
-    def _shard(self, owned: list[OwnedParam], dims: list[int]) -> None:
-        ranks = self.ranks
-        for entry, dim in zip(owned, dims, strict=True):
-            full = entry.param.detach()
-            begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
-            local = full.narrow(dim, begin, end - begin) if end > begin else full.narrow(dim, 0, 0)
-            sharded = nn.Parameter(
-                _as_dtensor(local, ranks.mesh, (Shard(dim),), full.shape), requires_grad=entry.param.requires_grad
+    def _shard(self, placed: Placed) -> None:
+        owned, ranks = placed.owned, placed.ranks
+        module, name = owned.owners[0]
+        where = f"parameter {name!r} of {type(module).__name__}"
+        spec, full = specs.make_spec(owned.param, where, ranks, placed.shard_dim)
+        dim = placed.shard_dim
+        if dim > 0 and full.shape[dim] % ranks.world != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {full.size()} (world size: {ranks.world})"
             )
-            attributes = dict(entry.param.__dict__)
-            sharded.__dict__.update(attributes)
-            self.params.append(ShardedParam(sharded, entry.owners, full.shape, dim, id(entry.param), attributes))
-        self.adopt()
-        for sharded in self.params:
-            for module, name in sharded.owners:
-                module._parameters[name] = sharded.param
+        local = _cut(full, ranks, dim)
+        sharded = nn.Parameter(spec.wrap(local), requires_grad=owned.param.requires_grad)
+        attributes = dict(owned.param.__dict__)
+        sharded.__dict__.update({key: value for key, value in attributes.items() if key not in _DTENSOR_SLOTS})
+        extension = Extension(spec, full, ranks, module) if has_extension(local) else None
+        self.params.append(
+            ShardedParam(sharded, owned.owners, spec, full.shape, id(owned.param), attributes, extension)
+        )
 
     def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[tuple]:
-        """(outer, dim, inner, orig, compute, reduce dtype) of each parameter, as the engine's layout wants them."""
+        """What the engine's layout wants of each parameter.
+
+        A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
+        """
         origs = [sharded.param.dtype for sharded in self.params]
         reduce = reduce_dtype
         for dtype in origs:
@@ -151,11 +157,12 @@ class UnitParams:
         for sharded, orig in zip(self.params, origs, strict=True):
             compute = param_dtype if param_dtype is not None and orig.is_floating_point else orig
             castable = orig in _REDUCIBLE and compute in _REDUCIBLE
-            if compute != orig and not castable:
+            if compute != orig and not castable and sharded.extension is None:
                 raise NotImplementedError(
                     f"fsdp2x.fully_shard: parameter {sharded.fqn!r} cannot be cast from {orig} to {compute}"
                 )
-            shapes.append((*sharded.view, orig, compute, reduce if castable else orig))
+            in_slot = sharded.extension is None
+            shapes.append((*sharded.view, orig, compute, reduce if castable else orig, in_slot))
         return shapes
 
     def adopt(self) -> bool:
@@ -170,7 +177,7 @@ class UnitParams:
             if isinstance(current, DTensor) and current is not sharded.param:
                 sharded.param = current
         locals_ = [sharded.param.to_local().detach() for sharded in self.params]
-        if any(local.is_meta for local in locals_) or not self.params:
+        if any(local.is_meta for local in locals_):
             return False
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
         fresh = self.pool is None or self.pool.numel() != max(layout.shard_pool_bytes, 1)
@@ -181,16 +188,17 @@ class UnitParams:
         self._offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
-                self._move_in(sharded, local, offset, fresh)
+                if sharded.extension is None:  # subclasses keep their own storages
+                    self._move_in(sharded, local, offset, fresh)
         return fresh
 
     def _move_in(self, sharded: ShardedParam, local: torch.Tensor, offset: int, fresh: bool) -> None:
-        expected = sharded.local_shape(self.ranks)
+        expected = sharded.spec.local_shape
         if local.shape != expected:
             raise ValueError(
                 f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} on "
-                f"rank {self.ranks.rank}, expected {tuple(expected)} of {tuple(sharded.shape)}: load DTensors with "
-                "the placement of the sharded model"
+                f"rank {self.ranks.rank}, expected {tuple(expected)} of {tuple(sharded.param.shape)}: load DTensors "
+                "with the placement of the sharded model"
             )
         in_place = local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset
         if not fresh and local.numel() and in_place and local.is_contiguous():
@@ -199,31 +207,66 @@ class UnitParams:
         pooled.copy_(local)
         torch_private.set_local_tensor(sharded.param, pooled)
 
-    def engine_params(self, shapes: list[tuple], device: torch.device) -> list[tuple]:
-        """The tuples ``_C.Unit`` takes: fqn, sharded, unsharded, gradient spec, owners."""
+    def make_engine_group(self, name: str, param_dtype, reduce_dtype):
+        """The ``_C.Group`` over these parameters."""
+        shapes = self.shapes(param_dtype, reduce_dtype)
+        self.engine = _C.Group(
+            name,
+            _C.Layout(shapes, self.ranks.world, self.ranks.rank),
+            self.pool,
+            self._engine_params(shapes),
+            specs.make_gradient,
+            specs.add_to_foreign,
+            specs.plain_gradient,
+            self.ranks.replicas,
+        )
+        return self.engine
+
+    def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
+        """The tuples ``_C.Group`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
         result = []
         # Made outside inference mode once and for all: an inference tensor could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for sharded, shape in zip(self.params, shapes, strict=True):
-                tensor = _C.tensor_without_memory(list(sharded.shape), shape[4], device)
-                unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
-                unsharded.__dict__.update(sharded.attributes)
-                if unsharded.is_floating_point():
-                    unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
+                unsharded = local = None
+                if sharded.extension is None:
+                    local = _C.tensor_without_memory(list(sharded.local_size), shape[4], self.ranks.device)
+                    unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
                 owners = [(module._parameters, name, _weak_if_custom(module)) for module, name in sharded.owners]
-                spec = sharded.gradient_spec(self.ranks)
-                result.append((sharded.fqn, sharded.param, unsharded, spec, owners))
+                wrapped = sharded.spec.unsharded is not None
+                result.append((sharded.fqn, sharded.param, unsharded, local if wrapped else None, sharded.spec, owners))
         return result
 
 
+def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:
+    """The parameter modules see while the unit is unsharded."""
+    unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
+    unsharded.__dict__.update({k: v for k, v in sharded.attributes.items() if k not in _DTENSOR_SLOTS})
+    if unsharded.is_floating_point():
+        unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
+    return unsharded
+
+
 _REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# What DTensor itself keeps on its instances.
+_DTENSOR_SLOTS = ("_local_tensor", "_spec")
+
+
+def _cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
+    """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
+    begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
+    if not has_extension(full):
+        return full.narrow(dim, begin, end - begin) if end > begin else full.narrow(dim, 0, 0)
+    first_begin, first_end = _C.shard_rows(full.shape[dim], ranks.world, 0)
+    sizes = list(full.shape)
+    sizes[dim] = first_end - first_begin
+    padded = full.new_zeros(sizes)
+    rows = padded.narrow(dim, 0, end - begin)
+    if end > begin:
+        rows.copy_(full.narrow(dim, begin, end - begin))
+    return rows
 
 
 def _weak_if_custom(module: nn.Module):
     """A weak reference if the class overrides ``__setattr__`` (an LSTM keeps its own list of weights), else None."""
     return None if type(module).__setattr__ is nn.Module.__setattr__ else weakref.ref(module)
-
-
-def _as_dtensor(local: torch.Tensor, mesh, placements, shape: torch.Size) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

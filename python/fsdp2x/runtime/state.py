@@ -9,15 +9,14 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import params as sharding
-from fsdp2x.runtime import torch_private
+from fsdp2x.runtime import comms, torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.transport import make_root
+from fsdp2x.runtime.params import GroupParams, ShardedParam
+from fsdp2x.runtime.transport import TransportChoice
 
 
 class UnitState(torch_private.State):
@@ -30,7 +29,7 @@ class UnitState(torch_private.State):
         self.mp_policy = MixedPrecisionPolicy()
         self.transport = "auto"
         self.timeout: timedelta | None = None
-        self.params: sharding.UnitParams | None = None
+        self.groups: list[GroupParams] = []  # one per mesh; none without parameters
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.is_root: bool | None = None  # decided at lazy initialization
         self.provisional = False  # became a root through unshard(), before any forward
@@ -41,6 +40,12 @@ class UnitState(torch_private.State):
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
         self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
+        self.comms = comms.CustomComms()  # the user's collectives and hooks
+        self.root_state = lambda: None  # weak reference to the state of the root
+        # Read on the root only.
+        self.manual_finalization = False
+        self.reduction_pending = False  # a handle of finalize_backward was not waited for
+        self.generation = 0  # counts resets, which invalidate handles
 
     def configure(
         self,
@@ -50,10 +55,10 @@ class UnitState(torch_private.State):
         reshard_after_forward: bool | None,
         transport: str,
         timeout: timedelta | None,
-        params: sharding.UnitParams,
+        groups: list[GroupParams],
     ) -> None:
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
-        self.transport, self.timeout, self.params = transport, timeout, params
+        self.transport, self.timeout, self.groups = transport, timeout, groups
         self.auto_reshard = reshard_after_forward is None
         self.options.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
         self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
@@ -64,6 +69,11 @@ class UnitState(torch_private.State):
     def live_options(self):
         """The settings the engine reads: the unit's once it exists."""
         return self.options if self.unit is None else self.unit.options
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters of all groups."""
+        return [param for group in self.groups for param in group.params]
 
     # --- hooks ---
 
@@ -78,7 +88,7 @@ class UnitState(torch_private.State):
         for module in self.modules:
             module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.hooks.post_forward, always_call=True)
-        for module in {id(m): m for param in self.params.params for m, _ in param.owners}.values():
+        for module in {id(m): m for param in self.params for m, _ in param.owners}.values():
             module.register_state_dict_pre_hook(lambda *args: weak().reshard())
             module._register_load_state_dict_pre_hook(lambda *args: weak().reshard())
             module.register_load_state_dict_post_hook(lambda *args: weak().adopt())
@@ -91,7 +101,6 @@ class UnitState(torch_private.State):
         Raises:
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
             ValueError: two units claim one parameter.
-            NotImplementedError: units below one root use different meshes.
         """
         if self.unit is not None and not self.provisional:
             return
@@ -103,13 +112,54 @@ class UnitState(torch_private.State):
         _check_tree(tree)
         if not provisional and self.auto_reshard:
             self.live_options().reshard_after_forward = False
-        root = make_root(self.ranks, self.transport, self.timeout)
-        for state in tree:
-            state._join(root, is_root=state is self, provisional=provisional)
-        for state in tree:
-            state.apply_prefetch()
         self.tree = tree
+        self._make_root(provisional=provisional)
         self.hooks.set_all([state.hooks for state in tree])
+
+    def _make_root(self, *, provisional: bool) -> None:
+        """Makes the engine's root for ``self.tree`` and its transports. Collective."""
+        tree = self.tree
+        root = _C.Root(self.ranks.device)
+        root.manual_finalization = self.manual_finalization
+        choice = TransportChoice(self.transport, self.timeout, custom=any(state.comms.is_custom for state in tree))
+        for state in tree:
+            state._join(root, choice, is_root=state is self, provisional=provisional)
+        for state in tree:
+            state.root_state = weakref.ref(self)
+            state.apply_prefetch()
+
+    def apply_comms(self) -> None:
+        """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.unit is None:
+            return
+        root_state = self.root_state()
+        shares_memory = any(group.engine.transport_name == "shm" for group in self.groups)
+        if not (self.comms.is_custom and shares_memory):
+            self.comms.apply(self)
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError("custom collectives cannot be set during forward or backward")
+        root_state._make_root(provisional=root_state.provisional)
+
+    def check_finalization(self) -> None:
+        """What ``finalize_backward`` demands, in upstream's words."""
+        if self.root is None:
+            raise RuntimeError("finalize_backward must be called after the first forward")
+        if self.reduction_pending:
+            raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
+        if not self.is_root:
+            raise RuntimeError("finalize_backward must be called on the root FSDP module")
+        if not self.manual_finalization:
+            raise RuntimeError(
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
+                "before forward"
+            )
+        if self.root.in_backward:
+            raise RuntimeError("finalize_backward must be called after backward completes")
 
     def _find_tree(self) -> list[UnitState]:
         """All units below this module in the order of ``named_modules``; names them and their parameters."""
@@ -128,35 +178,28 @@ class UnitState(torch_private.State):
                 state.names = []
                 tree[id(state)] = state
             state.names.append(name)
-        by_param = {id(param.param): param for state in tree.values() for param in state.params.params}
+        by_param = {id(param.param): param for state in tree.values() for param in state.params}
         for name, param in root_module.named_parameters():
             if id(param) in by_param:
                 by_param[id(param)].fqn = name
         return list(tree.values())
 
-    def _join(self, root, *, is_root: bool, provisional: bool) -> None:
+    def _join(self, root, choice: TransportChoice, *, is_root: bool, provisional: bool) -> None:
         """Builds the engine's unit, or moves an existing one, under ``root``."""
         if self.unit is None:
             policy = self.mp_policy
-            shapes = self.params.shapes(policy.param_dtype, policy.reduce_dtype)
-            layout = _C.Layout(shapes, self.ranks.world, self.ranks.rank)
-            pool = self.params.pool
-            if pool is None:
-                pool = torch.empty(0, dtype=torch.uint8, device=self.ranks.device)
-            self.unit = _C.Unit(
-                self.name,
-                layout,
-                pool,
-                self.params.engine_params(shapes, self.ranks.device),
-                sharding.make_gradient,
-                sharding.add_to_foreign,
-                self.options,
-            )
+            engine_groups = []
+            for index, group in enumerate(self.groups):
+                name = self.name if index == 0 else f"{self.name} (mesh {index})"
+                engine_groups.append(group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype))
+                comms.connect(group, self.modules, policy)
+            self.unit = _C.Unit(self.name, self.ranks.device, engine_groups, self.options)
             self.hooks.set_unit(self.unit)
         else:
             self.unit.reshard()
-        root.add_unit(self.unit)
+        root.add_unit(self.unit, [choice.transport_of(group.ranks) for group in self.groups])
         self.root, self.is_root, self.provisional = root, is_root, provisional
+        self.comms.apply(self)
 
     def apply_prefetch(self) -> None:
         """Hands the explicit prefetch lists to the engine once all units in them exist."""
@@ -182,18 +225,25 @@ class UnitState(torch_private.State):
         Raises:
             RuntimeError: dtype or device changed after lazy initialization.
         """
-        before = [param.param for param in self.params.params]
-        fresh = self.params.adopt()
-        if self.unit is None:
-            return
-        if fresh:
-            raise RuntimeError(
-                f"fsdp2x: the parameters of unit '{self.name}' changed their dtype or device after the first forward; "
-                "convert or move the model before, or shard a new one"
-            )
-        for index, (old, sharded) in enumerate(zip(before, self.params.params, strict=True)):
-            if sharded.param is not old:
-                self.unit.set_sharded_param(index, sharded.param, sharded.gradient_spec(self.ranks))
+        for group in self.groups:
+            before = [param.param for param in group.params]
+            fresh = group.adopt()
+            if group.engine is None:
+                continue
+            if fresh:
+                raise RuntimeError(
+                    f"fsdp2x: the parameters of unit '{self.name}' changed their dtype or device after the first "
+                    "forward; convert or move the model before, or shard a new one"
+                )
+            for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
+                if sharded.param is not old:
+                    group.engine.set_sharded_param(index, sharded.param, sharded.spec)
+
+    def forget_gradients(self) -> None:
+        """After parameters moved: no gradient of before may be written to."""
+        for group in self.groups:
+            if group.engine is not None:
+                group.engine.forget_gradients()
 
     def reset(self) -> None:
         """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""
@@ -203,8 +253,10 @@ class UnitState(torch_private.State):
             return
         for state in self.tree:
             state.hooks.forget_progress()
-            for sharded in state.params.params:
+            for sharded in state.params:
                 sharded.param.grad = None
+        self.reduction_pending = False
+        self.generation += 1
         self.root.reset()
 
 
@@ -228,14 +280,8 @@ def _check_tree(tree: list[UnitState]) -> None:
     """Checks of upstream's lazy initialization, over all units of a root."""
     seen: dict[int, str] = {}
     meta: list[str] = []
-    first = tree[0]
     for state in tree:
-        if state.ranks.mesh != first.ranks.mesh:
-            raise NotImplementedError(
-                f"fsdp2x.fully_shard: units below one root must share a mesh, but '{first.name}' has "
-                f"{first.ranks.mesh} and '{state.name}' has {state.ranks.mesh}"
-            )
-        for param in state.params.params:
+        for param in state.params:
             if param.original_id in seen:
                 raise ValueError(
                     f"Parameter '{param.fqn}' is shared with a parameter already managed by another FSDP group. "

@@ -17,20 +17,35 @@ from torch.distributed._composable.contract import (  # to undo a registration w
     _get_registry,
 )
 from torch.distributed._composable_state import _State  # what contract() requires of a state
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
+from torch.distributed.tensor.placement_types import _StridedShard  # rows cut by tensor parallelism, then by us
 from torch.distributed.utils import _get_root_modules  # which modules of a list are not below another one
 
 __all__ = [
+    "DTensorSpec",
+    "State",
+    "StridedShard",
     "accelerator_type",
+    "concatenate_meshes",
     "contract",
+    "dtensor",
+    "dtensor_spec",
+    "flatten_mesh",
     "forget_contract",
     "group_timeout",
     "is_replicated",
     "root_modules",
     "set_local_tensor",
-    "State",
+    "spec_of",
+    "spec_with_dtype",
+    "wait_if_async",
 ]
 
 State = _State
+StridedShard = _StridedShard
 root_modules = _get_root_modules
 
 
@@ -47,9 +62,47 @@ def forget_contract(modules: list[nn.Module], function) -> None:
         module.__dict__.get(REGISTRY_KEY, {}).pop(function.__name__, None)
 
 
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over ``local`` itself: unlike ``from_local`` without a view, checks or communication."""
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def dtensor_spec(mesh: DeviceMesh, placements: tuple, shape, stride, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a tensor of global ``shape`` and ``stride``."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The whole spec; the public attributes give its parts only."""
+    return tensor._spec
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """``spec`` for a tensor of ``dtype``."""
+    meta = spec.tensor_meta
+    if meta.dtype == dtype:
+        return spec
+    return dtensor_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
+
+
 def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
     """Re-points a DTensor at another local tensor of the same shape and dtype, keeping the object."""
     param._local_tensor = local
+
+
+def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a functional collective that may still run."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of ``meshes``, cut out of one root mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A 1-D mesh over all ranks of ``mesh``."""
+    return mesh._flatten(name)
 
 
 def accelerator_type() -> str:

@@ -1,7 +1,6 @@
-"""Chooses and sets up how a root's units talk: shared memory, the process group, or nothing at world size 1.
+"""Chooses how the ranks of a shard group talk: shared memory, the process group, or nothing at world size 1.
 
-Collective over the shard group; runs once per root at lazy initialization. The set-up owns no state: the transport
-belongs to the returned root.
+Collective over the shard group; runs once per root at lazy initialization. The engine's groups own their transports.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import functools
 import os
 import secrets
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,34 @@ def check_transport(name: str) -> None:
         raise ValueError(f"fully_shard: transport must be one of {', '.join(TRANSPORTS)}, got {name!r}")
 
 
-def make_root(ranks: ShardGroup, transport: str, timeout: timedelta | None):
-    """The engine's root for one shard group.
+class TransportChoice:
+    """Makes the transports of one root, one per shard group, all by the same rule."""
 
-    Raises:
-        ValueError: ``transport="shm"`` where the ranks cannot share memory; the message says why.
-    """
+    def __init__(self, name: str, timeout: timedelta | None, *, custom: bool = False) -> None:
+        if custom and name == "shm":
+            raise ValueError(
+                'fully_shard: custom collectives need a process group, but transport="shm" was asked for; use '
+                'transport="process_group" or "auto"'
+            )
+        self._name = "process_group" if custom else name
+        self._timeout = timeout
+        self._made: dict[Any, Any] = {}
+
+    def transport_of(self, ranks: ShardGroup):
+        """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
+
+        Raises:
+            ValueError: ``transport="shm"`` where the ranks cannot share memory; the message says why.
+        """
+        if ranks.group not in self._made:
+            self._made[ranks.group] = _make(ranks, self._name, self._timeout)
+        return self._made[ranks.group]
+
+
+def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
     on_cpu = ranks.device.type == "cpu"
-    if ranks.world == 1 and on_cpu and transport != "process_group":
-        return _C.local_root(ranks.device)
+    if ranks.world == 1 and on_cpu and (transport != "process_group" or ranks.group is None):
+        return _C.local_transport()
     reason, hello = "the mesh is not on the CPU", None
     if on_cpu and transport != "process_group":
         reason, hello = _why_not_shared(ranks)
@@ -42,10 +61,8 @@ def make_root(ranks: ShardGroup, transport: str, timeout: timedelta | None):
         raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
     if transport in ("auto", "shm") and reason is None:
         limit = timeout or torch_private.group_timeout(ranks.group)
-        return _C.shm_root(
-            ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds(), ranks.device
-        )
-    return _C.group_root(
+        return _C.shm_transport(ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds())
+    return _C.group_transport(
         functools.partial(_all_gather, ranks.group),
         functools.partial(_reduce_scatter, ranks.group),
         _wait,

@@ -1,0 +1,253 @@
+// A group: gather and free, gradients in, reduced rows out.
+#include "engine/group.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+
+#include "core/error.hpp"
+#include "engine/device_copy.hpp"
+#include "engine/root.hpp"
+#include "engine/unit.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+void call(const PyRef& function) {
+  if (!function) return;
+  pybind11::gil_scoped_acquire gil;
+  const PyRef result = PyRef::steal(PyObject_CallNoArgs(function.get()));
+  if (!result) throw_python_error();
+}
+
+at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t numel) {
+  const auto bytes = static_cast<int64_t>(numel * dtype_bytes(type));
+  return memory.narrow(0, static_cast<int64_t>(offset), bytes).view(torch_dtype(type));
+}
+
+}  // namespace
+
+Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
+             GroupCalls group_calls, int replicas)
+    : name(std::move(group_name)),
+      layout(std::move(group_layout)),
+      pool(std::move(shard_pool)),
+      device(pool.device()),
+      params(std::move(group_params)),
+      calls(std::move(group_calls)),
+      gradients(layout, params, device, std::move(calls.make_gradient), std::move(calls.add_to_foreign)),
+      replicas_(replicas) {
+  scratch.filled.assign(params.size(), 0);
+}
+
+const UnitOptions& Group::options() const { return unit->options; }
+
+Root& Group::root() const { return *unit->root; }
+
+// --- parameters ---
+
+void Group::begin_gather() {
+  ++root().counters.gathers;
+  call(calls.gather_slowly);
+  transport->begin_gather(*this);
+}
+
+void Group::finish_gather() {
+  transport->finish_gather(*this);
+  call(calls.finish_slowly);
+  pybind11::gil_scoped_acquire gil;
+  for (size_t i = 0; i < params.size(); ++i) {
+    params[i].fill(gather.read + layout.params()[i].slot_offset);
+    params[i].register_unsharded();
+  }
+  root().counters.parameter_stores += params.size();
+  is_filled_ = true;
+  attach_accumulator_hooks();
+}
+
+void Group::free() {
+  is_filled_ = false;
+  {
+    pybind11::gil_scoped_acquire gil;
+    for (size_t i = 0; i < params.size(); ++i) {
+      Param& param = params[i];
+      if (param.was_written()) {
+        const ParamPlace& place = layout.params()[i];
+        transport->discard_writes(gather.read + place.slot_offset,
+                                  static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute));
+      }
+      param.empty();
+      param.register_sharded();
+    }
+  }
+  root().counters.parameter_stores += params.size();
+  call(calls.free_slowly);
+  transport->release_gather(*this);
+}
+
+void Group::cancel_gather() {
+  if (is_filled_) return free();  // another group of the unit failed
+  call(calls.free_slowly);
+  transport->release_gather(*this);
+}
+
+void Group::attach_accumulator_hooks() {
+  for (size_t i = 0; i < params.size(); ++i) {
+    Param& param = params[i];
+    if (param.accumulator || !param.unsharded().requires_grad()) continue;
+    param.accumulator = torch::autograd::impl::grad_accumulator(param.unsharded());
+    auto hook = [weak = unit->weak_from_this(), this, i](const torch::autograd::variable_list& outputs,
+                                                         const torch::autograd::variable_list&) {
+      if (const auto owner = weak.lock()) pack_gradient(i);
+      return outputs;
+    };
+    param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
+  }
+}
+
+// --- gradients ---
+
+at::Tensor Group::plain(const at::Tensor& gradient, size_t param) const {
+  pybind11::gil_scoped_acquire gil;
+  const PyRef object = PyRef::steal(THPVariable_Wrap(gradient));
+  const PyRef local = PyRef::steal(
+      PyObject_CallFunctionObjArgs(calls.plain_gradient.get(), params[param].gradient_spec(), object.get(), nullptr));
+  if (!local) throw_python_error();
+  ++root().counters.python_calls;
+  return THPVariable_Unpack(local.get());
+}
+
+void Group::pack_gradient(size_t i) {
+  if (params[i].unsharded_object() == nullptr) return;
+  const at::Tensor& parameter = params[i].unsharded();
+  if (!parameter.grad().defined()) return;
+  at::Tensor gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
+  root().begin_backward();
+  if (gradient.layout() != at::kStrided) {
+    throw Error("fsdp2x: the gradient of '" + params[i].fqn() +
+                "' is sparse; only dense gradients can be sharded (use sparse=False in the embedding)");
+  }
+  if (gradient.unsafeGetTensorImpl()->is_python_dispatch()) gradient = plain(gradient, i);
+  transport->pack(*this, i, gradient);
+}
+
+void Group::sweep_gradients() {
+  for (size_t i = 0; i < params.size(); ++i) pack_gradient(i);
+}
+
+void Group::begin_reduce() {
+  ++root().counters.reductions;
+  transport->begin_reduce(*this);
+}
+
+bool Group::finish_reduce(bool flush) { return transport->finish_reduce(*this, flush); }
+
+size_t Group::segment_bytes(const Layout& plan) {
+  return plan.reduce_segment_bytes() + align_up(plan.params().size() * sizeof(double));
+}
+
+DType Group::reduce_type() const {
+  for (const ParamPlace& place : layout.params()) {
+    if (place.shape.reduce != DType::byte) return place.shape.reduce;
+  }
+  return DType::f32;
+}
+
+bool Group::averages() const {
+  // fp16 sums overflow early, so they are divided in two halves around the collective.
+  return !options().divide_factor && !options().force_sum_reduction && reduce_type() != DType::f16;
+}
+
+double Group::divisor() const {
+  return options().divide_factor.value_or(static_cast<double>(layout.world() * replicas_));
+}
+
+double pre_divisor(const Group& group) {
+  if (group.reduce_type() != DType::f16) return 1.0;
+  const double factor = group.divisor();
+  double before = 1.0;
+  while (std::fmod(factor, before) == 0.0 && factor / before > before) before *= 2.0;
+  return before;
+}
+
+void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor) {
+  if (!has_replicas()) {
+    attach_segment(segment, *plan, divisor);
+    return;
+  }
+  const size_t bytes = segment_bytes(*plan);
+  const at::Tensor rows = typed(segment, reduce_type(), 0, bytes / dtype_bytes(reduce_type()));
+  if (partial_.defined() && partial_.nbytes() != bytes) {
+    throw Error("fsdp2x: parameters of unit '" + name +
+                "' were frozen or unfrozen while gradients wait for their all-reduce; change requires_grad after a "
+                "backward with set_requires_all_reduce(True)");
+  }
+  if (partial_.defined()) {
+    typed(partial_, reduce_type(), 0, static_cast<size_t>(rows.numel())).add_(rows);
+  } else {
+    partial_ = segment.narrow(0, 0, static_cast<int64_t>(bytes)).clone();
+  }
+  partial_plan_ = plan;
+  partial_divisor_ = divisor;
+}
+
+void Group::all_reduce() {
+  if (!partial_.defined()) {
+    // No gradient here, but other replicas may have some: zeros, flags included.
+    partial_plan_ = transport->reduce_plan(*this);
+    partial_ = at::zeros({static_cast<int64_t>(segment_bytes(*partial_plan_))},
+                         at::TensorOptions().dtype(at::kByte).device(device));
+    partial_divisor_ = averages() ? 1.0 : divisor() / pre_divisor(*this);
+  }
+  const at::Tensor partial = std::exchange(partial_, at::Tensor());
+  {
+    pybind11::gil_scoped_acquire gil;
+    const PyRef rows =
+        PyRef::steal(THPVariable_Wrap(typed(partial, reduce_type(), 0, partial.nbytes() / dtype_bytes(reduce_type()))));
+    const PyRef done = PyRef::steal(
+        PyObject_CallFunctionObjArgs(calls.all_reduce.get(), rows.get(), averages() ? Py_True : Py_False, nullptr));
+    if (!done) throw_python_error();
+    ++root().counters.python_calls;
+  }
+  attach_segment(partial, *partial_plan_, partial_divisor_);
+}
+
+void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double divisor) {
+  const DType type = reduce_type();
+  const size_t flags_at = plan.reduce_segment_bytes();
+  const at::Tensor flags =
+      typed(segment, type, flags_at, params.size()).to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+  pybind11::gil_scoped_acquire gil;
+  if (calls.all_reduce_hook) {
+    const PyRef rows = PyRef::steal(THPVariable_Wrap(typed(segment, type, 0, flags_at / dtype_bytes(type))));
+    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(calls.all_reduce_hook.get(), rows.get(), nullptr));
+    if (!done) throw_python_error();
+  }
+  std::vector<GradientTarget> targets(params.size());
+  const auto wanted = [&](size_t i) { return flags.const_data_ptr<float>()[i] > 0.0F; };
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!wanted(i)) continue;
+    const ParamPlace& place = plan.params()[i];
+    targets[i] = gradients.prepare(i, root().blocks);
+    scale_into(device, place.shape.orig, targets[i].data, type,
+               static_cast<const std::byte*>(segment.const_data_ptr()) + place.reduce_segment_offset, place.shard_numel,
+               divisor, targets[i].accumulate);
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (wanted(i)) gradients.attach(i, targets[i]);
+  }
+  gradients.release_if_unused(root().blocks);
+}
+
+void Group::reset() {
+  transport->abandon_reduce(*this);
+  partial_ = at::Tensor();
+  for (Param& param : params) {
+    if (param.unsharded_object() != nullptr) param.unsharded().mutable_grad() = at::Tensor();
+  }
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,102 @@
+// The parameters of a unit that share a mesh: gathered in one operation, reduced in one operation. Owns the shard pool,
+// the parameters and their gradients. A unit has one group, or several when parameters choose meshes of their own.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/gradients.hpp"
+#include "engine/param.hpp"
+#include "engine/transport.hpp"
+
+namespace fsdp2x {
+
+class Root;
+class Unit;
+struct UnitOptions;
+
+// Python callables of a group. Null where there is nothing to call.
+struct GroupCalls {
+  PyRef make_gradient;    // (spec, local tensor) -> DTensor
+  PyRef add_to_foreign;   // (parameter, local tensor): adds to a `.grad` that is not ours
+  PyRef plain_gradient;   // (spec, gradient) -> plain local tensor, for gradients that are tensor subclasses
+  PyRef all_reduce;       // (tensor, average: bool): over the replicas of a 2-D mesh, returns when done
+  PyRef all_reduce_hook;  // (tensor): the user's, on the reduced rows
+  PyRef all_gather;       // instead of the transport's, with the same arguments; process group only
+  PyRef reduce_scatter;   // likewise
+  PyRef gather_slowly;    // (): starts the all-gathers of parameters with an extension of their own
+  PyRef finish_slowly;    // (): fills their unsharded parameters
+  PyRef free_slowly;      // ()
+};
+
+class Group {
+ public:
+  Group(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas);
+
+  // --- parameters ---
+  void begin_gather();
+  void finish_gather();  // takes the GIL
+  void free();           // poisons, registers the sharded parameters, gives the slot back
+  void cancel_gather();
+
+  // --- gradients ---
+  // Called by the hook on the parameter's AccumulateGrad node.
+  void pack_gradient(size_t param);
+  // Gradients that came by another way than the hook (assigned by the user, accumulated before the hook was there).
+  void sweep_gradients();
+  void begin_reduce();
+  bool finish_reduce(bool flush);
+  // The transport has summed this rank's rows of all parameters, flags behind them (see segment_bytes), into `segment`:
+  // keeps them for the all-reduce, or runs the hook and attaches. `divisor`: what the sum is still to be divided by.
+  void take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor);
+  // All-reduces what take_segment kept, then attaches it. In the same order on every replica.
+  void all_reduce();
+  // Back to sharded; gradients that are not reduced are dropped.
+  void reset();
+
+  // Whether the summed rows go through a segment of their own instead of straight into `.grad`.
+  bool is_staged() const { return calls.all_reduce || calls.all_reduce_hook; }
+  bool has_replicas() const { return static_cast<bool>(calls.all_reduce); }
+  bool holds_partial() const { return partial_.defined(); }
+  // Bytes of a rank's segment: the rows of `plan`, then one flag per parameter in the reduce dtype (> 0: some rank has
+  // a gradient).
+  static size_t segment_bytes(const Layout& plan);
+  DType reduce_type() const;
+  // Whether the collectives divide by the number of ranks; otherwise they sum.
+  bool averages() const;
+  // What a sum over all ranks (replicas too) is divided by.
+  double divisor() const;
+
+  const UnitOptions& options() const;
+  Root& root() const;
+
+  std::string name;
+  uint32_t index = 0;    // in its transport, the same on every rank
+  Unit* unit = nullptr;  // owns this group
+  std::shared_ptr<Transport> transport;
+  Layout layout;
+  at::Tensor pool;
+  at::Device device;
+  std::vector<Param> params;
+  GroupCalls calls;
+  Gradients gradients;
+  GatherSlot gather;
+  Scratch scratch;
+
+ private:
+  void attach_accumulator_hooks();
+  void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
+  at::Tensor plain(const at::Tensor& gradient, size_t param) const;
+
+  int replicas_;
+  bool is_filled_ = false;
+  at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
+  std::shared_ptr<const Layout> partial_plan_;
+  double partial_divisor_ = 1.0;
+};
+
+}  // namespace fsdp2x

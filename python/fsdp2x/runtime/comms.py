@@ -1,0 +1,124 @@
+"""What a group calls in Python: the all-reduce over replicas, extensions, and the user's own collectives and hooks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.runtime.params import GroupParams, unsharded_parameter
+
+
+def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
+    """Gives the engine's group its callables; once, when it is made."""
+    if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
+        group.engine.all_reduce = functools.partial(_all_reduce, group.ranks.replicate_group)
+    if any(param.extension is not None for param in group.params):
+        slow = _SlowGathers(group, mp_policy)
+        group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish
+        group.engine.free_slowly = slow.free
+
+
+def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> bool:
+    dist.all_reduce(rows, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
+    return True
+
+
+class _SlowGathers:
+    """The extensions of one group. Holds its parameters weakly: the engine must not lead back to modules."""
+
+    def __init__(self, group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
+        self._group = weakref.ref(group)
+        self._mp_policy = mp_policy
+
+    def _extended(self):
+        for index, param in enumerate(self._group().params):
+            if param.extension is not None:
+                yield index, param
+
+    @torch.no_grad()
+    def begin(self) -> bool:
+        for _, param in self._extended():
+            param.extension.begin(param.param.to_local(), param.owners[0][0], self._mp_policy)
+        return True
+
+    def finish(self) -> bool:
+        group = self._group()
+        with torch.inference_mode(False), torch.no_grad():
+            for index, param in self._extended():
+                dtype = self._mp_policy.param_dtype or param.param.dtype
+                tensor = param.extension.finish(param.param.to_local(), dtype)
+                if param.extension.parameter is None:
+                    param.extension.parameter = unsharded_parameter(param, param.spec.wrap_unsharded(tensor))
+                    group.engine.set_unsharded_param(index, param.extension.parameter)
+        return True
+
+    def free(self) -> bool:
+        for _, param in self._extended():
+            param.extension.free()
+        return True
+
+
+class CustomComms:
+    """Collectives and hooks that the user set on a unit, before or after the engine's groups exist."""
+
+    def __init__(self) -> None:
+        self.all_gather: Any = None
+        self.reduce_scatter: Any = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether collectives must go through a process group."""
+        return self.all_gather is not None or self.reduce_scatter is not None
+
+    def apply(self, state) -> None:
+        """Hands them to the engine's groups of ``state``."""
+        for group in state.groups:
+            engine = group.engine
+            engine.all_reduce_hook = self.all_reduce_hook and functools.partial(_call_hook, self.all_reduce_hook)
+            engine.all_gather = self.all_gather and functools.partial(
+                _custom_gather, self.all_gather, group.ranks.group
+            )
+            engine.reduce_scatter = self.reduce_scatter and functools.partial(
+                _custom_scatter, self.reduce_scatter, group.ranks.group
+            )
+
+
+def _call_hook(hook: Callable[[torch.Tensor], None], rows: torch.Tensor) -> bool:
+    hook(rows)
+    return True
+
+
+# A custom object may demand memory of its own (`allocate`, for registered or symmetric buffers): the engine's staging
+# is copied there and back.
+def _custom_gather(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    theirs = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
+    mine = theirs.narrow(0, group.rank() * source.numel(), source.numel())
+    mine.copy_(source)
+    work = comm(output_tensor=theirs, input_tensor=mine, group=group, async_op=False)
+    _finish(work)
+    output.copy_(theirs)
+    return None
+
+
+def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+    theirs_in = comm.allocate(tuple(source.shape), dtype=source.dtype, device=source.device)
+    theirs_in.copy_(source)
+    theirs_out = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    work = comm(output_tensor=theirs_out, input_tensor=theirs_in, group=group, op=op, async_op=False)
+    _finish(work)
+    output.copy_(theirs_out)
+    return None
+
+
+def _finish(work: Any) -> None:
+    if work is not None and hasattr(work, "wait"):
+        work.wait()
