@@ -147,6 +147,10 @@ void bind_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
       .def(py::init<at::Device>(), py::arg("device"))
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
+      .def("add_post_forward",
+           [](Root& self, const std::shared_ptr<Group>& group, const std::shared_ptr<Transport>& transport) {
+             self.add_post_forward(*group, transport);
+           })
       .def("reset", &Root::reset)
       .def("finalize_backward", &Root::finalize_backward)
       .def_property_readonly("in_forward", &Root::in_forward)
@@ -183,6 +187,20 @@ void bind_group(py::module_& m) {
            py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
            py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"))
       .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
+      .def("set_post_forward",
+           [](Group& self, const std::string& name, const Layout& layout, const at::Tensor& pool,
+              const std::vector<py::object>& sharded) {
+             std::vector<PyRef> params;
+             for (const py::object& param : sharded) params.push_back(own(param));
+             self.set_post_forward(
+                 std::make_shared<Group>(name, layout, pool, std::vector<Param>(), GroupCalls(), /*replicas=*/1),
+                 std::move(params));
+           })
+      .def("clear_post_forward",
+           [](Group& self) {
+             self.drop_post_forward();
+             self.post_forward.reset();
+           })
       .def("set_sharded_param",
            [](Group& self, size_t index, const py::object& param, const py::object& spec) {
              self.params.at(index).set_sharded_object(own(param));

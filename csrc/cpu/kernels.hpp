@@ -33,6 +33,7 @@ struct ReducePiece {
   int64_t piece_numel = 0;
   int64_t src_stride = 0;
   double divisor = 1.0;     // true division, so that 2 ranks match sum / 2 bit for bit
+  bool round = false;       // round the quotient to src_type first, as a collective in that type would return it
   bool accumulate = false;  // dst += cast(sum / divisor) instead of dst = ...
 };
 

@@ -84,6 +84,11 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
     done += run;
   }
   divide_all(ops, acc, numel, piece.divisor);
+  if (piece.round && dtype_bytes(piece.src_type) < sizeof(A)) {
+    alignas(kAlignBytes) std::byte wire[kTileNumel * sizeof(A)];
+    ops.store[src](wire, acc, numel);
+    ops.load[src](acc, wire, numel);
+  }
 }
 
 // The destination has the accumulator's type: it is the accumulator.

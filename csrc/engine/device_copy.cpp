@@ -76,6 +76,7 @@ void scale_into(at::Device device, DType dst_type, void* dst, DType src_type, co
     piece.piece_numel = numel;
     piece.src_stride = numel;
     piece.divisor = divisor;
+    piece.round = true;
     piece.accumulate = accumulate;
     cpu::reduce(piece);
     return;

@@ -13,7 +13,7 @@ at::ScalarType torch_dtype(DType dtype);
 
 void run_copies_on(at::Device device, const std::vector<Copy>& copies, const void* src, void* dst);
 
-// dst (+)= cast(src / divisor) for `numel` contiguous elements.
+// dst (+)= cast(src / divisor), the quotient rounded to src_type, for `numel` contiguous elements.
 void scale_into(at::Device device, DType dst_type, void* dst, DType src_type, const void* src, int64_t numel,
                 double divisor, bool accumulate);
 

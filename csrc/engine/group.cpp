@@ -52,15 +52,17 @@ Root& Group::root() const { return *unit->root; }
 void Group::begin_gather() {
   ++root().counters.gathers;
   call(calls.gather_slowly);
-  transport->begin_gather(*this);
+  gathered_from_ = holds_post_forward_ ? post_forward.get() : this;
+  gathered_from_->transport->begin_gather(*gathered_from_);
 }
 
 void Group::finish_gather() {
-  transport->finish_gather(*this);
+  gathered_from_->transport->finish_gather(*gathered_from_);
   call(calls.finish_slowly);
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params.size(); ++i) {
-    params[i].fill(gather.read + layout.params()[i].slot_offset);
+    // A smaller world cuts the rows elsewhere, but whole parameters lie in its slots as in ours.
+    params[i].fill(gathered_from_->gather.read + layout.params()[i].slot_offset);
     params[i].register_unsharded();
   }
   root().counters.parameter_stores += params.size();
@@ -76,22 +78,60 @@ void Group::free() {
       Param& param = params[i];
       if (param.was_written()) {
         const ParamPlace& place = layout.params()[i];
-        transport->discard_writes(gather.read + place.slot_offset,
-                                  static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute));
+        gathered_from_->transport->discard_writes(
+            gathered_from_->gather.read + place.slot_offset,
+            static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute));
       }
       param.empty();
       param.register_sharded();
     }
   }
+  holds_post_forward_ = false;
+  release_slot();
+}
+
+void Group::release_slot() {
   root().counters.parameter_stores += params.size();
   call(calls.free_slowly);
-  transport->release_gather(*this);
+  gathered_from_->transport->release_gather(*gathered_from_);
+}
+
+void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded) {
+  post_forward = std::move(group);
+  post_forward->unit = unit;
+  post_forward_params_ = std::move(sharded);
+}
+
+void Group::free_after_forward() {
+  if (!post_forward) return free();
+  is_filled_ = false;
+  std::vector<Copy> copies = post_forward->layout.shard_to_slot();
+  for (Copy& copy : copies) {
+    std::swap(copy.src_offset, copy.dst_offset);
+    std::swap(copy.src_stride, copy.dst_stride);
+  }
+  run_copies_on(device, copies, gathered_from_->gather.read, post_forward->pool.data_ptr());
+  {
+    pybind11::gil_scoped_acquire gil;
+    for (size_t i = 0; i < params.size(); ++i) {
+      params[i].empty();
+      params[i].register_object(post_forward_params_[i].get());
+    }
+  }
+  holds_post_forward_ = true;
+  release_slot();
+}
+
+void Group::drop_post_forward() {
+  if (!std::exchange(holds_post_forward_, false)) return;
+  pybind11::gil_scoped_acquire gil;
+  for (const Param& param : params) param.register_sharded();
 }
 
 void Group::cancel_gather() {
   if (is_filled_) return free();  // another group of the unit failed
   call(calls.free_slowly);
-  transport->release_gather(*this);
+  gathered_from_->transport->release_gather(*gathered_from_);
 }
 
 void Group::attach_accumulator_hooks() {

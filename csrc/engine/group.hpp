@@ -40,8 +40,16 @@ class Group {
   // --- parameters ---
   void begin_gather();
   void finish_gather();  // takes the GIL
-  void free();           // poisons, registers the sharded parameters, gives the slot back
+  // Poisons, registers the sharded parameters, gives the slot back.
+  void free();
+  // The same after a forward whose rows are kept in a smaller world, if there is one: until drop_post_forward() the
+  // next gather is from there.
+  void free_after_forward();
+  void drop_post_forward();
   void cancel_gather();
+  // `group` has the layout of the smaller world in the compute dtype, a pool and a transport, and no parameters;
+  // `sharded` are the parameters to register meanwhile, over its pool.
+  void set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded);
 
   // --- gradients ---
   // Called by the hook on the parameter's AccumulateGrad node.
@@ -86,14 +94,19 @@ class Group {
   Gradients gradients;
   GatherSlot gather;
   Scratch scratch;
+  std::shared_ptr<Group> post_forward;
 
  private:
+  void release_slot();
   void attach_accumulator_hooks();
   void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
   int replicas_;
   bool is_filled_ = false;
+  bool holds_post_forward_ = false;
+  Group* gathered_from_ = this;  // whose transport and slot the last gather used
+  std::vector<PyRef> post_forward_params_;
   at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
   std::shared_ptr<const Layout> partial_plan_;
   double partial_divisor_ = 1.0;

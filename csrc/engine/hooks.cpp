@@ -94,6 +94,7 @@ py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object
       if (!unit.device.is_cpu()) move_inputs(args, kwargs);
     }
     cast_inputs(args, kwargs);
+    if (!inside_backward()) unit.drop_post_forward();  // an optimizer may have run since: gather the shards themselves
     unit.unshard();
     if (first) {
       unit.root->prefetch_forward(unit);
@@ -139,7 +140,7 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
 
 void UnitHooks::finish_forward(const py::object& output) {
   if (!inside_backward()) {
-    if (unit_->options.reshard_after_forward) unit_->reshard();
+    if (unit_->options.reshard_after_forward) unit_->reshard_after_forward();
     unit_->root->record_forward(*unit_);
   }
   attach_pre_backward(output);

@@ -155,12 +155,25 @@ void HostTransport::begin_reduce(Group& group) {
   if (!group.scratch.open) open_scratch(group);
   Scratch& scratch = group.scratch;
   if (group.options().reduce_unused_params) fill_unused(group);
+  predivide(group);
   scratch.posted = true;
   scratch.pending_flush = false;
   scratch.epoch = ++epochs_[group.index];
   if (!group_) return;
   std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
   group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset);
+}
+
+double HostTransport::before_sum(const Group& group) const { return group_ ? pre_divisor(group) : 1.0; }
+
+void HostTransport::predivide(Group& group) {
+  const double before = before_sum(group);
+  if (before == 1.0) return;
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const ParamPlace& place = group.layout.params()[i];
+    if (!group.scratch.filled[i]) continue;
+    cpu::divide(place.shape.reduce, group.scratch.data + place.scratch_offset, place.shape.numel(), before);
+  }
 }
 
 void HostTransport::fill_unused(Group& group) {
@@ -251,7 +264,8 @@ void HostTransport::sum(Group& group) {
       cpu::ReducePiece piece;
       piece.dst_type = group.layout.params()[i].shape.orig;
       piece.dst = targets[i].data;
-      piece.divisor = group.divisor();
+      piece.divisor = group.divisor() / before_sum(group);
+      piece.round = true;
       piece.accumulate = targets[i].accumulate;
       sum_rows(group, sources, i, piece);
     }
@@ -267,7 +281,6 @@ void HostTransport::sum(Group& group) {
 void HostTransport::sum_into_segment(Group& group) {
   const Sources sources = sources_of(group);
   const DType type = group.reduce_type();
-  const double before = group.averages() ? static_cast<double>(group.layout.world()) : pre_divisor(group);
   const at::Tensor segment = at::zeros({static_cast<int64_t>(Group::segment_bytes(group.layout))}, at::kByte);
   auto* const data = static_cast<std::byte*>(segment.data_ptr());
   auto* flags = data + group.layout.reduce_segment_bytes();
@@ -279,11 +292,11 @@ void HostTransport::sum_into_segment(Group& group) {
     cpu::ReducePiece piece;
     piece.dst_type = type;
     piece.dst = data + place.reduce_segment_offset;
-    piece.divisor = before;
+    if (group.averages()) piece.divisor = static_cast<double>(group.layout.world());
     sum_rows(group, sources, i, piece);  // without sources: zeros
   }
   consume(group);
-  group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before);
+  group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
 }
 
 void HostTransport::consume(Group& group) {

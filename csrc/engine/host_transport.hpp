@@ -55,6 +55,8 @@ class HostTransport final : public Transport {
   void sum_into_segment(Group& group);  // for groups that are staged
   void consume(Group& group);
   static void fill_unused(Group& group);  // zeros for parameters without a gradient
+  void predivide(Group& group);           // see pre_divisor
+  double before_sum(const Group& group) const;
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
   std::unique_ptr<cpu::ShmGroup> group_;

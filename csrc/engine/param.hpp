@@ -51,6 +51,7 @@ class Param {
 
   void register_sharded() const { store(sharded_.get()); }
   void register_unsharded() const { store(unsharded_.get()); }
+  void register_object(PyObject* parameter) const { store(parameter); }
 
   compat::NodePtr<compat::Node> accumulator;  // holds our post hook, so it must not die between steps
 

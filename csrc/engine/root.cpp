@@ -30,6 +30,14 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
   }
 }
 
+void Root::add_post_forward(Group& group, const std::shared_ptr<Transport>& transport) {
+  group.post_forward->transport = transport;
+  if (std::find(transports_.begin(), transports_.end(), transport) == transports_.end()) {
+    transports_.push_back(transport);
+  }
+  transport->register_group(*group.post_forward);
+}
+
 std::vector<std::shared_ptr<Unit>> Root::units() const {
   std::vector<std::shared_ptr<Unit>> alive;
   alive.reserve(units_.size());
@@ -73,6 +81,7 @@ void Root::prefetch_forward(Unit& unit) {
   if (!unit.forward_prefetch.empty()) {
     for (const auto& weak : unit.forward_prefetch) {
       if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        if (!inside_backward()) target->drop_post_forward();
         ++counters.prefetched_gathers;
         target->begin_unshard();
       }
@@ -92,6 +101,7 @@ void Root::prefetch_forward(Unit& unit) {
   if (sequence_cursor_ == last_sequence_.size()) return;
   const auto next = last_sequence_[sequence_cursor_].lock();
   if (next && next->param_state() == ParamState::sharded && next->has_params()) {
+    next->drop_post_forward();
     ++counters.prefetched_gathers;
     next->begin_unshard();
   }

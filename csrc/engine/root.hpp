@@ -27,6 +27,8 @@ class Root : public std::enable_shared_from_this<Root> {
 
   // `transports`: one per group of the unit. In the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
+  // The smaller world that `group` reshards to after forward.
+  void add_post_forward(Group& group, const std::shared_ptr<Transport>& transport);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
 

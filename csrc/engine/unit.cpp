@@ -89,10 +89,22 @@ void Unit::unshard() {
 }
 
 void Unit::reshard() {
-  if (param_state_ == ParamState::gathering) return cancel_unshard();
+  if (param_state_ == ParamState::gathering) cancel_unshard();
+  drop_post_forward();
   if (param_state_ != ParamState::unsharded) return;
   for (const auto& group : groups) group->free();
   set_params(ParamState::unsharded, ParamState::sharded);
+}
+
+void Unit::reshard_after_forward() {
+  if (param_state_ != ParamState::unsharded) return reshard();
+  for (const auto& group : groups) group->free_after_forward();
+  set_params(ParamState::unsharded, ParamState::sharded);
+}
+
+void Unit::drop_post_forward() {
+  if (param_state_ != ParamState::sharded) return;
+  for (const auto& group : groups) group->drop_post_forward();
 }
 
 void Unit::cancel_unshard() {

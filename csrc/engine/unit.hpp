@@ -46,6 +46,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void finish_unshard();
   void unshard();
   void reshard();
+  // After a forward: may keep the rows in a smaller world, see Group::set_post_forward.
+  void reshard_after_forward();
+  void drop_post_forward();
   // A prefetched gather that nobody used.
   void cancel_unshard();
   ParamState param_state() const { return param_state_; }

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.module import FSDPModule
 from fsdp2x.runtime import collect, torch_private
@@ -46,19 +46,24 @@ def fully_shard(
         module: a module, or a list of modules that form one unit. A HuggingFace model none of whose submodules is
             sharded yet is split into units first (see ``auto_wrap``); on any other module the call makes one unit of
             the parameters that nested calls left over, so call bottom-up.
-        mesh: 1-D device mesh; default all ranks on the machine's accelerator, else the CPU.
+        mesh: 1-D device mesh (shard), or 2-D with named axes (replicate, shard): gradients are then reduced over the
+            shards and all-reduced over the replicas. Default all ranks on the machine's accelerator, else the CPU.
         reshard_after_forward: free the parameters after forward and gather them again in backward. ``None``: True,
-            but False for the root.
-        shard_placement_fn: maps a parameter to ``None`` or ``Shard(dim)``; ``dim > 0`` needs an even split.
+            but False for the root. An int: keep them sharded over that many consecutive ranks, a factor of the shard
+            axis, so that backward gathers from those only.
+        shard_placement_fn: maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even split), or torch's
+            ``ShardPlacementResult``, which also chooses the parameter's mesh.
         mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` reduces in the
             parameters' original dtype.
-        offload_policy: only ``OffloadPolicy()`` for now.
+        offload_policy: ``CPUOffloadPolicy`` is supported on a CPU mesh only, where it may pin the shards' memory.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, on which all parameters are DTensors
+            already, and these are its data-parallel axes.
         auto_wrap: ``None``: split HuggingFace models only. ``True``: split any model. ``False``: never. A list of
             classes or class names, or a predicate ``(name, module) -> bool``: these modules become units.
-        transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``: the former where
-            it is possible.
+        transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``: what the environment
+            variable ``FSDP2X_TRANSPORT`` says, else the former where it is possible and no dispatch mode
+            (CommDebugMode) is active at the root's first forward, since shared memory has no collectives to be seen.
         timeout: limit of every wait for a peer; default the process group's.
 
     Returns:
@@ -72,8 +77,8 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
-    _check_supported(reshard_after_forward, offload_policy)
-    check_transport(transport)
+    _check_reshard(reshard_after_forward)
+    transport = check_transport(transport)
     # Without a plan and an unsharded child the call is upstream's.
     split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
     if auto_wrap not in (None, False) and not isinstance(module, nn.Module):
@@ -84,6 +89,7 @@ def fully_shard(
         "ranks": ranks,
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
+        "pin_memory": _check_offload(offload_policy, ranks),
         "ignored_params": ignored_params or set(),
         "transport": transport,
         "timeout": timeout,
@@ -103,18 +109,24 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
 
 
-def _check_supported(reshard_after_forward, offload_policy: OffloadPolicy) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        if not isinstance(reshard_after_forward, int):
-            raise ValueError(f"reshard_after_forward should be a bool, an int or None, got {reshard_after_forward!r}")
-        raise NotImplementedError(
-            f"fsdp2x.fully_shard: reshard_after_forward={reshard_after_forward} (a smaller world after forward) is not "
-            "supported yet; use True or False"
+def _check_reshard(reshard_after_forward: bool | int | None) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward!r}"
         )
-    if type(offload_policy) is not OffloadPolicy:
+
+
+def _check_offload(policy: OffloadPolicy, ranks: ShardGroup) -> bool:
+    """Returns whether shards are to lie in pinned memory. On a CPU mesh that is all there is to do, as upstream."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return False
+    if ranks.device.type != "cpu":
         raise NotImplementedError(
-            f"fsdp2x.fully_shard: offload_policy={offload_policy} is not supported yet; use OffloadPolicy()"
+            f"fsdp2x.fully_shard: offload_policy={policy} is not supported on {ranks.device.type} yet; use "
+            "OffloadPolicy()"
         )
+    return policy.pin_memory
 
 
 def _shard_or_undo(module, modules: list[nn.Module], **arguments):
@@ -134,6 +146,7 @@ def _shard_modules(
     reshard_after_forward: bool | None,
     shard_placement_fn: Callable | None,
     mp_policy: MixedPrecisionPolicy,
+    pin_memory: bool,
     ignored_params: set[nn.Parameter],
     transport: str,
     timeout: timedelta | None,
@@ -145,7 +158,7 @@ def _shard_modules(
     collect.move_to_device([entry.param for entry in owned], ranks.device)
     collect.move_to_device(collect.collect_buffers(managed), ranks.device)
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [GroupParams(members) for members in group_by_ranks(placed)]
+    groups = [GroupParams(members, pin_memory) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
     for managed_module in managed:

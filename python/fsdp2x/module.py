@@ -26,7 +26,12 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
             self._state = None
 
 
-class GradientReductionHandle(getattr(torch_fsdp, "GradientReductionHandle", object)):
+# Bound once: install() puts our classes under these names.
+_TorchFSDPModule = torch_fsdp.FSDPModule
+_TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  # since 2.15
+
+
+class GradientReductionHandle(_TorchReductionHandle):
     """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
     def __init__(self, state: UnitState) -> None:
@@ -48,7 +53,7 @@ class GradientReductionHandle(getattr(torch_fsdp, "GradientReductionHandle", obj
         self._state = None
 
 
-class FSDPModule(torch_fsdp.FSDPModule):
+class FSDPModule(_TorchFSDPModule):
     """Methods of a module that ``fsdp2x.fully_shard`` was applied to.
 
     Every public method of torch's ``FSDPModule`` either works as there or raises ``NotImplementedError`` with its name.
@@ -206,6 +211,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
             )
         for state in self._states(recurse):
             state.auto_reshard = False
+            state.post_forward_world = None
+            for group in state.groups:
+                if group.engine is not None:
+                    group.engine.clear_post_forward()
             state.live_options().reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -279,7 +288,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def _apply(self, fn, recurse: bool = True):
         state = self._get_fsdp_state()
         state.reshard()
-        result = super(torch_fsdp.FSDPModule, self)._apply(fn, recurse=recurse)
+        result = super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
         state.adopt()
         state.forget_gradients()
         return result
@@ -298,7 +307,7 @@ def _not_implemented(name: str):
 
 def _refuse_unknown_methods() -> None:
     """What upstream's class has and ours has not must not reach for upstream's internals."""
-    for name, value in vars(torch_fsdp.FSDPModule).items():
+    for name, value in vars(_TorchFSDPModule).items():
         if callable(value) and not name.startswith("__") and name not in vars(FSDPModule):
             setattr(FSDPModule, name, _not_implemented(name))
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
 
 
@@ -45,7 +46,7 @@ class _SlowGathers:
     @torch.no_grad()
     def begin(self) -> bool:
         for _, param in self._extended():
-            param.extension.begin(param.param.to_local(), param.owners[0][0], self._mp_policy)
+            param.extension.begin(torch_private.local_tensor(param.param), param.owners[0][0], self._mp_policy)
         return True
 
     def finish(self) -> bool:
@@ -53,7 +54,7 @@ class _SlowGathers:
         with torch.inference_mode(False), torch.no_grad():
             for index, param in self._extended():
                 dtype = self._mp_policy.param_dtype or param.param.dtype
-                tensor = param.extension.finish(param.param.to_local(), dtype)
+                tensor = param.extension.finish(torch_private.local_tensor(param.param), dtype)
                 if param.extension.parameter is None:
                     param.extension.parameter = unsharded_parameter(param, param.spec.wrap_unsharded(tensor))
                     group.engine.set_unsharded_param(index, param.extension.parameter)

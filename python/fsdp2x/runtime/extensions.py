@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.spec import ParamSpec
@@ -33,19 +34,26 @@ def has_extension(tensor: torch.Tensor) -> bool:
     return before
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a subclass without memory of its own: its inner tensors keep their storages."""
+    return torch_private.is_traceable_wrapper_subclass(tensor) or (
+        type(tensor) not in (torch.Tensor, nn.Parameter) and has_extension(tensor)
+    )
+
+
 class Extension:
     """One parameter's gathers: inputs of the running one, and the tensors its unsharded form lies in."""
 
-    def __init__(self, spec: ParamSpec, full: torch.Tensor, ranks: ShardGroup, module: nn.Module) -> None:
+    def __init__(self, spec: ParamSpec, size: torch.Size, ranks: ShardGroup, module: nn.Module) -> None:
         if spec.shard_dim > 0:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: a parameter of {type(module).__name__} with an all-gather extension is sharded "
                 f"along dim {spec.shard_dim}; extensions work along dim 0 only"
             )
         self.spec, self.ranks = spec, ranks
-        self.size, self.stride = full.size(), full.stride()
-        begin, end = _C.shard_rows(full.shape[spec.shard_dim], ranks.world, 0)
-        padded = list(full.shape)
+        self.size, self.stride = size, torch.empty(size, device="meta").stride()
+        begin, end = _C.shard_rows(size[spec.shard_dim], ranks.world, 0)
+        padded = list(size)
         padded[spec.shard_dim] = end - begin
         self.padded_size = torch.Size(padded)
         self.parameter: nn.Parameter | None = None  # over the unsharded tensor, made once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,20 @@ def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
     if mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     return _make(mesh, shard_axis=1, replicate_axis=0)
+
+
+# By shard group, so that units of one mesh share them; gone with the group.
+_post_forward_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def post_forward_group(ranks: ShardGroup, world: int) -> ShardGroup:
+    """Consecutive ranks of ``ranks.mesh`` in groups of ``world``. Collective at the first call for a mesh and size."""
+    made = _post_forward_groups.setdefault(ranks.group, {})
+    key = (ranks.mesh, world)
+    if key not in made:
+        mesh = DeviceMesh(ranks.mesh.device_type, ranks.mesh.mesh.view(-1, world))
+        made[key] = _make(mesh, shard_axis=1, replicate_axis=None)
+    return made[key]
 
 
 def from_mesh_info(info: Any) -> ShardGroup:

@@ -19,13 +19,14 @@ from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.collect import OwnedParam
-from fsdp2x.runtime.extensions import Extension, has_extension
+from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
 
 @dataclass
-class ShardedParam:
+class ShardedParam(ParamNames):
     """One parameter after sharding. ``param``, over a DTensor, is what modules register while the unit is sharded."""
 
     param: nn.Parameter
@@ -34,6 +35,7 @@ class ShardedParam:
     local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
     original_id: int  # identity of the unsharded parameter, to find one that two units claim
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
+    is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
     extension: Extension | None = None
     fqn: str = ""
 
@@ -42,11 +44,6 @@ class ShardedParam:
         """The unsharded local shape as (outer, dim, inner) around the shard dim."""
         dim = self.spec.shard_dim
         return math.prod(self.local_size[:dim]), self.local_size[dim], math.prod(self.local_size[dim + 1 :])
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """Upstream's name of ``param``, which some frameworks read."""
-        return self.param
 
 
 @dataclass(frozen=True)
@@ -91,14 +88,18 @@ def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
     return list(groups.values())
 
 
-class GroupParams:
+class GroupParams(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
-    def __init__(self, placed: list[Placed]) -> None:
+    def __init__(self, placed: list[Placed], pin_memory: bool = False) -> None:
         self.ranks = placed[0].ranks
+        self._pin_memory = pin_memory
         self.pool: torch.Tensor | None = None
         self.params: list[ShardedParam] = []
+        self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.engine = None  # _C.Group, from lazy initialization on
+        self._param_dtype: torch.dtype | None = None
+        self._reduce_dtype: torch.dtype | None = None
         self._offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
@@ -106,7 +107,8 @@ class GroupParams:
         with torch.no_grad():
             for one in placed:
                 self._shard(one)
-            self.adopt()
+            self.find_extensions()
+            self._adopt()
         for sharded in self.params:
             for module, name in sharded.owners:
                 module._parameters[name] = sharded.param
@@ -136,12 +138,21 @@ class GroupParams:
             )
         local = _cut(full, ranks, dim)
         sharded = nn.Parameter(spec.wrap(local), requires_grad=owned.param.requires_grad)
-        attributes = dict(owned.param.__dict__)
-        sharded.__dict__.update({key: value for key, value in attributes.items() if key not in _DTENSOR_SLOTS})
-        extension = Extension(spec, full, ranks, module) if has_extension(local) else None
+        # What a tensor subclass keeps on its instances are its parts, not the user's.
+        attributes = {} if is_wrapper(full) else dict(owned.param.__dict__)
+        for key in _DTENSOR_SLOTS:
+            attributes.pop(key, None)
+        sharded.__dict__.update(attributes)
         self.params.append(
-            ShardedParam(sharded, owned.owners, spec, full.shape, id(owned.param), attributes, extension)
+            ShardedParam(sharded, owned.owners, spec, full.shape, id(owned.param), attributes, is_wrapper(local))
         )
+
+    def find_extensions(self) -> None:
+        """Which local tensors bring their own all-gather; again at lazy initialization, since people patch it in."""
+        for sharded in self.params:
+            local = torch_private.local_tensor(sharded.param)
+            if sharded.extension is None and has_extension(local):
+                sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
 
     def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[tuple]:
         """What the engine's layout wants of each parameter.
@@ -157,12 +168,11 @@ class GroupParams:
         for sharded, orig in zip(self.params, origs, strict=True):
             compute = param_dtype if param_dtype is not None and orig.is_floating_point else orig
             castable = orig in _REDUCIBLE and compute in _REDUCIBLE
-            if compute != orig and not castable and sharded.extension is None:
+            if compute != orig and not castable and not sharded.is_wrapper:
                 raise NotImplementedError(
                     f"fsdp2x.fully_shard: parameter {sharded.fqn!r} cannot be cast from {orig} to {compute}"
                 )
-            in_slot = sharded.extension is None
-            shapes.append((*sharded.view, orig, compute, reduce if castable else orig, in_slot))
+            shapes.append((*sharded.view, orig, compute, reduce if castable else orig, not sharded.is_wrapper))
         return shapes
 
     def adopt(self) -> bool:
@@ -176,7 +186,10 @@ class GroupParams:
             current = module._parameters.get(name)
             if isinstance(current, DTensor) and current is not sharded.param:
                 sharded.param = current
-        locals_ = [sharded.param.to_local().detach() for sharded in self.params]
+        return self._adopt()
+
+    def _adopt(self) -> bool:
+        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
         if any(local.is_meta for local in locals_):
             return False
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
@@ -184,11 +197,13 @@ class GroupParams:
         fresh = fresh or self.pool.device != locals_[0].device or self._dtypes != [local.dtype for local in locals_]
         if fresh:
             self.pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=locals_[0].device)
+            if self._pin_memory:
+                self.pool = self.pool.pin_memory()
             self._dtypes = [local.dtype for local in locals_]
         self._offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
-                if sharded.extension is None:  # subclasses keep their own storages
+                if not sharded.is_wrapper:
                     self._move_in(sharded, local, offset, fresh)
         return fresh
 
@@ -209,6 +224,7 @@ class GroupParams:
 
     def make_engine_group(self, name: str, param_dtype, reduce_dtype):
         """The ``_C.Group`` over these parameters."""
+        self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
         self.engine = _C.Group(
             name,
@@ -222,6 +238,26 @@ class GroupParams:
         )
         return self.engine
 
+    def make_post_forward(self, ranks: ShardGroup) -> None:
+        """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward."""
+        shapes = [
+            (*shape[:3], shape[4], shape[4], shape[4], shape[6])
+            for shape in self.shapes(self._param_dtype, self._reduce_dtype)
+        ]
+        layout = _C.Layout(shapes, ranks.world, ranks.rank)
+        pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=ranks.device)
+        params = []
+        with torch.inference_mode(False), torch.no_grad():
+            for sharded, shape, offset in zip(self.params, shapes, layout.shard_offsets, strict=True):
+                begin, end = _C.shard_rows(sharded.local_size[sharded.spec.shard_dim], ranks.world, ranks.rank)
+                sizes = list(sharded.local_size)
+                sizes[sharded.spec.shard_dim] = end - begin
+                local = _C.tensor_in_pool(pool, offset, sizes, shape[3])
+                params.append(
+                    nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
+                )
+        self.engine.set_post_forward(f"{self.engine.name} (after forward)", layout, pool, params)
+
     def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
         """The tuples ``_C.Group`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
         result = []
@@ -229,7 +265,13 @@ class GroupParams:
         with torch.inference_mode(False), torch.no_grad():
             for sharded, shape in zip(self.params, shapes, strict=True):
                 unsharded = local = None
-                if sharded.extension is None:
+                if sharded.is_wrapper and sharded.extension is None:
+                    kind = type(torch_private.local_tensor(sharded.param)).__name__
+                    raise NotImplementedError(
+                        f"fsdp2x.fully_shard: parameter {sharded.fqn!r} is a {kind}, a tensor subclass without "
+                        "fsdp_pre_all_gather and fsdp_post_all_gather: unwrap it or define them"
+                    )
+                if not sharded.is_wrapper:
                     local = _C.tensor_without_memory(list(sharded.local_size), shape[4], self.ranks.device)
                     unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
                 owners = [(module._parameters, name, _weak_if_custom(module)) for module, name in sharded.owners]
@@ -241,7 +283,7 @@ class GroupParams:
 def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:
     """The parameter modules see while the unit is unsharded."""
     unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
-    unsharded.__dict__.update({k: v for k, v in sharded.attributes.items() if k not in _DTENSOR_SLOTS})
+    unsharded.__dict__.update(sharded.attributes)
     if unsharded.is_floating_point():
         unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
     return unsharded
@@ -255,7 +297,7 @@ _DTENSOR_SLOTS = ("_local_tensor", "_spec")
 def _cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
     """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
     begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
-    if not has_extension(full):
+    if not is_wrapper(full):
         return full.narrow(dim, begin, end - begin) if end > begin else full.narrow(dim, 0, 0)
     first_begin, first_end = _C.shard_rows(full.shape[dim], ranks.world, 0)
     sizes = list(full.shape)

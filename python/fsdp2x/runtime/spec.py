@@ -59,7 +59,14 @@ def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if spec.unsharded is None:
             gradient = torch_private.wait_if_async(gradient)
-            return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if isinstance(gradient, DTensor):
+                return gradient.full_tensor()
+            if torch_private.is_traceable_wrapper_subclass(gradient):
+                # The subclass knows how to write itself into a plain tensor.
+                plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                plain.copy_(gradient)
+                return plain
+            return gradient
         gradient = torch_private.wait_if_async(gradient)
         if not isinstance(gradient, DTensor):
             raise AssertionError(f"Expected DTensor, got {type(gradient)}")
@@ -71,6 +78,15 @@ def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
         if wanted != tuple(gradient.placements):
             gradient = gradient.redistribute(placements=wanted)
         return torch_private.wait_if_async(gradient.to_local())
+
+
+def post_forward_dtensor(sharded, local: torch.Tensor, ranks: ShardGroup) -> DTensor:
+    """``local``, rows of a parameter in the smaller world after forward, as a DTensor on (replicate, shard)."""
+    meta = sharded.spec.sharded.tensor_meta
+    placements = (Replicate(), Shard(sharded.spec.shard_dim))
+    return torch_private.dtensor(
+        local, torch_private.dtensor_spec(ranks.mesh, placements, meta.shape, meta.stride, local.dtype)
+    )
 
 
 def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int) -> tuple[ParamSpec, torch.Tensor]:

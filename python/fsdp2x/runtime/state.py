@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import comms, torch_private
-from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, ShardedParam
 from fsdp2x.runtime.transport import TransportChoice
+from fsdp2x.runtime.upstream_names import StateNames
 
 
-class UnitState(torch_private.State):
+class UnitState(StateNames, torch_private.State):
     """State of one unit. Attributes without a comment are what the call was given."""
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class UnitState(torch_private.State):
         self.timeout: timedelta | None = None
         self.groups: list[GroupParams] = []  # one per mesh; none without parameters
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
+        self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
         self.provisional = False  # became a root through unshard(), before any forward
         self.hooks = None  # _C.UnitHooks
@@ -52,7 +54,7 @@ class UnitState(torch_private.State):
         modules: tuple[nn.Module, ...],
         ranks: ShardGroup,
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         transport: str,
         timeout: timedelta | None,
         groups: list[GroupParams],
@@ -60,11 +62,40 @@ class UnitState(torch_private.State):
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
         self.transport, self.timeout, self.groups = transport, timeout, groups
         self.auto_reshard = reshard_after_forward is None
-        self.options.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.post_forward_world = self._smaller_world(reshard_after_forward)
+        is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
+        self.options.reshard_after_forward = not is_off
         self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
         self.options.param_dtype = mp_policy.param_dtype
         self.options.output_dtype = mp_policy.output_dtype
         self._register_hooks()
+
+    def _smaller_world(self, reshard_after_forward: bool | int | None) -> int | None:
+        """The number of ranks that keep the parameters after forward, when it is neither one nor all.
+
+        Raises:
+            ValueError: an int that does not divide the number of ranks.
+            NotImplementedError: an int for model-parallel parameters or parameters with an all-gather extension.
+        """
+        if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+            return None
+        for group in self.groups:
+            world = group.ranks.world
+            if not 1 <= reshard_after_forward <= world or world % reshard_after_forward:
+                raise ValueError(
+                    f"If passing reshard_after_forward as an int, it should be a factor of {world}, not "
+                    f"{reshard_after_forward}"
+                )
+        if reshard_after_forward in (1, self.ranks.world):
+            return None
+        if any(param.spec.unsharded is not None or param.is_wrapper for param in self.params):
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions; use "
+                "reshard_after_forward=True or False"
+            )
+        for group in self.groups:
+            post_forward_group(group.ranks, reshard_after_forward)
+        return reshard_after_forward
 
     def live_options(self):
         """The settings the engine reads: the unit's once it exists."""
@@ -108,6 +139,8 @@ class UnitState(torch_private.State):
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         tree = [self] if provisional else self._find_tree()
         for state in tree:
+            for group in state.groups:
+                group.find_extensions()
             state.adopt()
         _check_tree(tree)
         if not provisional and self.auto_reshard:
@@ -191,6 +224,7 @@ class UnitState(torch_private.State):
             engine_groups = []
             for index, group in enumerate(self.groups):
                 name = self.name if index == 0 else f"{self.name} (mesh {index})"
+                group.module_fqn = ", ".join(self.names)
                 engine_groups.append(group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype))
                 comms.connect(group, self.modules, policy)
             self.unit = _C.Unit(self.name, self.ranks.device, engine_groups, self.options)
@@ -198,6 +232,11 @@ class UnitState(torch_private.State):
         else:
             self.unit.reshard()
         root.add_unit(self.unit, [choice.transport_of(group.ranks) for group in self.groups])
+        if self.post_forward_world is not None:
+            for group in self.groups:
+                small = post_forward_group(group.ranks, self.post_forward_world)
+                group.make_post_forward(small)
+                root.add_post_forward(group.engine, choice.transport_of(small))
         self.root, self.is_root, self.provisional = root, is_root, provisional
         self.comms.apply(self)
 
@@ -279,8 +318,14 @@ def unit_states(model: nn.Module) -> list[UnitState]:
 def _check_tree(tree: list[UnitState]) -> None:
     """Checks of upstream's lazy initialization, over all units of a root."""
     seen: dict[int, str] = {}
-    meta: list[str] = []
     for state in tree:
+        meta = [param.fqn or param.owners[0][1] for param in state.params if param.param.is_meta]
+        if meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were "
+                f"still on meta device: {meta}\nFor example, call module.to_empty(device) to materialize to device and "
+                "call module.reset_parameters() on each module to initialize values."
+            )
         for param in state.params:
             if param.original_id in seen:
                 raise ValueError(
@@ -289,11 +334,3 @@ def _check_tree(tree: list[UnitState]) -> None:
                     "FSDP group."
                 )
             seen[param.original_id] = param.fqn
-            if param.param.is_meta:
-                meta.append(param.fqn or param.owners[0][1])
-    if meta:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still "
-            f"on meta device: {meta}\nFor example, call module.to_empty(device) to materialize to device and "
-            "call module.reset_parameters() on each module to initialize values."
-        )

@@ -19,15 +19,22 @@ from torch.distributed._composable.contract import (  # to undo a registration w
 from torch.distributed._composable_state import _State  # what contract() requires of a state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # the value of upstream's state attribute
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
 from torch.distributed.tensor.placement_types import _StridedShard  # rows cut by tensor parallelism, then by us
 from torch.distributed.utils import _get_root_modules  # which modules of a list are not below another one
+from torch.utils._python_dispatch import (  # whether somebody watches the collectives
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,  # tensors that have inner tensors instead of memory
+)
 
 __all__ = [
     "DTensorSpec",
     "State",
     "StridedShard",
+    "TrainingState",
     "accelerator_type",
     "concatenate_meshes",
     "contract",
@@ -36,11 +43,15 @@ __all__ = [
     "flatten_mesh",
     "forget_contract",
     "group_timeout",
+    "is_observed",
+    "local_tensor",
     "is_replicated",
+    "is_traceable_wrapper_subclass",
     "root_modules",
     "set_local_tensor",
     "spec_of",
     "spec_with_dtype",
+    "unobserved",
     "wait_if_async",
 ]
 
@@ -85,6 +96,11 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return dtensor_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
+def local_tensor(param: DTensor) -> torch.Tensor:
+    """The local tensor itself: ``to_local()`` of a parameter that requires a gradient gives an alias."""
+    return param._local_tensor
+
+
 def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
     """Re-points a DTensor at another local tensor of the same shape and dtype, keeping the object."""
     param._local_tensor = local
@@ -93,6 +109,16 @@ def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
 def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind a functional collective that may still run."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def is_observed() -> bool:
+    """Whether a dispatch mode is active: CommDebugMode, FakeTensorMode, a memory tracker."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
+def unobserved():
+    """Context: no dispatch mode sees what runs inside."""
+    return _disable_current_modes()
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -21,9 +21,13 @@ from fsdp2x.runtime.native import _C
 TRANSPORTS = ("auto", "shm", "process_group")
 
 
-def check_transport(name: str) -> None:
+def check_transport(name: str) -> str:
+    """``name``, or what FSDP2X_TRANSPORT says in place of "auto", for scripts that cannot pass the argument."""
+    if name == "auto":
+        name = os.environ.get("FSDP2X_TRANSPORT", "auto")
     if name not in TRANSPORTS:
         raise ValueError(f"fully_shard: transport must be one of {', '.join(TRANSPORTS)}, got {name!r}")
+    return name
 
 
 class TransportChoice:
@@ -54,12 +58,14 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
     on_cpu = ranks.device.type == "cpu"
     if ranks.world == 1 and on_cpu and (transport != "process_group" or ranks.group is None):
         return _C.local_transport()
-    reason, hello = "the mesh is not on the CPU", None
+    reason, hello, is_observed = "the mesh is not on the CPU", None, False
     if on_cpu and transport != "process_group":
-        reason, hello = _why_not_shared(ranks)
+        reason, hello, is_observed = _why_not_shared(ranks)
     if transport == "shm" and reason is not None:
         raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
-    if transport in ("auto", "shm") and reason is None:
+    if transport == "auto" and is_observed:
+        reason = "a dispatch mode watches the collectives"
+    if reason is None and transport != "process_group":
         limit = timeout or torch_private.group_timeout(ranks.group)
         return _C.shm_transport(ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds())
     return _C.group_transport(
@@ -70,26 +76,29 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
     )
 
 
-def _why_not_shared(ranks: ShardGroup) -> tuple[str | None, dict | None]:
-    """Exchanges who runs where. Returns (why memory cannot be shared or None, rank 0's greeting)."""
+def _why_not_shared(ranks: ShardGroup) -> tuple[str | None, dict | None, bool]:
+    """Exchanges who runs where. Returns why memory cannot be shared (or None), rank 0's greeting, who is observed."""
     if dist.get_backend(ranks.group) == "fake":
-        return "the process group is fake", None
+        return "the process group is fake", None, False
     mine = {
         "host": _host_identity(),
         "pid": os.getpid(),
         "uid": os.getuid(),
         "socket": f"fsdp2x-{secrets.token_hex(16)}",
         "token": secrets.token_bytes(32),
+        "observed": torch_private.is_observed(),
     }
     everyone: list[dict] = [{} for _ in range(ranks.world)]
-    dist.all_gather_object(everyone, mine, group=ranks.group)
+    with torch_private.unobserved():
+        dist.all_gather_object(everyone, mine, group=ranks.group)
+    reason = None
     if len({other["host"] for other in everyone}) > 1:
-        return "the ranks run on several hosts", None
-    if len({other["uid"] for other in everyone}) > 1:
-        return "the ranks belong to several users", None
-    if len({other["pid"] for other in everyone}) < ranks.world:
-        return "several ranks are threads of one process", None
-    return None, everyone[0]
+        reason = "the ranks run on several hosts"
+    elif len({other["uid"] for other in everyone}) > 1:
+        reason = "the ranks belong to several users"
+    elif len({other["pid"] for other in everyone}) < ranks.world:
+        reason = "several ranks are threads of one process"
+    return reason, everyone[0], any(other["observed"] for other in everyone)
 
 
 def _host_identity() -> str:

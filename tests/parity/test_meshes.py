@@ -1,0 +1,207 @@
+"""1-D and 2-D meshes against stock: dtypes, resharding, accumulation, frozen, tied and mixed parameters."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import TRANSPORTS, both_transports, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def mesh_of(ctx, kind):
+    if kind == "1d":
+        return init_device_mesh("cpu", (ctx.world,))
+    return init_device_mesh("cpu", (2, ctx.world // 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Tied(Stack):
+    """The second block computes with the first one's weights, in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def variant(kind):
+    if kind == "tied":
+        return Tied(), ("blocks.0+blocks.1", "blocks.2")
+    model = Stack()
+    if kind == "frozen":
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.bias.requires_grad_(False)
+    return model, STACK_UNITS
+
+
+# How the three micro-batches before a step are reduced: (gradient sync, all-reduce) of each.
+ACCUMULATIONS = {
+    "each": ((True, True),) * 3,
+    "last": ((False, False), (False, False), (True, True)),
+    "scatter_only": ((True, False), (True, False), (True, True)),
+    "mixed": ((False, False), (True, False), (True, True)),
+}
+
+
+def accumulate(ctx, model, how):
+    """Two optimizer steps of three micro-batches each."""
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    results = []
+    for step in range(2):
+        for number, (sync, all_reduce) in enumerate(ACCUMULATIONS[how]):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(all_reduce)
+            model.set_is_last_backward(number == 2)
+            loss = model(inputs(ctx.rank, 3 * step + number)).float().square().mean()
+            loss.backward()
+            results.append(loss.detach())
+        results.append(grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, params(model)
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("mesh", ["1d", "2d"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
+def test_grid(ctx, mesh, policy, reshard, kind):
+    """The four ways to accumulate run in one cell; transports alternate between them."""
+    options = {"mesh": mesh_of(ctx, mesh), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+    for number, how in enumerate(ACCUMULATIONS):
+        model, units = variant(kind)
+        transport = TRANSPORTS[number % 2]
+        parity(
+            ctx,
+            model,
+            lambda m, how=how: accumulate(ctx, m, how),
+            units,
+            transport=transport,
+            exact=tolerance,
+            **options,
+        )
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("how", ACCUMULATIONS)
+@both_transports
+def test_two_ranks_bit_for_bit(ctx, shape, how, transport):
+    """All replicas, or all shards: sums of two numbers have one order only."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    parity(ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, mesh=mesh)
+
+
+@distributed(world_sizes=(4,))
+@both_transports
+def test_replicas_with_different_gradients(ctx, transport):
+    """A parameter that only one rank of one replica uses: zeros count for the others; nobody waits forever."""
+    only_fsdp2x(ctx)
+
+    class Routed(Stack):
+        def forward(self, x, use):
+            x = self.blocks[0](x)
+            return self.head(self.norm(self.blocks[1](x) if use else x + 0 * self.blocks[1](x).detach()))
+
+    model = Routed()
+    twin = copy.deepcopy(model)
+    mesh = mesh_of(ctx, "2d")
+    ours = shard(ctx, model, STACK_UNITS, transport=transport, mesh=mesh)
+
+    def loss_of(model, rank):
+        return model(inputs(rank), use=rank == 3).square().mean()
+
+    loss_of(ours, ctx.rank).backward()
+    mean_of_ranks(twin, loss_of, ctx.world)
+    got = grads(ours)
+    expected = {name: param.grad for name, param in twin.named_parameters()}
+    assert expected["blocks.1.up.weight"] is not None and expected["blocks.2.up.weight"] is None
+    same(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_divide_factor_and_forced_sum_on_two_axes(ctx, transport):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def run(model):
+        for module in model.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(3.0)
+        return accumulate(ctx, model, "scatter_only")
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport, mesh=mesh)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_all_reduce_hook(ctx, transport):
+    """The hook sees this rank's rows and may change them."""
+    seen = []
+
+    def hook(rows):
+        seen.append(rows.numel())
+        rows.mul_(2.0)
+
+    def run(model):
+        for module in model.modules():
+            if hasattr(module, "set_all_reduce_hook"):
+                module.set_all_reduce_hook(hook)
+        return accumulate(ctx, model, "each")
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert len(seen) == 2 * 2 * 3 * 4
+
+
+@distributed(world_sizes=(2, 3))
+@both_transports
+def test_mixed_dtypes_in_one_unit(ctx, transport):
+    """LoRA-like: fp32 adapters beside frozen bf16 weights and raw bytes. Stock refuses, so against the unsharded model."""
+    only_fsdp2x(ctx)
+
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.codes = nn.Parameter(torch.randint(0, 255, (7, 6), dtype=torch.uint8), requires_grad=False)
+            self.base = nn.Parameter(torch.randn(6, 6).bfloat16(), requires_grad=False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 6) / 4), nn.Parameter(torch.randn(6, 2) / 4)
+            self.norm = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            scale = self.codes.float().mean() / 255
+            low = (x @ self.down.T) @ self.up.T
+            return (x @ self.base.float().T + low) * self.norm.float() * scale
+
+    model = Quantised()
+    twin = copy.deepcopy(model)
+    ours = shard(ctx, model, transport=transport)
+
+    def loss_of(model, rank):
+        return model(inputs(rank)).square().mean()
+
+    loss_of(ours, ctx.rank).backward()
+    mean_of_ranks(twin, loss_of, ctx.world)
+    got = grads(ours)
+    for name, param in twin.named_parameters():
+        if param.grad is None:
+            assert got[name] is None
+        else:
+            assert got[name].dtype == param.dtype
+            loose = {"rtol": 2e-2, "atol": 2e-2} if param.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+            same(got[name], param.grad, name, **loose)
+    assert torch.equal(ours.codes.full_tensor(), twin.codes)
+    with contextlib.suppress(AttributeError):
+        ours.codes.grad.zero_()
