@@ -10,7 +10,10 @@ from fsdp2x.runtime import native  # noqa: F401
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.api import fully_shard
+from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
+from fsdp2x.full_tensors import full_tensors
+from fsdp2x.install import install, uninstall
 from fsdp2x.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -18,6 +21,7 @@ from fsdp2x.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp2x.rebind import rebind_optimizer
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -26,8 +30,14 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "accumulate",
     "describe",
+    "full_tensors",
     "fully_shard",
+    "install",
+    "rebind_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
+    "unsharded",
 ]

@@ -1,0 +1,107 @@
+"""Context managers around steps: ``accumulate`` for micro-batches, ``unsharded`` for generation.
+
+Both change settings of the units and put back what they found, also when the block raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from fsdp2x.lookup import units_of
+from fsdp2x.module import FSDPModule
+
+_REDUCE = ("nothing", "reduce_scatter")
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") -> Iterator[None]:
+    """Backwards inside keep their gradients local, except in the ``last`` micro-batch of a step.
+
+        for i, batch in enumerate(micro_batches):
+            with fsdp2x.accumulate(model, last=i == len(micro_batches) - 1):
+                (model(batch).loss / len(micro_batches)).backward()
+        optimizer.step()
+
+    Only backward matters: forward may be outside. ``last=True`` changes nothing, so that what the units are set to
+    holds for the backward that reduces. Every rank must pass the same values.
+
+    Args:
+        last: whether this backward completes the step.
+        before_last: what the other backwards communicate. ``"nothing"``: the least traffic; each unit keeps its whole
+            gradients in the reduce dtype, as many bytes as the unsharded trainable parameters have.
+            ``"reduce_scatter"``: every backward reduces within the shard group into the sharded gradients, and on a
+            2-D mesh (HSDP) only the all-reduce over the replicas waits for the last one; the least memory.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded, or an unknown ``before_last``.
+    """
+    if before_last not in _REDUCE:
+        raise ValueError(f"fsdp2x.accumulate: before_last must be one of {', '.join(_REDUCE)}, got {before_last!r}")
+    states = units_of(model, "accumulate")
+    if last:
+        yield
+        return
+    before = [
+        (state, state.live_options().requires_gradient_sync, state.live_options().requires_all_reduce)
+        for state in states
+    ]
+    try:
+        for state in states:
+            if before_last == "nothing":
+                state.live_options().requires_gradient_sync = False
+            state.live_options().requires_all_reduce = False
+        yield
+    finally:
+        # Looked up anew: the options move into the engine's unit at the first forward.
+        for state, sync, all_reduce in before:
+            state.live_options().requires_gradient_sync = sync
+            state.live_options().requires_all_reduce = all_reduce
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Gathers all units of ``model`` once and keeps them until the end of the block, for generation or evaluation.
+
+        with fsdp2x.unsharded(model), torch.no_grad():
+            model.generate(input_ids, synced_gpus=False)
+
+    Inside, a forward communicates nothing: ranks may run different numbers of tokens, so HuggingFace's ``synced_gpus``
+    can be off. All units lie in memory at once, in the compute dtype. Entering and leaving are collective. At the end
+    each unit is as it was found: units that were sharded are resharded, settings are put back; nests.
+
+    Weights are those of the entry: what changes the sharded parameters inside, such as ``optimizer.step()``, is not
+    seen. Backward works, but frees each unit that it passes, and the next forward gathers that unit again.
+
+    Args:
+        model: a module whose units are to be kept. Before its first forward, a sharded ``model`` becomes the root as if
+            its forward had run: pass the module that is called, not a part of it.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+    """
+    states = units_of(model, "unsharded")
+    if isinstance(model, FSDPModule) and all(state.unit is None for state in states):
+        model._get_fsdp_state().lazy_init()
+    for state in states:
+        if state.unit is None:
+            state.lazy_init(provisional=True)
+    before = [(state, state.live_options().reshard_after_forward) for state in states]
+    mine = [state for state in states if state.unit.param_state != "UNSHARDED"]
+    try:
+        for state in states:
+            state.live_options().reshard_after_forward = False
+        for state in mine:
+            state.unit.begin_unshard()
+        for state in mine:
+            state.unit.unshard()
+        yield
+    finally:
+        for state, reshard in before:
+            # A unit that became the root inside keeps its parameters after forward, unless it was told otherwise.
+            became_root = state.is_root and not state.provisional and state.auto_reshard
+            state.live_options().reshard_after_forward = reshard and not became_root
+        for state in mine:
+            state.reshard()

@@ -1,0 +1,150 @@
+"""``install()``: makes the names of ``torch.distributed.fsdp`` stand for ours, wherever they were imported.
+
+What is replaced are functions, by identity: every global of a loaded module that *is* upstream's function becomes ours,
+whatever its name there. Classes stay: ours are subclasses of upstream's, so ``isinstance`` holds for both kinds of
+model, and a replaced class would break it for models that upstream sharded. Upstream's engine stays usable: each
+replacement hands modules and calls that are not ours to the original.
+
+Not found: a function kept in a closure, a default argument or an instance. Import such code after ``install()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import fsdp2x
+
+logger = logging.getLogger("fsdp2x")
+
+_active: Installation | None = None
+
+
+class Installation:
+    """What ``install()`` returns. As a context manager it uninstalls at the end of the block.
+
+    Attributes:
+        places: the globals that were rebound, as ``module.name``.
+    """
+
+    def __init__(self, replacements: dict[str, tuple[Callable, Callable]]) -> None:
+        self._replacements = replacements
+        self.places = _rebind({id(old): new for old, new in replacements.values()})
+
+    @property
+    def active(self) -> bool:
+        """Whether the names still stand for ours."""
+        return _active is self
+
+    def uninstall(self) -> None:
+        """Gives the names back to upstream, also in modules imported since. Sharded models stay ours. No-op if done."""
+        global _active
+        if not self.active:
+            return
+        _rebind({id(new): old for old, new in self._replacements.values()})
+        _active = None
+        logger.log(_level(), "fsdp2x: uninstalled")
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.uninstall()
+
+
+def install() -> Installation:
+    """Rebinds upstream's functions to ours in all loaded modules; modules imported later find ours by themselves.
+
+    ``fully_shard`` then behaves as upstream's does in one respect where ``fsdp2x.fully_shard`` differs: it never splits
+    a HuggingFace model by itself (``auto_wrap=False`` unless passed), because who calls that name makes the units
+    himself, or wants one. ``fully_shard.state`` knows the models of both.
+
+    Returns:
+        A handle with ``uninstall()``; the same one while installed.
+    """
+    global _active
+    if _active is None:
+        _active = Installation(_replacements())
+        logger.log(_level(), "fsdp2x: installed in %s", ", ".join(_active.places))
+    return _active
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`; no-op when nothing is installed."""
+    if _active is not None:
+        _active.uninstall()
+
+
+def _replacements() -> dict[str, tuple[Callable, Callable]]:
+    """Name -> (upstream's function, what takes its place)."""
+    pairs: dict[str, tuple[Callable, Callable]] = {
+        "fully_shard": (torch_fsdp.fully_shard, _shard_as_upstream(torch_fsdp.fully_shard))
+    }
+    for name in ("register_fsdp_forward_method", "share_comm_ctx"):
+        ours = getattr(fsdp2x, name, None)
+        if ours is not None:
+            theirs = getattr(torch_fsdp, name)
+            pairs[name] = theirs, _ours_for_our_modules(theirs, ours)
+    for name, (_, new) in pairs.items():
+        # By this name pickle finds it, as it finds upstream's.
+        new.__module__, new.__qualname__ = torch_fsdp.__name__, name
+    return pairs
+
+
+def _shard_as_upstream(theirs: Callable) -> Callable:
+    @functools.wraps(fsdp2x.fully_shard)
+    def fully_shard(module: nn.Module | list[nn.Module], **options: Any):
+        options.setdefault("auto_wrap", False)
+        return fsdp2x.fully_shard(module, **options)
+
+    def state(module: nn.Module):
+        # Upstream's function asks through its own global name, which is ours now, while it shards.
+        ours = fsdp2x.fully_shard.state(module)
+        return theirs.state(module) if ours is None else ours
+
+    fully_shard.state = state
+    return fully_shard
+
+
+def _ours_for_our_modules(theirs: Callable, ours: Callable) -> Callable:
+    """``ours`` if the first argument is, or holds, a module that we sharded."""
+
+    @functools.wraps(ours)
+    def call(modules: nn.Module | list[nn.Module], *args: Any, **kwargs: Any):
+        some = [modules] if isinstance(modules, nn.Module) else list(modules)
+        chosen = ours if any(isinstance(module, fsdp2x.FSDPModule) for module in some) else theirs
+        return chosen(modules, *args, **kwargs)
+
+    return call
+
+
+def _rebind(by_id: dict[int, Callable]) -> list[str]:
+    """Replaces globals by identity; returns where."""
+    places = []
+    for module_name, names in _modules():
+        for name, value in list(names.items()):
+            if id(value) in by_id:
+                names[name] = by_id[id(value)]
+                places.append(f"{module_name}.{name}")
+    return sorted(places)
+
+
+def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Globals of the loaded modules but our own. Read from ``__dict__``: attribute access would load lazy modules."""
+    seen = set()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and name.split(".")[0] != "fsdp2x" and id(module) not in seen:
+            seen.add(id(module))
+            yield name, vars(module)
+
+
+def _level() -> int:
+    return logging.INFO if os.environ.get("RANK", "0") == "0" else logging.DEBUG

@@ -1,0 +1,63 @@
+"""``python -m fsdp2x.run script.py args``: installs fsdp2x, then runs an untouched script or module as ``__main__``.
+
+    torchrun --nproc_per_node=2 -m fsdp2x.run train.py --lr 1e-3
+    python -m fsdp2x.run -m package.train --lr 1e-3
+
+The script sees the ``sys.argv`` and ``sys.path[0]`` that ``python script.py args`` gives it, and its exit status and
+exceptions are those of the process. Processes that it spawns (not forks) start without fsdp2x.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+USAGE = "usage: python -m fsdp2x.run [-h] (SCRIPT | -m MODULE) [ARGS ...]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what ``argv`` (without the program's name) asks for; 0, or 2 for a mistake in ``argv``."""
+    words = list(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{USAGE}\n\n{__doc__}")
+        return 0
+    as_module = words[:1] == ["-m"]
+    words = words[1:] if as_module else words
+    if not words or (words[0].startswith("-") and not as_module):
+        got = f"got the option {words[0]}" if words else "got nothing"
+        sys.stderr.write(f"{USAGE}\nfsdp2x.run: a script or -m MODULE must come first, {got}\n")
+        return 2
+    if not as_module and not os.path.exists(words[0]):
+        sys.stderr.write(f"fsdp2x.run: no such script: {words[0]}\n")
+        return 2
+    _install_aloud()
+    sys.argv[:] = words
+    if as_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return 0
+    if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive puts itself there
+        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _install_aloud() -> None:
+    """Installs, and shows on the standard error stream that it did: the script has not set up its logging yet."""
+    from fsdp2x import install
+
+    logger = logging.getLogger("fsdp2x")
+    handler, level = logging.StreamHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        install()
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

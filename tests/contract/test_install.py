@@ -1,0 +1,170 @@
+"""install() and uninstall(): which names change, where, and that upstream's own engine stays usable."""
+
+import inspect
+import logging
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Stack, build, inputs
+
+
+class Stock:
+    """Where install() does not look: a global of this file would be rebound too."""
+
+    fully_shard = staticmethod(torch_fsdp.fully_shard)
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    yield
+    fsdp2x.uninstall()
+
+
+def _module(name: str, **names) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    sys.modules[name] = module
+    return module
+
+
+def test_every_public_place_is_rebound_and_given_back():
+    import torch.distributed._composable.fsdp as composable
+    import torch.distributed.fsdp._fully_shard as package
+    import torch.distributed.fsdp._fully_shard._fully_shard as module
+
+    places = (torch_fsdp, composable, package, module)
+    before = [place.fully_shard for place in places]
+    assert before == [Stock.fully_shard] * 4
+    with fsdp2x.install() as handle:
+        ours = torch_fsdp.fully_shard
+        assert ours is not Stock.fully_shard and all(place.fully_shard is ours for place in places)
+        assert torch_fsdp.register_fsdp_forward_method is module.register_fsdp_forward_method
+        assert f"{module.__name__}.fully_shard" in handle.places
+        assert "auto_wrap" in inspect.signature(ours).parameters
+        assert pickle.loads(pickle.dumps(ours)) is ours
+    assert [place.fully_shard for place in places] == before
+    assert torch_fsdp.register_fsdp_forward_method.__module__ == "torch.distributed.fsdp"
+
+
+def test_classes_stay_upstreams_own():
+    names = ("FSDPModule", "UnshardHandle", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")
+    before = [getattr(torch_fsdp, name) for name in names]
+    with fsdp2x.install():
+        assert [getattr(torch_fsdp, name) for name in names] == before
+    assert issubclass(fsdp2x.FSDPModule, torch_fsdp.FSDPModule)
+    assert issubclass(fsdp2x.UnshardHandle, torch_fsdp.UnshardHandle)
+
+
+def test_names_imported_before_and_after_under_any_name():
+    early = _module("early_framework", shard_it=Stock.fully_shard, unrelated=Stock.fully_shard.state)
+    lazy = type("Lazy", (types.ModuleType,), {"__getattr__": lambda self, name: pytest.fail(f"loaded {name}")})
+    sys.modules["lazy_framework"] = lazy("lazy_framework")
+    try:
+        with fsdp2x.install():
+            late = _module("late_framework", fully_shard=torch_fsdp.fully_shard)
+            assert early.shard_it is torch_fsdp.fully_shard is late.fully_shard
+            assert early.unrelated == Stock.fully_shard.state
+        assert early.shard_it is Stock.fully_shard is late.fully_shard
+    finally:
+        for name in ("early_framework", "late_framework", "lazy_framework"):
+            sys.modules.pop(name, None)
+
+
+def test_install_is_idempotent_and_logs_once(caplog):
+    caplog.set_level(logging.INFO, logger="fsdp2x")
+    first, second = fsdp2x.install(), fsdp2x.install()
+    assert first is second and first.active
+    (record,) = caplog.records
+    assert "torch.distributed.fsdp.fully_shard" in record.getMessage()
+    first.uninstall()
+    first.uninstall()
+    assert not first.active and torch_fsdp.fully_shard is Stock.fully_shard
+    again = fsdp2x.install()
+    assert again is not first and again.active
+    first.uninstall()
+    assert again.active and torch_fsdp.fully_shard is not Stock.fully_shard, (
+        "an old handle must not end a later installation"
+    )
+
+
+def test_importing_fsdp2x_installs_nothing():
+    code = "import torch.distributed.fsdp as f; g = f.fully_shard; import fsdp2x; assert f.fully_shard is g"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@distributed(world_sizes=(2,))
+def test_installed_name_shards_with_our_engine(ctx):
+    with fsdp2x.install():
+        model = Stack()
+        for name in STACK_UNITS:
+            torch_fsdp.fully_shard(model.get_submodule(name))
+        torch_fsdp.fully_shard(model)
+        assert isinstance(model, fsdp2x.FSDPModule) and isinstance(model, torch_fsdp.FSDPModule)
+        assert torch_fsdp.fully_shard.state(model) is fsdp2x.fully_shard.state(model) is model._get_fsdp_state()
+        with pytest.raises(AssertionError, match="can only be applied to a module once"):
+            torch_fsdp.fully_shard(model)
+    # Sharded models stay ours.
+    model(inputs(ctx.rank)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(world_sizes=(2,))
+def test_installed_name_never_splits_a_huggingface_model_by_itself(ctx):
+    with fsdp2x.install():
+        whole = torch_fsdp.fully_shard(build("llama"))
+        split = torch_fsdp.fully_shard(build("llama"), auto_wrap=True)
+    assert len(fsdp2x.describe(whole).units) == 1
+    assert len(fsdp2x.describe(split).units) > 2
+    assert len(fsdp2x.describe(fsdp2x.fully_shard(build("llama"))).units) > 2
+
+
+@distributed(world_sizes=(2,))
+def test_upstream_works_while_installed(ctx):
+    """Upstream's function and forward methods look names up in the globals that install() changes."""
+    reference = Stack()
+    expected = Stock.fully_shard(Stack())(inputs(ctx.rank))
+    with fsdp2x.install():
+        model = Stock.fully_shard(Stack())
+        assert not isinstance(model, fsdp2x.FSDPModule)
+        assert torch_fsdp.fully_shard.state(model) is Stock.fully_shard.state(model) is model._get_fsdp_state()
+        assert fsdp2x.fully_shard.state(model) is None
+        assert torch.equal(model(inputs(ctx.rank)), expected)
+        assert torch.equal(reference(inputs(ctx.rank)), expected)
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, torch_fsdp.UnshardHandle)
+        handle.wait()
+
+
+class _WithEncode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 5)
+
+    def encode(self, x):
+        return self.inner(x)
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+@distributed(world_sizes=(2,))
+def test_forward_methods_of_both_kinds(ctx):
+    torch.manual_seed(0)
+    plain = _WithEncode()
+    x = inputs(ctx.rank)
+    with fsdp2x.install():
+        for fully_shard in (Stock.fully_shard, torch_fsdp.fully_shard):
+            torch.manual_seed(0)
+            model = fully_shard(_WithEncode())
+            torch_fsdp.register_fsdp_forward_method(model, "encode")
+            assert torch.equal(model.encode(x), plain.encode(x))
+        torch_fsdp.register_fsdp_forward_method(plain, "encode")

@@ -1,0 +1,126 @@
+"""python -m fsdp2x.run: the untouched script sees what `python script.py` shows it, and our fully_shard."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import inspect, json, sys
+import torch.distributed.fsdp
+from torch.distributed.fsdp import fully_shard
+import neighbour
+
+class Here: pass
+
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "name": __name__,
+    "ours": "auto_wrap" in inspect.signature(fully_shard).parameters,
+    "main": sys.modules["__main__"].Here is Here, "file": __file__,
+}))
+if "--fail" in sys.argv:
+    sys.exit(7)
+if "--raise" in sys.argv:
+    raise KeyError("of the script")
+"""
+
+
+def _python(*words, cwd: Path, **environment) -> subprocess.CompletedProcess:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    command = [sys.executable, *map(str, words)]
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**{k: v for k, v in os.environ.items() if k not in launcher}, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill: torchrun ends its ranks first
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "train.py").write_text(SCRIPT)
+    (scripts / "neighbour.py").write_text("")
+    return tmp_path
+
+
+def test_script(folder):
+    done = _python("-m", "fsdp2x.run", "scripts/train.py", "--lr", "1e-3", "-m", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    plain = json.loads(_python("scripts/train.py", "--lr", "1e-3", "-m", cwd=folder).stdout)
+    assert not plain["ours"] and seen == {**plain, "ours": True, "file": seen["file"]}
+    assert os.path.samefile(folder / seen["file"], folder / plain["file"])
+    assert "fsdp2x: installed in" in done.stderr
+
+
+def test_module(folder):
+    done = _python("-m", "fsdp2x.run", "-m", "train", "--lr", "1e-3", cwd=folder / "scripts")
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    plain = json.loads(_python("-m", "train", "--lr", "1e-3", cwd=folder / "scripts").stdout)
+    assert not plain["ours"] and seen == {**plain, "ours": True}
+
+
+def test_other_ranks_are_silent(folder):
+    done = _python("-m", "fsdp2x.run", "scripts/train.py", cwd=folder, RANK="1")
+    assert done.returncode == 0 and "installed" not in done.stderr and json.loads(done.stdout)["ours"]
+
+
+def test_exit_status_and_exceptions_are_the_scripts(folder):
+    assert _python("-m", "fsdp2x.run", "scripts/train.py", "--fail", cwd=folder).returncode == 7
+    raised = _python("-m", "fsdp2x.run", "scripts/train.py", "--raise", cwd=folder)
+    assert raised.returncode == 1 and "KeyError: 'of the script'" in raised.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "got nothing"),
+        (["-m"], "got nothing"),
+        (["--lr", "1"], "got the option --lr"),
+        (["missing.py"], "no such script: missing.py"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    from fsdp2x.run import main
+
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys):
+    from fsdp2x.run import main
+
+    assert main(["--help"]) == 0
+    assert "usage: python -m fsdp2x.run" in capsys.readouterr().out
+
+
+def test_under_torchrun(folder):
+    """Two ranks train an untouched script, and it is ours that shards."""
+    (folder / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch.distributed.fsdp import FSDPModule, fully_shard\n"
+        "dist.init_process_group('gloo')\n"
+        "model = fully_shard(torch.nn.Linear(6, 5))\n"
+        "model(torch.ones(2, 6)).sum().backward()\n"
+        "assert isinstance(model, FSDPModule)\n"
+        "open(f'{dist.get_rank()}.txt', 'w').write(type(model).__mro__[1].__module__)\n"
+        "dist.destroy_process_group()\n"
+    )
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.run", "train.py"]
+    done = _python(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.module"] * 2
