@@ -1,0 +1,179 @@
+"""accelerate's FSDP2 path through install(): what it computes, clips, saves and loads is what it does with stock."""
+
+import contextlib
+
+import pytest
+import torch
+
+from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
+from harness import distributed
+from models import batch, build
+from reference import full, params, same
+from training import shared_folder
+
+MODELS = ("qwen3", "qwen3_moe")  # tied embeddings; experts
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def whole_model(name, seed=0):
+    # Checkpointing refuses a cache; grouped products in bf16 need widths that are multiples of 8.
+    return build(name, seed=seed, use_cache=False, **({"moe_intermediate_size": 16} if "moe" in name else {}))
+
+
+def prepared(name, *, seed=0, state_dict_type="SHARDED_STATE_DICT", accumulation=1, mixed_precision="no", **plugin):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    options = {"reshard_after_forward": True, "auto_wrap_policy": "transformer_based_wrap", **plugin}
+    options = {"fsdp_version": 2, "state_dict_type": state_dict_type, "cpu_ram_efficient_loading": False, **options}
+    accelerator = fsdp_accelerator_class()(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**options),
+        gradient_accumulation_steps=accumulation,
+        mixed_precision=mixed_precision,
+    )
+    model = whole_model(name, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def train(ctx, accelerator, model, optimizer, name, steps=range(3), max_norm=0.5):
+    """Losses and norms of every step."""
+    seen = []
+    for step in steps:
+        with accelerator.accumulate(model):
+            loss = model(**batch(name, ctx.rank + 10 * step)).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.append(full(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(full(loss))
+    return seen
+
+
+@contextlib.contextmanager
+def both(ctx, **tolerance):
+    """Yields run(function): under stock, then under ours, and compares the results, bit for bit without a tolerance."""
+
+    def run(function):
+        results = []
+        for impl in ("torch", "fsdp2x"):
+            torch.manual_seed(7)
+            with launched(ctx, impl=impl):
+                results.append(function(impl))
+        same(results[1], results[0], **tolerance)
+        return results[1]
+
+    yield run
+
+
+OPTIONS = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "checkpointed": {"activation_checkpointing": True},
+    "ram_efficient": {"cpu_ram_efficient_loading": True},
+    "accumulated": {"accumulation": 2},
+    "unwrapped": {"auto_wrap_policy": "no_wrap"},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+
+@each_model
+@pytest.mark.parametrize("option", list(OPTIONS))
+@distributed(world_sizes=(2,), timeout=120)
+def test_trains_as_with_stock(ctx, name, option):
+    ram_efficient = option == "ram_efficient"
+
+    def run(impl):
+        # Only rank 0 has read the weights when loading is RAM-efficient; the others must get rank 0's.
+        seed = ctx.rank if ram_efficient else 0
+        accelerator, model, optimizer = prepared(name, seed=seed, **OPTIONS[option])
+        if impl == "fsdp2x":
+            assert_sharded_by_us(model)
+        loaded = params(model)
+        if ram_efficient:
+            plain = {key: value.detach() for key, value in whole_model(name).named_parameters()}
+            same(loaded, {key: plain[key] for key in loaded})
+        seen = train(ctx, accelerator, model, optimizer, name, range(4))
+        return seen, params(model)
+
+    # Reducing in bf16, shared memory rounds once and gloo at every addition.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if option == "bf16" else {}
+    with both(ctx, **tolerance) as compare:
+        seen, after = compare(run)
+    assert len(set(map(float, seen))) > len(seen) // 2, "losses that do not move would show nothing"
+    assert all(torch.isfinite(value).all() for value in after.values())
+
+
+@each_model
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@distributed(world_sizes=(2,), timeout=120)
+def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
+    with shared_folder(ctx) as folder:
+        with launched(ctx):
+            accelerator, model, optimizer = prepared(name, state_dict_type=state_dict_type)
+            assert_sharded_by_us(model)
+            train(ctx, accelerator, model, optimizer, name, range(2))
+            accelerator.save_state(str(folder / "state"))
+            expected = train(ctx, accelerator, model, optimizer, name, range(2, 4))
+            weights = params(model)
+        with launched(ctx):
+            accelerator, model, optimizer = prepared(name, seed=5, state_dict_type=state_dict_type)
+            train(ctx, accelerator, model, optimizer, name, range(7, 8))
+            accelerator.load_state(str(folder / "state"))
+            got = train(ctx, accelerator, model, optimizer, name, range(2, 4))
+            same(got, expected)
+            same(params(model), weights)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_checkpoints_of_stock_load_and_the_other_way_round(ctx):
+    with shared_folder(ctx) as folder:
+        losses = {}
+        for writer in ("torch", "fsdp2x"):
+            with launched(ctx, impl=writer):
+                accelerator, model, optimizer = prepared("qwen3")
+                train(ctx, accelerator, model, optimizer, "qwen3", range(2))
+                accelerator.save_state(str(folder / writer))
+            reader = "fsdp2x" if writer == "torch" else "torch"
+            with launched(ctx, impl=reader):
+                accelerator, model, optimizer = prepared("qwen3", seed=5)
+                accelerator.load_state(str(folder / writer))
+                losses[writer] = train(ctx, accelerator, model, optimizer, "qwen3", range(2, 4))
+        same(losses["torch"], losses["fsdp2x"])
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_model_on_rank_0_unwrapped_and_saved(ctx):
+    """get_state_dict and save_model, as examples end with them."""
+    from safetensors.torch import load_file
+
+    with shared_folder(ctx) as folder, launched(ctx):
+        accelerator, model, optimizer = prepared("qwen3", state_dict_type="FULL_STATE_DICT")
+        train(ctx, accelerator, model, optimizer, "qwen3", range(1))
+        weights = params(model)
+        state = accelerator.get_state_dict(model)
+        accelerator.save_model(model, str(folder / "model"))
+        accelerator.wait_for_everyone()
+        if ctx.rank == 0:
+            saved = load_file(str(folder / "model" / "model.safetensors"))
+            for name, value in weights.items():
+                same(state[name], value, name)
+                same(saved[name], value, name)
+        accelerator.wait_for_everyone()
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_a_model_that_is_sharded_already_passes_through(ctx):
+    import fsdp2x
+
+    with launched(ctx):
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        accelerator = fsdp_accelerator_class()(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        model = fsdp2x.fully_shard(build("qwen3"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        units = len(fsdp2x.describe(model).units)
+        prepared_model, optimizer = accelerator.prepare(model, optimizer)
+        assert prepared_model is model and len(fsdp2x.describe(model).units) == units
+        train(ctx, accelerator, model, optimizer, "qwen3")

@@ -1,0 +1,124 @@
+"""transformers' Trainer(fsdp=...) through install(): losses are those with stock, and a resumed run repeats them."""
+
+import logging
+from unittest import mock
+
+import pytest
+import torch
+
+import fsdp2x
+from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
+from harness import distributed
+from models import VOCAB, build
+from reference import params, same
+from training import shared_folder
+
+each_model = pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+NUM_STEPS = 4
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCAB, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def trainer_of(model, output, *, config=None, **arguments):
+    """A Trainer whose accelerator takes the FSDP path; call within launched()."""
+    from transformers import Trainer, TrainingArguments
+
+    quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        seed=3,
+        dataloader_num_workers=0,
+        fsdp=True,
+        fsdp_config=config or {},
+        **{**quiet, **arguments},
+    )
+    with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator_class()):
+        return Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+
+def logged(trainer, key="loss"):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+CONFIGS = {
+    "default": {},
+    "ram_efficient": {"cpu_ram_efficient_loading": True, "activation_checkpointing": True},
+}
+
+
+@each_model
+@pytest.mark.parametrize("config", list(CONFIGS))
+@distributed(world_sizes=(2,), timeout=120)
+def test_trains_as_with_stock(ctx, name, config):
+    seen = {}
+    with shared_folder(ctx) as folder:
+        for impl in ("torch", "fsdp2x"):
+            with launched(ctx, impl=impl):
+                trainer = trainer_of(build(name, use_cache=False), folder / impl, config=CONFIGS[config])
+                trainer.train()
+                if impl == "fsdp2x":
+                    assert_sharded_by_us(trainer.model)
+                metrics = trainer.evaluate()
+                seen[impl] = logged(trainer), logged(trainer, "grad_norm"), metrics["eval_loss"], params(trainer.model)
+    same(seen["fsdp2x"], seen["torch"])
+    assert len(set(seen["torch"][0])) == NUM_STEPS
+
+
+@each_model
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@distributed(world_sizes=(2,), timeout=120)
+def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
+    config = {"state_dict_type": state_dict_type}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    with shared_folder(ctx) as folder:
+        with launched(ctx):
+            trainer = trainer_of(build(name), folder, config=config, **saving)
+            trainer.train()
+            assert_sharded_by_us(trainer.model)
+            expected, weights = logged(trainer), params(trainer.model)
+        with launched(ctx):
+            trainer = trainer_of(build(name, seed=5), folder, config=config)
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+            assert_sharded_by_us(trainer.model)
+            assert len(expected) == NUM_STEPS
+            same(logged(trainer)[-2:], expected[-2:])
+            same(params(trainer.model), weights)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_saved_model_and_generation(ctx):
+    """save_model() writes what from_pretrained reads; generate() runs on the sharded model."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    with shared_folder(ctx) as folder, launched(ctx):
+        trainer = trainer_of(build("qwen3"), folder)
+        trainer.train()
+        weights = params(trainer.model)
+        trainer.save_model(str(folder / "saved"))
+        trainer.accelerator.wait_for_everyone()
+        plain = Qwen3ForCausalLM.from_pretrained(str(folder / "saved")).eval()
+        same({name: param.detach() for name, param in plain.named_parameters()}, weights)
+        prompt = torch.arange(3, 8)[None]
+        arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        trainer.model.eval()
+        same(trainer.model.generate(prompt, **arguments), plain.generate(prompt, **arguments))
+        with fsdp2x.unsharded(trainer.model):
+            same(trainer.model.generate(prompt, **arguments), plain.generate(prompt, **arguments))
