@@ -1,0 +1,151 @@
+"""Models that frameworks bring: ABCs, PEFT, compiled blocks, plain containers; and what a sharded class must keep."""
+
+import abc
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Stack, batch, build, inputs, tiny_lora
+from reference import full, grads, mean_of_ranks, params, same, shard
+
+
+class Policy(nn.Module, abc.ABC):
+    """As TRL's and verl's value-head models are: the metaclass is ABCMeta."""
+
+    @abc.abstractmethod
+    def head(self, x): ...
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class ValuePolicy(Policy):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.value = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def head(self, x):
+        return self.value(x)
+
+
+@distributed(world_sizes=(2,))
+def test_abc_model(ctx):
+    model, plain = ValuePolicy(), ValuePolicy()
+    shard(ctx, model, ("body",))
+    assert type(type(model)) is abc.ABCMeta and isinstance(model, Policy) and isinstance(model, FSDPModule)
+    assert type(model).__name__ == "FSDPValuePolicy" and issubclass(type(model), ValuePolicy)
+    expected = mean_of_ranks(plain, lambda m, rank: m(inputs(rank)).square().mean(), ctx.world)
+    loss = model(inputs(ctx.rank)).square().mean()
+    loss.backward()
+    same(loss.detach(), expected[ctx.rank], rtol=1e-6, atol=1e-7)
+    same(grads(model), grads(plain), rtol=1e-5, atol=1e-7)
+
+
+@distributed(world_sizes=(2,))
+def test_verls_patch_for_abc_models(ctx):
+    """verl and ROLL put an ABC in the place of upstream's FSDPModule for the length of the call."""
+    import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard_module
+
+    original = fully_shard_module.FSDPModule
+
+    class FSDPModuleABC(abc.ABC, original):
+        pass
+
+    model = ValuePolicy()
+    with fsdp2x.install():
+        fully_shard_module.FSDPModule = FSDPModuleABC
+        try:
+            fully_shard_module.fully_shard(model)
+        finally:
+            fully_shard_module.FSDPModule = original
+    assert isinstance(model, fsdp2x.FSDPModule) and isinstance(model, original)
+    model(inputs(ctx.rank)).sum().backward()
+
+
+@distributed(world_sizes=(2, 3))
+def test_classes_of_sharded_modules(ctx):
+    model = shard(ctx, Stack(), STACK_UNITS)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(model)
+    part = model.blocks[1:]
+    assert type(part) is nn.ModuleList and list(part) == list(model.blocks)[1:]
+    # A ModuleList whose class has a forward can be a unit itself; slices of it are of the original class.
+    blocks = Chain([nn.Linear(6, 6), nn.Linear(6, 6)])
+    shard(ctx, blocks)
+    assert isinstance(blocks, fsdp2x.FSDPModule) and type(blocks[:1]) is Chain
+    assert len(blocks(inputs(ctx.rank))) == 4
+    state = pickle.loads(pickle.dumps({name: full(value) for name, value in model.state_dict().items()}))
+    same(state, params(model))
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_peft_trains_its_adapters(ctx):
+    """fp32 adapters over a frozen bf16 base, in the units that auto-wrap makes of a PEFT model."""
+    from peft import get_peft_model_state_dict
+
+    def lora():
+        model = tiny_lora("llama")
+        for name, param in model.named_parameters():
+            param.data = param.data.to(torch.float32 if "lora_" in name else torch.bfloat16)
+        return model
+
+    model, plain = lora(), lora()
+    fsdp2x.fully_shard(model)
+    assert len(fsdp2x.describe(model).units) > 3
+    base = {name: full(param) for name, param in model.named_parameters() if "lora_" not in name}
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, plain)]
+    for step in range(3):
+        expected = mean_of_ranks(plain, lambda m, rank: m(**batch("llama", rank + 10 * step)).loss, ctx.world)  # noqa: B023
+        loss = model(**batch("llama", ctx.rank + 10 * step)).loss
+        loss.backward()
+        same(loss.detach(), expected[ctx.rank], rtol=1e-2, atol=1e-3)
+        same(grads(model), grads(plain), rtol=5e-2, atol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same({name: full(param) for name, param in model.named_parameters() if name in base}, base)
+    adapter = {name: full(value) for name, value in get_peft_model_state_dict(model).items()}
+    plain_adapter = get_peft_model_state_dict(plain)
+    assert sorted(adapter) == sorted(plain_adapter) and len(adapter) == 8
+    named = dict(fsdp2x.full_tensors(model, params=lambda name, param: "lora_" in name))
+    same(sorted(value.norm().item() for value in named.values()), sorted(v.norm().item() for v in adapter.values()))
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_peft_adapters_switched_off(ctx):
+    """DPO: the reference is the same model with its adapters disabled."""
+    model, plain = tiny_lora(), tiny_lora()
+    fsdp2x.fully_shard(model)
+    inputs_ = batch("llama", ctx.rank)
+    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+        same(model(**inputs_).loss, plain(**inputs_).loss, rtol=1e-6, atol=1e-7)
+    loss = model(**inputs_).loss
+    loss.backward()
+    same(loss.detach(), plain(**inputs_).loss.detach(), rtol=1e-6, atol=1e-7)
+
+
+@distributed(world_sizes=(2,))
+def test_sharded_weight_outside_of_its_unit(ctx):
+    """The error of a weight that is read while its unit is sharded names the weight."""
+    model = shard(ctx, build("llama"), ("model.layers.0", "model.layers.1"))
+    unsharded = []
+    block = model.model.layers[0]
+    handle = block.register_forward_pre_hook(lambda *args: unsharded.append(block.mlp.up_proj.weight))
+    model(**batch("llama", ctx.rank))
+    handle.remove()
+    with pytest.raises(RuntimeError, match="model.layers.0.mlp.up_proj.weight"):
+        unsharded[0].sum()
