@@ -19,6 +19,8 @@ from models import STACK_UNITS, Stack, build, inputs
 from reference import both_transports, full, grads, mean_of_ranks, params, parity, same, shard, shard_stock
 from training import shared_folder
 
+get_state = fsdp2x.fully_shard.state
+
 
 def step(ctx, model, optimizer=None, number=0):
     loss = model(inputs(ctx.rank, number)).square().mean()
@@ -43,24 +45,21 @@ def sharded_like(model, values):
 
 def assert_pooled(model):
     """Shards lie in their unit's pool without overlap; every byte of a pool outside of them is zero."""
-    states = {id(state): state for state in map(fsdp2x.fully_shard.state, model.modules()) if state is not None}
-    assert states
-    for state in states.values():
-        if not state.params.params:
-            continue
-        pool = state.params.pool
-        outside = torch.ones(pool.numel(), dtype=torch.bool)
-        for record in state.params.params:
+    groups = {id(group): group for state in map(get_state, model.modules()) if state for group in state.groups}
+    assert groups
+    for group in groups.values():
+        outside = torch.ones(group.pool.numel(), dtype=torch.bool)
+        for record in group.params:
             local = record.param.to_local()
             assert isinstance(record.param, nn.Parameter) and local.is_contiguous()
             if local.numel() == 0:
                 continue
-            start = local.untyped_storage().data_ptr() - pool.data_ptr()
+            start = local.untyped_storage().data_ptr() - group.pool.data_ptr()
             end = start + local.untyped_storage().nbytes()
-            assert local.storage_offset() == 0 and 0 <= start < end <= pool.numel(), record.owners[0][1]
+            assert local.storage_offset() == 0 and 0 <= start < end <= group.pool.numel(), record.owners[0][1]
             assert bool(outside[start:end].all()), "two shards share bytes"
             outside[start:end] = False
-        assert not bool(pool[outside].any()), "a pad was written"
+        assert not bool(group.pool[outside].any()), "a pad was written"
 
 
 @pytest.mark.parametrize("moment", ["before_forward", "after_step"])
@@ -175,7 +174,7 @@ def test_05_saving_does_not_drag_the_pool_along(ctx):
     model = shard(ctx, Stack(num=2, width=64, hidden=256), ("blocks.0", "blocks.1"))
     step_input = torch.ones(2, 64)
     model(step_input).sum().backward()
-    pool_bytes = fsdp2x.fully_shard.state(model.blocks[0]).params.pool.numel()
+    pool_bytes = get_state(model.blocks[0]).groups[0].pool.numel()
     assert pool_bytes > 64 * 1024
     state = model.state_dict()
     small = state["blocks.0.up.bias"]

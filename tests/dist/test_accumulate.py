@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2x
 from harness import distributed
@@ -21,10 +23,12 @@ def reductions(model):
     return fsdp2x.describe(model).stats["reductions"]
 
 
+OFF, ON = (False, False), (True, True)
+
+
 def settings(model):
-    return [
-        state.live_options().requires_gradient_sync for state in map(fsdp2x.fully_shard.state, model.modules()) if state
-    ]
+    states = filter(None, map(fsdp2x.fully_shard.state, model.modules()))
+    return [(state.live_options().requires_gradient_sync, state.live_options().requires_all_reduce) for state in states]
 
 
 @both_transports
@@ -42,6 +46,27 @@ def test_sum_of_micro_batches(ctx, transport, before_last):
     num_units = 4
     expected = [0, 0, num_units] if before_last == "nothing" else [num_units, 2 * num_units, 3 * num_units]
     assert counts == expected
+    mean_of_ranks(plain, lambda m, rank: sum(micro_loss(m, rank, step) for step in range(NUM_MICRO)), ctx.world)
+    same(grads(model), grads(plain), "gradients", rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
+@distributed(world_sizes=(4,))
+def test_replicas_and_shards(ctx, before_last):
+    """HSDP: the all-reduce over the replicas waits for the last micro-batch either way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Stack()
+    plain = copy.deepcopy(model)
+    shard(ctx, model, STACK_UNITS, mesh=mesh, transport="process_group")
+    counts = []
+    for step in range(NUM_MICRO):
+        with CommDebugMode() as comm, fsdp2x.accumulate(model, last=step == NUM_MICRO - 1, before_last=before_last):
+            micro_loss(model, ctx.rank, step).backward()
+        counts.append({str(op).rsplit(".")[-1].strip("_"): n for op, n in comm.get_comm_counts().items()})
+    reduce_scatters = [sum(n for op, n in count.items() if "reduce_scatter" in op) for count in counts]
+    all_reduces = [sum(n for op, n in count.items() if "allreduce" in op or "all_reduce" in op) for count in counts]
+    assert reduce_scatters == ([0, 0, 4] if before_last == "nothing" else [4, 4, 4]), counts
+    assert all_reduces == [0, 0, 4], counts
     mean_of_ranks(plain, lambda m, rank: sum(micro_loss(m, rank, step) for step in range(NUM_MICRO)), ctx.world)
     same(grads(model), grads(plain), "gradients", rtol=1e-5, atol=1e-7)
 
@@ -73,10 +98,10 @@ def test_settings_come_back(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
     model.blocks[1].set_requires_gradient_sync(False)
     before = settings(model)
-    assert sorted(before) == [False, True, True, True]
+    assert sorted(before) == [OFF, ON, ON, ON]
     for ran_before in (False, True):  # the settings move into the engine at the first forward
         with pytest.raises(KeyError), fsdp2x.accumulate(model, last=False):
-            assert settings(model) == [False] * 4
+            assert settings(model) == [OFF] * 4
             if not ran_before:
                 micro_loss(model, ctx.rank, 0).backward()
             raise KeyError
@@ -86,7 +111,7 @@ def test_settings_come_back(ctx):
     with fsdp2x.accumulate(model, last=False):
         with fsdp2x.accumulate(model, last=False):
             pass
-        assert settings(model) == [False] * 4
+        assert settings(model) == [OFF] * 4
     assert settings(model) == before
 
 

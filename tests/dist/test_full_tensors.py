@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
 from harness import distributed
@@ -114,6 +116,32 @@ def test_shard_of_another_dim(ctx):
     same(whole(model), expected)
 
 
+@distributed(world_sizes=(4,))
+def test_two_axes(ctx):
+    """HSDP: gathered over the shards only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
+    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=dist.all_gather_into_tensor) as gather:
+        same(whole(model), {name: param.detach() for name, param in Stack().named_parameters()})
+    assert {dist.get_world_size(call.kwargs["group"]) for call in gather.call_args_list} == {2}
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@distributed(world_sizes=(4,))
+def test_tensor_parallel_parameters(ctx, stock):
+    """Cut twice, also along one dim: redistributed one by one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    if stock:
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        shard(ctx, model, mesh=mesh["dp"])
+    same(whole(model), expected)
+
+
 @distributed(world_sizes=(2,))
 def test_lora_adapter_only(ctx):
     model = fsdp2x.fully_shard(tiny_lora())
@@ -123,8 +151,6 @@ def test_lora_adapter_only(ctx):
 
 @distributed(world_sizes=(2,))
 def test_models_of_upstreams_fully_shard(ctx):
-    from torch.distributed.fsdp import fully_shard
-
     model = fully_shard(Stack())
     same(whole(model), one_by_one(model))
 

@@ -145,7 +145,7 @@ def test_a_stranger_is_not_taken_for_a_dead_parameter(ctx):
     model = nn.Linear(64, 64)
     shard(ctx, model)
     stranger = nn.Parameter(torch.zeros(3))
-    fsdp2x.fully_shard.state(model).params.params[0].original_id = id(stranger)
+    fsdp2x.fully_shard.state(model).params[0].original_id = id(stranger)
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
     assert fsdp2x.rebind_optimizer(optimizer, model) == 0
     assert optimizer.param_groups[0]["params"][-1] is stranger
