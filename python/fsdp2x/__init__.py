@@ -7,6 +7,7 @@
 from fsdp2x.runtime import native  # noqa: F401
 
 # isort: split
+import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.api import fully_shard
@@ -41,3 +42,7 @@ __all__ = [
     "uninstall",
     "unsharded",
 ]
+
+if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # since torch 2.12
+    DataParallelMeshDims = _torch_fsdp.DataParallelMeshDims
+    __all__.append("DataParallelMeshDims")

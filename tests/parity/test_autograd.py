@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, inputs
-from reference import both_transports, changes, full, grads, params, parity, same, shard, shard_stock
+from reference import TORCH_MINOR, both_transports, changes, full, grads, params, parity, same, shard, shard_stock
 
 
 def steps(ctx, model, num=2, loss_of=None):
@@ -152,7 +152,11 @@ def test_a_tied_weight_in_one_unit(ctx, units, transport):
 
 @distributed(world_sizes=(2,))
 def test_a_weight_tied_across_units_is_refused(ctx):
-    for apply in (shard_stock, lambda m, units: shard(ctx, m, units)):
+    stock_refuses = TORCH_MINOR >= 12
+    if ctx.impl == "torch" and not stock_refuses:
+        pytest.skip("this stock trains the copies of a tied weight apart")
+    appliers = [lambda m, units: shard(ctx, m, units), *([shard_stock] if stock_refuses else [])]
+    for apply in appliers:
         model = apply(Tied(), ("first", "last"))
         with pytest.raises((ValueError, RuntimeError), match="weight"):
             model(inputs(ctx.rank))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from harness import distributed
 from models import Mlp, inputs
-from reference import both_transports, grads, parity, shard, shard_stock
+from reference import TORCH_MINOR, both_transports, grads, parity, shard, shard_stock
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -38,6 +38,15 @@ UNPACK = {
     "ordered": lambda value: value["value"],
     "list": lambda value: value[0] + value[1][0],
 }
+
+
+def stock_kind(ctx, kind):
+    """The stock of torch 2.11 does not look for gradients in dataclasses; a list with the same tensors stands in."""
+    if kind != "dataclass" or TORCH_MINOR >= 12:
+        return kind
+    if ctx.impl == "torch":
+        pytest.skip("this stock does not look into dataclasses")
+    return "list"
 
 
 class Packer(nn.Module):
@@ -78,7 +87,8 @@ def test_nested_inputs_and_outputs(ctx, kind, keyword):
             results += [loss.detach(), grads(model)]
         return results
 
-    parity(ctx, Caller(kind, keyword), run, ("before", "packer", "after"), reshard_after_forward=True)
+    twin = Caller(stock_kind(ctx, kind), keyword)
+    parity(ctx, Caller(kind, keyword), run, ("before", "packer", "after"), twin=twin, reshard_after_forward=True)
 
 
 @distributed(world_sizes=(2,))
@@ -88,9 +98,10 @@ def test_nested_inputs_are_cast(ctx, kind):
     seen = []
 
     def record(module, args, output):
-        seen.append(str(UNPACK[kind](output).dtype))
+        seen.append(str(UNPACK[module.kind](output).dtype))
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    # With reduce_dtype, because its default is not the same in all versions of torch.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     def run(model):
         seen.clear()
@@ -100,7 +111,8 @@ def test_nested_inputs_are_cast(ctx, kind):
         output.square().mean().backward()
         return output.detach(), list(seen), grads(model)
 
-    _, dtypes, _ = parity(ctx, Caller(kind, True), run, ("before", "packer", "after"), mp_policy=policy)
+    twin = Caller(stock_kind(ctx, kind), True)
+    _, dtypes, _ = parity(ctx, Caller(kind, True), run, ("before", "packer", "after"), twin=twin, mp_policy=policy)
     assert dtypes[0] == "torch.bfloat16"
 
 

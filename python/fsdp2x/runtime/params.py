@@ -160,10 +160,11 @@ class GroupParams(GroupNames):
         A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
         """
         origs = [sharded.param.dtype for sharded in self.params]
-        reduce = reduce_dtype
-        for dtype in origs:
-            if reduce_dtype is None and dtype in _REDUCIBLE:
-                reduce = dtype if reduce is None else torch.promote_types(reduce, dtype)
+        reduce = param_dtype if reduce_dtype is None and _REDUCES_IN_PARAM_DTYPE else reduce_dtype
+        if reduce is None:
+            for dtype in origs:
+                if dtype in _REDUCIBLE:
+                    reduce = dtype if reduce is None else torch.promote_types(reduce, dtype)
         shapes = []
         for sharded, orig in zip(self.params, origs, strict=True):
             compute = param_dtype if param_dtype is not None and orig.is_floating_point else orig
@@ -289,6 +290,8 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     return unsharded
 
 
+# Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
+_REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 _REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What DTensor itself keeps on its instances.
 _DTENSOR_SLOTS = ("_local_tensor", "_spec")

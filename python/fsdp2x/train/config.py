@@ -122,7 +122,9 @@ class ParallelConfig:
         None, "free the gathered parameters after forward; unset is fully_shard's own rule"
     )
     param_dtype: DType | None = setting(None, "dtype of computation; unset computes in model.dtype")
-    reduce_dtype: DType | None = setting(None, "dtype in which gradients are summed; unset takes param_dtype")
+    reduce_dtype: DType | None = setting(
+        None, "dtype in which gradients are summed; unset takes that of the parameters, param_dtype before torch 2.15"
+    )
     auto_wrap: bool | list[str] | None = setting(
         None, "which modules form units: null by the model's own plan, or class names, or false"
     )
