@@ -53,8 +53,8 @@ def fully_shard(
             axis, so that backward gathers from those only.
         shard_placement_fn: maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even split), or torch's
             ``ShardPlacementResult``, which also chooses the parameter's mesh.
-        mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it means
-            in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
+        mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it
+            means in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
         offload_policy: ``CPUOffloadPolicy`` is supported on a CPU mesh only, where it may pin the shards' memory.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, on which all parameters are DTensors
