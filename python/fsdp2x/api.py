@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -34,10 +35,11 @@ def fully_shard(
     auto_wrap: bool | list | Callable[[str, nn.Module], bool] | None = None,
     transport: str = "auto",
     timeout: timedelta | None = None,
+    buffer_dtype: torch.dtype | None = None,
 ):
     """Shards parameters, gradients and optimizer state of ``module`` over the ranks of ``mesh``, in place.
 
-    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last three arguments are ours.
+    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last four arguments are ours.
     Parameters become ``DTensor``s with placement ``Shard(0)`` (rows ``ceil(d0 / W)`` a rank, the last ranks short or
     empty) whose bytes lie in one pool per unit. They are gathered before the unit's forward and backward, freed
     afterwards, and their gradients are averaged over the ranks into ``.grad`` during backward.
@@ -65,6 +67,7 @@ def fully_shard(
             variable ``FSDP2X_TRANSPORT`` says, else the former where it is possible and no dispatch mode
             (CommDebugMode) is active at the root's first forward, since shared memory has no collectives to be seen.
         timeout: limit of every wait for a peer; default the process group's.
+        buffer_dtype: floating-point buffers of the sharded modules are converted to it, once and in place.
 
     Returns:
         ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
@@ -89,6 +92,7 @@ def fully_shard(
         "ranks": ranks,
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
+        "buffer_dtype": buffer_dtype,
         "pin_memory": _check_offload(offload_policy, ranks),
         "ignored_params": ignored_params or set(),
         "transport": transport,
@@ -147,6 +151,7 @@ def _shard_modules(
     shard_placement_fn: Callable | None,
     mp_policy: MixedPrecisionPolicy,
     pin_memory: bool,
+    buffer_dtype: torch.dtype | None,
     ignored_params: set[nn.Parameter],
     transport: str,
     timeout: timedelta | None,
@@ -156,9 +161,12 @@ def _shard_modules(
     managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
     owned = collect.collect_params(managed, ignored_params)
     collect.move_to_device([entry.param for entry in owned], ranks.device)
-    collect.move_to_device(collect.collect_buffers(managed), ranks.device)
+    buffers = collect.collect_buffers(managed)
+    collect.move_to_device(buffers, ranks.device)
+    if buffer_dtype is not None:
+        collect.cast_floating(buffers, buffer_dtype)
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [GroupParams(members, pin_memory) for members in group_by_ranks(placed)]
+    groups = [GroupParams(members, mp_policy, pin_memory) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
     for managed_module in managed:

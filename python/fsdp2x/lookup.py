@@ -44,9 +44,3 @@ def named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedP
             if current is not None and id(current) not in seen:
                 seen.add(id(current))
                 yield f"{prefix}.{name}" if prefix else name, current, record
-
-
-def was_sharded_from(record: ShardedParam, param: nn.Parameter) -> bool:
-    """Whether ``record`` is what ``fully_shard`` made of ``param``."""
-    # An id is unique among living objects only; a stranger that got a dead parameter's id seldom has its shape too.
-    return record.original_id == id(param) and record.param.shape == param.shape

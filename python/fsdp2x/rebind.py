@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2x.lookup import named_params, units_of, was_sharded_from
+from fsdp2x.lookup import named_params, units_of
+from fsdp2x.runtime.params import original_number
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
@@ -29,15 +30,15 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     """
     units_of(model, "rebind_optimizer")
     current = {id(param) for _, param, _ in named_params(model)}
-    records = {record.original_id: (name, record) for name, _, record in named_params(model) if record is not None}
+    records = {record.original: (name, record) for name, _, record in named_params(model) if record is not None}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     num_known = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name, record = records.get(id(param), ("", None))
+            name, record = records.get(original_number(param), ("", None))
             if id(param) in current:
                 num_known += 1
-            elif record is not None and was_sharded_from(record, param):
+            elif record is not None:
                 replaced[param] = record.param
     if not replaced and not num_known:
         raise ValueError(
@@ -45,7 +46,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
             f"{type(model).__name__}; build the optimizer from the parameters of the model that was sharded"
         )
     states = {
-        old: _sharded_state(records[id(old)][0], optimizer.state[old], old, new)
+        old: _sharded_state(records[original_number(old)][0], optimizer.state[old], old, new)
         for old, new in replaced.items()
         if old in optimizer.state
     }

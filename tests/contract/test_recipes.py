@@ -264,12 +264,8 @@ def test_trl(ctx):
 
 # ---- transformers: from_pretrained(distributed_config=...), which shards while it reads
 
-TIED_BY_THE_LOADER = pytest.param(
-    True, marks=pytest.mark.xfail(strict=True, reason="a weight tied across units after sharding loses updates")
-)
 
-
-@pytest.mark.parametrize("tied", [False, TIED_BY_THE_LOADER])
+@pytest.mark.parametrize("tied", [False, True])
 @distributed(world_sizes=(2,), timeout=120)
 def test_transformers_own_fsdp(ctx, tied):
     from transformers import AutoModelForCausalLM

@@ -7,7 +7,20 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, inputs
-from reference import TORCH_MINOR, both_transports, changes, full, grads, params, parity, same, shard, shard_stock
+from reference import (
+    TORCH_MINOR,
+    both_transports,
+    changes,
+    full,
+    grads,
+    mean_of_ranks,
+    only_fsdp2x,
+    params,
+    parity,
+    same,
+    shard,
+    shard_stock,
+)
 
 
 def steps(ctx, model, num=2, loss_of=None):
@@ -160,6 +173,27 @@ def test_a_weight_tied_across_units_is_refused(ctx):
         model = apply(Tied(), ("first", "last"))
         with pytest.raises((ValueError, RuntimeError), match="weight"):
             model(inputs(ctx.rank))
+
+
+@distributed(world_sizes=(1, 2, 3))
+@both_transports
+def test_a_weight_tied_across_units_after_sharding(ctx, transport):
+    """Loaders tie anew after sharding: both units see every update. Stock loses some where rows are uneven."""
+    only_fsdp2x(ctx)
+    plain, model = Tied(), Tied()
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())  # untied while it is sharded
+    shard(ctx, model, ("first", "last"), transport=transport)
+    model.last.weight = model.first.weight
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(3):
+        expected = mean_of_ranks(plain, lambda m, rank: m(inputs(rank, step)).square().mean(), ctx.world)  # noqa: B023
+        loss = model(inputs(ctx.rank, step)).square().mean()
+        loss.backward()
+        same(loss.detach(), expected[ctx.rank], f"loss {step}", rtol=1e-5, atol=1e-6)
+        same(grads(model), grads(plain), f"gradients {step}", rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class InPlace(nn.Module):

@@ -67,6 +67,13 @@ def collect_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     return list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
 
 
+def cast_floating(buffers: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Converts floating-point buffers in place; the others keep their dtype."""
+    for buffer in buffers:
+        if buffer.is_floating_point() and buffer.dtype != dtype:
+            buffer.data = buffer.data.to(dtype)
+
+
 def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Moves parameters and buffers in place; tensors on the meta device stay there."""
     for tensor in tensors:

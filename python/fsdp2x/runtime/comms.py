@@ -20,7 +20,7 @@ def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: Mixed
     """Gives the engine's group its callables; once, when it is made."""
     if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
         group.engine.all_reduce = functools.partial(_all_reduce, group.ranks.replicate_group)
-    if any(param.extension is not None for param in group.params):
+    if any(param.extension is not None or param.is_alias for param in group.params):
         slow = _SlowGathers(group, mp_policy)
         group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish
         group.engine.free_slowly = slow.free
@@ -32,7 +32,7 @@ def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> 
 
 
 class _SlowGathers:
-    """The extensions of one group. Holds its parameters weakly: the engine must not lead back to modules."""
+    """Extensions and aliases of one group. Holds its parameters weakly: the engine must not lead back to modules."""
 
     def __init__(self, group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
         self._group = weakref.ref(group)
@@ -45,6 +45,7 @@ class _SlowGathers:
 
     @torch.no_grad()
     def begin(self) -> bool:
+        self._group().refresh_aliases()
         for _, param in self._extended():
             param.extension.begin(torch_private.local_tensor(param.param), param.owners[0][0], self._mp_policy)
         return True

@@ -6,6 +6,7 @@ lazy initialization and keeps the same pool.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.runtime import mesh as meshes
@@ -33,10 +35,12 @@ class ShardedParam(ParamNames):
     owners: list[tuple[nn.Module, str]]
     spec: specs.ParamSpec
     local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
-    original_id: int  # identity of the unsharded parameter, to find one that two units claim
+    original: int  # number of the unsharded parameter, to find one that two units claim
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
+    keeps_dtype: bool  # computes in its original dtype, whatever the policy says
     is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
     extension: Extension | None = None
+    is_alias: bool = False  # registered by another group too, in whose pool it lies
     fqn: str = ""
 
     @property
@@ -91,8 +95,9 @@ def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
 class GroupParams(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
-    def __init__(self, placed: list[Placed], pin_memory: bool = False) -> None:
+    def __init__(self, placed: list[Placed], mp_policy: MixedPrecisionPolicy, pin_memory: bool = False) -> None:
         self.ranks = placed[0].ranks
+        self._mp_policy = mp_policy
         self._pin_memory = pin_memory
         self.pool: torch.Tensor | None = None
         self.params: list[ShardedParam] = []
@@ -120,6 +125,12 @@ class GroupParams(GroupNames):
             raise NotImplementedError(
                 f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=}"
             )
+        grad_dtype = getattr(param, "grad_dtype", param.dtype)
+        if param.requires_grad and grad_dtype not in (param.dtype, None):
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: {where} has grad_dtype {grad_dtype} and dtype {param.dtype}; gradients are kept "
+                "in the parameter's dtype. Leave grad_dtype unset and choose MixedPrecisionPolicy(reduce_dtype=...)."
+            )
         if param.requires_grad and param.dtype not in _REDUCIBLE:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
@@ -140,11 +151,13 @@ class GroupParams(GroupNames):
         sharded = nn.Parameter(spec.wrap(local), requires_grad=owned.param.requires_grad)
         # What a tensor subclass keeps on its instances are its parts, not the user's.
         attributes = {} if is_wrapper(full) else dict(owned.param.__dict__)
-        for key in _DTENSOR_SLOTS:
+        for key in (*_DTENSOR_SLOTS, _NUMBER):
             attributes.pop(key, None)
         sharded.__dict__.update(attributes)
+        number = _number(owned.param)
+        keeps_dtype = _keeps_dtype(owned.param, self._mp_policy)
         self.params.append(
-            ShardedParam(sharded, owned.owners, spec, full.shape, id(owned.param), attributes, is_wrapper(local))
+            ShardedParam(sharded, owned.owners, spec, full.shape, number, attributes, keeps_dtype, is_wrapper(local))
         )
 
     def find_extensions(self) -> None:
@@ -167,7 +180,8 @@ class GroupParams(GroupNames):
                     reduce = dtype if reduce is None else torch.promote_types(reduce, dtype)
         shapes = []
         for sharded, orig in zip(self.params, origs, strict=True):
-            compute = param_dtype if param_dtype is not None and orig.is_floating_point else orig
+            casts = param_dtype is not None and orig.is_floating_point and not sharded.keeps_dtype
+            compute = param_dtype if casts else orig
             castable = orig in _REDUCIBLE and compute in _REDUCIBLE
             if compute != orig and not castable and not sharded.is_wrapper:
                 raise NotImplementedError(
@@ -182,12 +196,24 @@ class GroupParams(GroupNames):
         Values of parameters that moved are copied; the ``nn.Parameter`` objects stay. Returns whether the pool
         is new (first call, or dtypes or the device changed).
         """
+        self.follow_modules()
+        return self._adopt()
+
+    def follow_modules(self) -> None:
+        """Takes the parameters that modules register now for ours."""
         for sharded in self.params:
             module, name = sharded.owners[0]
             current = module._parameters.get(name)
             if isinstance(current, DTensor) and current is not sharded.param:
                 sharded.param = current
-        return self._adopt()
+
+    def refresh_aliases(self) -> None:
+        """Copies the rows of parameters that lie in another group's pool."""
+        with torch.no_grad():
+            for sharded, offset in zip(self.params, self._offsets, strict=True):
+                if sharded.is_alias:
+                    local = torch_private.local_tensor(sharded.param)
+                    _C.tensor_in_pool(self.pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
 
     def _adopt(self) -> bool:
         locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
@@ -204,7 +230,7 @@ class GroupParams(GroupNames):
         self._offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
-                if not sharded.is_wrapper:
+                if not sharded.is_wrapper and not sharded.is_alias:
                     self._move_in(sharded, local, offset, fresh)
         return fresh
 
@@ -281,6 +307,51 @@ class GroupParams(GroupNames):
         return result
 
 
+def mark_aliases(groups: list[GroupParams]) -> None:
+    """Finds parameters that were tied between groups after sharding: the first group keeps them in its pool.
+
+    Raises:
+        ValueError: the groups shard such a parameter differently.
+    """
+    owners: dict[int, ShardedParam] = {}
+    for group in groups:
+        group.follow_modules()
+        for sharded in group.params:
+            first = owners.setdefault(id(sharded.param), sharded)
+            sharded.is_alias = first is not sharded
+            if sharded.is_alias and first.spec.local_shape != sharded.spec.local_shape:
+                raise ValueError(
+                    f"fsdp2x: parameter {sharded.fqn!r} was tied to {first.fqn!r} after sharding, but their units cut "
+                    "it differently; tie weights before fully_shard"
+                )
+
+
+def _number(param: nn.Parameter) -> int:
+    """A number that no other parameter ever had; ids are reused."""
+    return param.__dict__.setdefault(_NUMBER, next(_numbers))
+
+
+def original_number(param: nn.Parameter) -> int | None:
+    """The number under which ``fully_shard`` knows the unsharded ``param``; None if it never saw it."""
+    return param.__dict__.get(_NUMBER)
+
+
+def _keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+    """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
+    override_fn = getattr(policy, "param_dtype_override_fn", None)
+    dtype = override_fn(param) if override_fn is not None else None
+    if dtype is None:
+        return False
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)}")
+    if dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+            f"{dtype} for a parameter with dtype {param.dtype} and param_dtype {policy.param_dtype}"
+        )
+    return dtype != policy.param_dtype
+
+
 def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:
     """The parameter modules see while the unit is unsharded."""
     unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
@@ -295,6 +366,8 @@ _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".
 _REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What DTensor itself keeps on its instances.
 _DTENSOR_SLOTS = ("_local_tensor", "_spec")
+_NUMBER = "_fsdp2x_number"
+_numbers = itertools.count(1)
 
 
 def _cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:

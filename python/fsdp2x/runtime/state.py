@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.runtime import comms, torch_private
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.params import GroupParams, ShardedParam
+from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
 from fsdp2x.runtime.transport import TransportChoice
 from fsdp2x.runtime.upstream_names import StateNames
 
@@ -138,6 +138,7 @@ class UnitState(StateNames, torch_private.State):
         if len(self.modules) > 1 and not provisional:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         tree = [self] if provisional else self._find_tree()
+        mark_aliases([group for state in tree for group in state.groups])
         for state in tree:
             for group in state.groups:
                 group.find_extensions()
@@ -327,10 +328,10 @@ def _check_tree(tree: list[UnitState]) -> None:
                 "call module.reset_parameters() on each module to initialize values."
             )
         for param in state.params:
-            if param.original_id in seen:
+            if param.original in seen:
                 raise ValueError(
                     f"Parameter '{param.fqn}' is shared with a parameter already managed by another FSDP group. "
                     "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same "
                     "FSDP group."
                 )
-            seen[param.original_id] = param.fqn
+            seen[param.original] = param.fqn
