@@ -270,7 +270,8 @@ void bind_unit(py::module_& m) {
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
       .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); });
   py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
-      .def(py::init<const std::vector<py::object>&, py::object>(), py::arg("modules"), py::arg("lazy_init"))
+      .def(py::init<const std::vector<py::object>&, py::object, py::object>(), py::arg("modules"), py::arg("lazy_init"),
+           py::arg("explain"))
       .def("set_unit", &UnitHooks::set_unit)
       .def("set_all",
            [](UnitHooks& hooks, const std::vector<std::shared_ptr<UnitHooks>>& all) {

@@ -71,7 +71,8 @@ TensorMap to_dtype(at::ScalarType dtype) {
 
 }  // namespace
 
-UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init) : lazy_init_(std::move(lazy_init)) {
+UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain)
+    : lazy_init_(std::move(lazy_init)), explain_(std::move(explain)) {
   for (const py::object& module : modules) modules_.push_back(module.ptr());
 }
 
@@ -114,7 +115,7 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
     // always_call hooks also run, with None, while the exception of a failed forward is being handled.
     const py::object handled = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
     if (handled && !handled.is_none()) {
-      fail_forward();
+      fail_forward(handled);
       return py::none();
     }
   }
@@ -158,9 +159,10 @@ py::object UnitHooks::complete_others(py::object output) {
   return output;
 }
 
-void UnitHooks::fail_forward() {
+void UnitHooks::fail_forward(const py::object& exception) {
   remaining_.clear();
   if (!unit_->root->is_forward_root(unit_.get()) || inside_backward()) return;
+  explain_(exception);
   for (const auto& weak : all_) {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
@@ -212,11 +214,20 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
 }
 
+void UnitHooks::warn_of_view() {
+  if (std::exchange(has_warned_, true)) return;
+  const std::string text = "FSDP2-wrapped module (" + unit_->name +
+                           ") returned a view tensor. An in-place operation on it would drop the hook that gathers the "
+                           "parameters for backward: use out-of-place operations, or clone() the output before.";
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
+}
+
 void UnitHooks::attach_pre_backward(const py::object& output) {
   if (!at::GradMode::is_enabled()) return;
   const auto attach = [this](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!tensor.requires_grad()) return;
+    if (tensor.is_view()) warn_of_view();
     auto hook = std::make_unique<PreBackwardHook>(unit_);
     if (const auto& node = tensor.grad_fn()) {
       node->add_tensor_pre_hook(std::move(hook));

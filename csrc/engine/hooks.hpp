@@ -17,8 +17,8 @@ namespace py = pybind11;
 class UnitHooks {
  public:
   // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and
-  // must call set_unit.
-  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init);
+  // must call set_unit. `explain(exception)` is called on the root's hooks when its forward raised, before the reset.
+  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain);
 
   void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
   // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
@@ -39,11 +39,14 @@ class UnitHooks {
   void attach_pre_backward(const py::object& output);
   void finish_forward(const py::object& output);
   py::object complete_others(py::object output);
-  void fail_forward();
+  void fail_forward(const py::object& exception);
+  void warn_of_view();
   uint64_t& python_calls() const;
 
   std::shared_ptr<Unit> unit_;
   py::object lazy_init_;
+  py::object explain_;
+  bool has_warned_ = false;
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward
   std::vector<std::weak_ptr<UnitHooks>> all_;

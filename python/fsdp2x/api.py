@@ -130,6 +130,11 @@ def _check_offload(policy: OffloadPolicy, ranks: ShardGroup) -> bool:
             f"fsdp2x.fully_shard: offload_policy={policy} is not supported on {ranks.device.type} yet; use "
             "OffloadPolicy()"
         )
+    if policy.pin_memory and not torch.accelerator.is_available():
+        raise RuntimeError(
+            "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) pins memory for an accelerator, and this "
+            "machine has none; use CPUOffloadPolicy(pin_memory=False)"
+        )
     return policy.pin_memory
 
 

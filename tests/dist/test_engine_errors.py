@@ -131,11 +131,15 @@ def test_unknown_transport_and_unsupported_arguments(ctx):
     fully_shard = fully_shard_of(ctx)
     message = refused(lambda: fully_shard(Stack(), transport="carrier pigeon"), ValueError)
     assert "carrier pigeon" in message and "shm" in message and "process_group" in message
-    unsupported = {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": 2}
-    for name, value in unsupported.items():
-        assert name in refused(
-            lambda name=name, value=value: fully_shard(Stack(), **{name: value}), NotImplementedError, ValueError
-        )
+    for value in (2, 0, -1):
+        message = refused(lambda value=value: fully_shard(Stack(), reshard_after_forward=value), ValueError)
+        assert "reshard_after_forward" in message and str(value) in message
+    assert "reshard_after_forward" in refused(lambda: fully_shard(Stack(), reshard_after_forward="yes"), ValueError)
+    if not torch.accelerator.is_available():
+        message = refused(lambda: fully_shard(Stack(), offload_policy=CPUOffloadPolicy()), RuntimeError)
+        assert "pin_memory=False" in message
+    model = fully_shard(Stack(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert type(model).__name__ == "FSDPStack"
 
 
 @distributed(world_sizes=(2,))
@@ -200,6 +204,38 @@ def test_describe_and_methods_on_unsharded_modules(ctx):
     report = str(fsdp2x.describe(shard_auto(ctx, models.build("qwen3"))))
     for text in ("model.layers.1", "lm_head", "<root>", "slot bytes", "total"):
         assert text in report
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("through", ["parameter", "module"])
+def test_a_sharded_weight_used_outside_its_unit(ctx, through):
+    """torch's error gets a note with the parameter, the unit, the rank and the ways out."""
+    only_fsdp2x(ctx)
+
+    class Reaching(Stack):
+        def forward(self, x):
+            if through == "parameter":
+                return torch.nn.functional.linear(x, self.blocks[1].up.weight)
+            return self.blocks[1].up(x)
+
+    model = shard(ctx, Reaching(), STACK_UNITS)
+    with pytest.raises(RuntimeError, match="DTensor") as error:
+        model(inputs(ctx.rank))
+    (note,) = error.value.__notes__
+    for part in ("'blocks.1.up.weight'", "unit 'blocks.1'", f"rank {ctx.rank}", "unshard()", "fully_shard(["):
+        assert part in note, note
+    assert model.blocks[0](inputs(ctx.rank)).shape == (4, 6)
+
+
+@distributed(world_sizes=(2,))
+def test_a_view_as_output_is_warned_of(ctx):
+    class Viewing(Stack):
+        def forward(self, x):
+            return super().forward(x)[:2]
+
+    model = shard(ctx, Viewing(), STACK_UNITS)
+    with pytest.warns(UserWarning, match="returned a view tensor"):
+        model(inputs(ctx.rank)).sum().backward()
 
 
 @distributed(world_sizes=(1,))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import comms, torch_private
+from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
@@ -115,7 +116,10 @@ class UnitState(StateNames, torch_private.State):
         def lazy_init() -> None:
             weak().lazy_init()
 
-        self.hooks = _C.UnitHooks(list(self.modules), lazy_init)
+        def explain(error: BaseException) -> None:
+            explain_error(error, weak())
+
+        self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain)
         for module in self.modules:
             module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.hooks.post_forward, always_call=True)
