@@ -19,11 +19,10 @@ def explain_error(error: BaseException, root: UnitState) -> None:
     found = _sharded_in(error.__traceback__, owners)
     if not found:
         return
-    names = " or ".join(repr(name) for name, _ in found[:4])
-    state = found[0][1]
+    names = " or ".join(f"{name!r} of unit '{state.name}'" for name, state in found[:4])
     error.add_note(
-        f"fsdp2x: {names} of unit '{state.name}' is sharded at this point (rank {root.ranks.rank}): it is whole only "
-        "inside the forward of its unit's module. Call that module, call unshard() on it first, use "
+        f"fsdp2x: {names} is sharded at this point (rank {root.ranks.rank}): it is whole only inside the forward of "
+        "its unit's module. Call that module, call unshard() on it first, use "
         "fsdp2x.register_fsdp_forward_method for another method than forward, or put both modules into one unit with "
         "fully_shard([first, second])."
     )
