@@ -204,7 +204,9 @@ void Root::end_backward() {
 }
 
 void Root::finalize_backward() {
-  for (const auto& unit : units()) unit->reshard();
+  for (const auto& unit : units()) {
+    if (unit->options.reshard_after_backward) unit->reshard();
+  }
   flush();
 }
 

@@ -49,6 +49,11 @@ class StateNames:
         return self.modules
 
     @property
+    def _comm_ctx(self):
+        # Roots that share one are told apart from those that do not: ours never share.
+        return self.root
+
+    @property
     def _state_ctx(self) -> SimpleNamespace:
         root_state = self.root_state()
         return SimpleNamespace(
