@@ -205,6 +205,7 @@ void Root::end_backward() {
 
 void Root::finalize_backward() {
   for (const auto& unit : units()) {
+    unit->sweep_gradients();  // of schedules that assign weight gradients by themselves (zero bubble)
     if (unit->options.reshard_after_backward) unit->reshard();
   }
   flush();

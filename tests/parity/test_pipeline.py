@@ -34,7 +34,9 @@ def schedule_of(name, modules, rank, group):
 
 @pytest.mark.skipif(TORCH_MINOR < 15, reason="pipeline stages finalize backward by themselves since torch 2.15")
 @distributed(world_sizes=(4,))
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize(
+    "name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
+)
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_schedules(ctx, name, transport):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

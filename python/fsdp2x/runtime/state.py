@@ -120,9 +120,20 @@ class UnitState(StateNames, torch_private.State):
             explain_error(error, weak())
 
         self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain)
+        # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
+        hooks = self.hooks
+
+        @torch_private.never_compiled
+        def pre_forward(module, args, kwargs):
+            return hooks.pre_forward(module, args, kwargs)
+
+        @torch_private.never_compiled
+        def post_forward(module, args, output):
+            return hooks.post_forward(module, args, output)
+
         for module in self.modules:
-            module.register_forward_pre_hook(self.hooks.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.hooks.post_forward, always_call=True)
+            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(post_forward, always_call=True)
         for module in {id(m): m for param in self.params for m, _ in param.owners}.values():
             module.register_state_dict_pre_hook(lambda *args: weak().reshard())
             module._register_load_state_dict_pre_hook(lambda *args: weak().reshard())

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo with us, not at the first call
 from torch.distributed._composable import contract  # fully_shard.state(module) and the "only once" error
 from torch.distributed._composable.contract import (  # to undo a registration whose sharding failed
     REGISTRY_KEY,
@@ -44,6 +45,7 @@ __all__ = [
     "forget_contract",
     "group_timeout",
     "is_observed",
+    "never_compiled",
     "local_tensor",
     "is_replicated",
     "is_traceable_wrapper_subclass",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 State = _State
+never_compiled = _disable_dynamo
 StridedShard = _StridedShard
 root_modules = _get_root_modules
 
