@@ -26,7 +26,7 @@ START_TIMEOUT_S = 90.0
 _LOG_TAIL_LINES = 60
 # The fork server ignores what is not installed.
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
-_PRELOAD += ["transformers.models.llama.modeling_llama"]
+_PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama"]
 
 
 class DistributedTestError(AssertionError):
