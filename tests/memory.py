@@ -1,0 +1,87 @@
+"""What a rank really holds: resident bytes from the kernel, pages of the engine's shared memory, tensor allocations."""
+
+import contextlib
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+
+import torch
+
+# glibc's M_MMAP_THRESHOLD: from this size on, freed memory goes back to the kernel at once and leaves the resident set.
+_M_MMAP_THRESHOLD = -3
+_MMAP_FROM_BYTES = 65536
+
+
+def return_freed_memory() -> None:
+    """Makes the resident set follow what is allocated. For the rest of the process: only in fresh ones."""
+    if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES) != 1:
+        raise OSError("mallopt(M_MMAP_THRESHOLD) failed")
+
+
+def _status() -> dict[str, int]:
+    with open("/proc/self/status", encoding="ascii") as file:
+        lines = (line.split() for line in file)
+        return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].startswith(("Vm", "Rss"))}
+
+
+def peak_private_bytes(run: Callable[[], object]) -> int:
+    """How far `run` lifts the peak of the resident set, without pages of shared memory."""
+    gc.collect()
+    before = _status()
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # the peak restarts at the present
+    run()
+    after = _status()
+    # Shared pages are never given back while the model lives: those at the end are those at the peak.
+    return (after["VmHWM"] - before["VmRSS"]) - (after["RssShmem"] - before["RssShmem"])
+
+
+def shared_files() -> dict[int, int]:
+    """Inode -> bytes that exist, of each shared memory of the engine this process has open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:fsdp2x" in os.readlink(path):
+                status = os.stat(path)
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def copied_shared_bytes(inodes: set[int]) -> int:
+    """Bytes of private copies this process has made of pages of these files (isolated views, written in place)."""
+    total, counts = 0, False
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
+        for line in file:
+            fields = line.split()
+            if not fields[0].endswith(":"):
+                counts = int(fields[4]) in inodes
+            elif counts and fields[0] == "Anonymous:":
+                total += int(fields[1]) * 1024
+    return total
+
+
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Sizes of the CPU tensor allocations (positive) and frees (negative) of this thread during `run`, in order."""
+    from torch._C._profiler import _EventType
+
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return [size for _, size in sorted(found)]
+
+
+def peak_of(sizes: list[int]) -> int:
+    """The highest running sum."""
+    peak = running = 0
+    for size in sizes:
+        running += size
+        peak = max(peak, running)
+    return peak
