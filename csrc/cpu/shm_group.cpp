@@ -348,6 +348,24 @@ bool ShmGroup::reduction_is_consumed(uint32_t unit, uint64_t epoch) const {
   return true;
 }
 
+bool ShmGroup::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t position) {
+  Impl& impl = *impl_;
+  bool given_up = false;
+  const auto consumed = [&](int rank) {
+    return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
+  };
+  impl.peers->wait(
+      [&](int rank) {
+        if (given_up || consumed(rank)) return true;
+        const bool elsewhere =
+            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
+        given_up = elsewhere && !consumed(rank);
+        return elsewhere;
+      },
+      [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });
+  return !given_up;
+}
+
 void ShmGroup::wait_consumed(uint32_t unit, uint64_t epoch) {
   Impl& impl = *impl_;
   if (impl.record(unit, impl.options.rank).consumed.load(std::memory_order_relaxed) < epoch) {

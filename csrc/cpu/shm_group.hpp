@@ -82,6 +82,9 @@ class ShmGroup {
   void consume_reduction(uint32_t unit, uint64_t epoch);
   bool reduction_is_consumed(uint32_t unit, uint64_t epoch) const;  // by every rank; does not wait
   void wait_consumed(uint32_t unit, uint64_t epoch);
+  // The same while that is sure to come: false as soon as a rank that has not consumed waits for this one, or is past
+  // `position`, the position of that reduction, and will consume only in its flush.
+  bool wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t position);
   // Monotone over the life of the group: a rank that published p never again posts a position < p before its next
   // flush. Publish UINT64_MAX-like values by begin_flush.
   void publish_progress(uint64_t position);

@@ -24,6 +24,9 @@ DType wire_type(const Layout& layout) {
   return type;
 }
 
+// Nothing to ask other ranks for: there are none, or every parameter gathers itself.
+bool is_local(const Group& group) { return group.layout.world() == 1 || group.layout.gather_segment_bytes() == 0; }
+
 }  // namespace
 
 GroupTransport::GroupTransport(Collectives collectives, at::Device device)
@@ -69,8 +72,7 @@ at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type
   return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(type);
 }
 
-void GroupTransport::begin_gather(Group& group) {
-  PerGroup& mine = per_group(group);
+void GroupTransport::open_slot(Group& group) {
   group.gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
   const auto id = static_cast<size_t>(group.gather.slot.id);
   if (gather_memory_.size() <= id) gather_memory_.resize(id + 1);
@@ -80,7 +82,12 @@ void GroupTransport::begin_gather(Group& group) {
                                    at::TensorOptions().dtype(at::kByte).device(device_));
   }
   group.gather.write = group.gather.read = static_cast<std::byte*>(gather_memory_[id].data_ptr());
-  if (group.layout.world() == 1) {
+}
+
+void GroupTransport::begin_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  if (is_local(group)) {
+    open_slot(group);
     run_copies_on(device_, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
     return;
   }
@@ -101,9 +108,10 @@ void GroupTransport::begin_gather(Group& group) {
 }
 
 void GroupTransport::finish_gather(Group& group) {
-  if (group.layout.world() == 1) return;
+  if (is_local(group)) return;
   PerGroup& mine = per_group(group);
   wait(mine.gather);
+  open_slot(group);  // not before: a prefetched unit holds its staging only
   const size_t segment = group.layout.gather_segment_bytes();
   for (size_t rank = 0; rank < mine.segment_to_slot.size(); ++rank) {
     run_copies_on(device_, mine.segment_to_slot[rank],
@@ -117,7 +125,7 @@ void GroupTransport::release_gather(Group& group) {
   PerGroup& mine = per_group(group);
   wait(mine.gather);
   give_back(mine.gather);
-  gather_ledger_.release(group.gather.slot.id);
+  if (group.gather.slot.id >= 0) gather_ledger_.release(group.gather.slot.id);
   group.gather = GatherSlot();
 }
 
@@ -142,6 +150,7 @@ GroupTransport::ReducePlan& GroupTransport::plan_of(Group& group) {
 std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) { return plan_of(group).layout; }
 
 void GroupTransport::open_scratch(Group& group) {
+  group.root().finish_pending();  // its staging serves this unit, too
   PerGroup& mine = per_group(group);
   mine.plan = &plan_of(group);
   mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));

@@ -58,6 +58,7 @@ class GroupTransport final : public Transport {
     std::map<std::vector<bool>, ReducePlan> plans;   // by requires_grad of the parameters
     ReducePlan* plan = nullptr;                      // of the open scratch
   };
+  void open_slot(Group& group);
   ReducePlan& plan_of(Group& group);
   void open_scratch(Group& group);
   void fill_gaps(Group& group);  // zeros and flags

@@ -124,7 +124,16 @@ void HostTransport::open_scratch(Group& group) {
   // Gradients that arrive after the unit was posted (a weight used outside its unit) must not change what peers read.
   if (scratch.posted) finish_reduce(group, /*flush=*/true);
   if (scratch.open) return;
+  // One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
+  // about that close anyway, since they gather together.
+  group.root().finish_pending();
   sweep_closing();
+  if (!closing_.empty()) {
+    const ReleaseGil released;
+    const Closing last = closing_.back();
+    group_->wait_consumed_in_order(last.group, last.epoch, last.position);
+    sweep_closing();
+  }
   scratch.slot = scratch_ledger_.acquire(group.layout.scratch_bytes(), group.name);
   scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
                         : private_memory(scratch_memory_, scratch.slot);
@@ -310,7 +319,7 @@ std::shared_ptr<const Layout> HostTransport::reduce_plan(Group& group) {
 void HostTransport::close_scratch(Group& group) {
   Scratch& scratch = group.scratch;
   if (group_) {
-    closing_.push_back({group.index, scratch.epoch, scratch.slot.id});
+    closing_.push_back({group.index, scratch.epoch, scratch.slot.id, group.unit->backward_position});
   } else {
     scratch_ledger_.release(scratch.slot.id);
   }

@@ -38,6 +38,7 @@ class HostTransport final : public Transport {
     uint32_t group;
     uint64_t epoch;
     int slot;
+    uint64_t position;
   };
   void open_scratch(Group& group);
   void close_scratch(Group& group);

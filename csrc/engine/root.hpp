@@ -51,6 +51,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void prefetch_backward(Unit& unit);
   // The unit's gradients are complete: reduce them, finish what is pending.
   void reduce(Unit& unit);
+  // Finishes the posted reductions that all ranks have reached.
+  void finish_pending();
   void end_backward();
   // With manual_finalization, once after all backwards: what end_backward leaves undone then.
   void finalize_backward();
@@ -71,7 +73,6 @@ class Root : public std::enable_shared_from_this<Root> {
   };
   void publish(uint64_t position);
   void post(const std::shared_ptr<Unit>& unit, Group& group);
-  void finish_pending();
   // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
   void flush();
   void release_unused_gradients();

@@ -257,7 +257,7 @@ TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
     const auto& outcome = outcomes[static_cast<size_t>(rank)];
     expect_error(outcome,
                  {"rank 1 (pid ", "died while rank " + std::to_string(rank), "all-gather #1 of unit 'model.layers.3'"});
-    EXPECT_LT(outcome.seconds, 2.0);
+    EXPECT_LT(outcome.seconds, 8.0);
   }
 }
 
@@ -266,7 +266,7 @@ TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
     auto group = ShmGroup::create(options);
     if (options.rank == 1) {
       group.reset();
-      ranks::sleep_ms(1000);  // alive, but no longer a rank
+      ranks::sleep_ms(4000);  // alive, but no longer a rank
       return;
     }
     const GatherPost post = {1, 0, 0, 0, 64};
@@ -274,7 +274,7 @@ TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
     group->join_gather(post);
   });
   expect_error(outcomes[0], {"rank 1", "closed its shared-memory group", "all-gather #1 of unit 0"});
-  EXPECT_LT(outcomes[0].seconds, 0.9);
+  EXPECT_LT(outcomes[0].seconds, 3.5);
 }
 
 TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
@@ -294,7 +294,7 @@ TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
     group->set_unit_name(2, "head");
     const GatherPost post = {1, 2, 0, 0, 64};
     if (options.rank == 1) {
-      ranks::sleep_ms(1200);
+      ranks::sleep_ms(4000);
       return;
     }
     group->post_gather(post);
@@ -302,7 +302,7 @@ TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
   });
   expect_error(outcomes[0],
                {"rank 0 waited 0.3 s for rank 1 (pid ", "all-gather #1 of unit 'head'", "has not begun", "`timeout`"});
-  EXPECT_LT(outcomes[0].seconds, 1.1);
+  EXPECT_LT(outcomes[0].seconds, 3.5);
 }
 
 TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
@@ -311,7 +311,7 @@ TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
     group->set_unit_name(0, "first");
     group->post_gather({1, 0, 0, 0, 64});
     if (options.rank == 1) {
-      ranks::sleep_ms(1200);
+      ranks::sleep_ms(4000);
       return;
     }
     group->post_gather({2, 1, 1, 4096, 64});
@@ -324,7 +324,7 @@ TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
   const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
     const auto group = ShmGroup::create(options);
     if (options.rank == 0) group->acquire_slot({2, 0, 5, 0, 64}, 2);
-    if (options.rank == 1) ranks::sleep_ms(1000);
+    if (options.rank == 1) ranks::sleep_ms(4000);
   });
   expect_error(outcomes[0], {"the release of slot 5", "all-gather #2"});
 }
@@ -359,10 +359,10 @@ TEST(ShmGatherProtocol, AWaitCanBeInterrupted) {
     const auto group = ShmGroup::create(mine);
     armed = options.rank == 0;
     if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
-    if (options.rank == 1) ranks::sleep_ms(1000);
+    if (options.rank == 1) ranks::sleep_ms(4000);
   });
   expect_error(outcomes[0], {"interrupted"});
-  EXPECT_LT(outcomes[0].seconds, 0.9);
+  EXPECT_LT(outcomes[0].seconds, 3.5);
 }
 
 }  // namespace

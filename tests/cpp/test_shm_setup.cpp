@@ -115,7 +115,7 @@ TEST(ShmSetup, AWrongTokenIsRefused) {
   });
   expect_error(outcomes[0], {"rank 0", "refused", "wrong token"});
   expect_error(outcomes[1], {"rank 1", "refused by rank 0", "wrong token"});
-  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 2.0);
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 8.0);
 }
 
 TEST(ShmSetup, AnotherNumberOfRanksIsRefused) {
@@ -146,7 +146,7 @@ TEST(ShmSetup, ARankThatDoesNotComeIsNamed) {
   expect_error(outcomes[0], {"rank 0 of 3", "for rank 2 to join", "0.4 s"});
   EXPECT_EQ(outcomes[0].message.find("rank 1"), std::string::npos);
   expect_error(outcomes[1], {"rank 1 of 3", "rank 0"});
-  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 3.0);
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 8.0);
 }
 
 TEST(ShmSetup, WithoutRank0ThePeersGiveUp) {
