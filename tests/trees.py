@@ -5,7 +5,7 @@ rows of `WIDTH` numbers to rows of `WIDTH` numbers, so that any tree of them is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ _SHAPES = ((1,), (2,), (5,), (7,), (2, 1), (1, 4), (4, 3), (6, 2), (3, 2, 2), (1
 _DTYPES = (torch.float32,) * 5 + (torch.bfloat16, torch.float64, torch.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Node:
     """One module. `kind`: a leaf (mlp, norm, table, odd, tied) or a container. `unit`: fully_shard is applied to it."""
 
@@ -31,6 +31,13 @@ class Node:
     unit: bool = False
     reshard: bool | int | None = None
     together: int = 0  # so many of the first children form one unit (a list of modules)
+
+    def __repr__(self) -> str:
+        """Python code without what is the default: trees are large."""
+        given = [(one, getattr(self, one.name)) for one in fields(self)[1:]]
+        # 0, 1 and bools are equal to each other; here they mean different things.
+        shown = [f"{one.name}={value!r}" for one, value in given if repr(value) != repr(one.default)]
+        return f"Node({', '.join([repr(self.kind), *shown])})"
 
 
 @dataclass(frozen=True)
