@@ -51,6 +51,7 @@ class Case:
     input_grad: bool
     micro_batches: int
     optimizer: str
+    dtype: torch.dtype  # of activations and of all parameters but those of odd leaves
     options: dict = field(default_factory=dict)
 
 
@@ -101,6 +102,7 @@ def cases(draw: st.DrawFn, world: int, depth: int = 2) -> Case:
         input_grad=draw(st.booleans()),
         micro_batches=draw(st.integers(1, 2)),
         optimizer=draw(st.sampled_from(["SGD", "AdamW"])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float64])),
     )
 
 
@@ -153,7 +155,8 @@ class _Tied(nn.Module):
         self.again.weight = self.again.alias = self.up.weight
 
     def forward(self, x):
-        return x + torch.tanh(self.up(x)) @ torch.tanh(self.again(x) * self.again.alias.sum()).mT @ x
+        gate = torch.tanh(self.up(x) * self.again(x)).mean(dim=-1, keepdim=True)
+        return x + gate * torch.tanh(self.again.alias.sum())
 
 
 class _Container(nn.Module):
@@ -182,7 +185,7 @@ def _module(node: Node) -> nn.Module:
         return nn.Sequential(*children) if node.kind == "sequence" else _Container(node.kind, children)
     made = {
         "mlp": lambda: _Mlp(node.size),
-        "norm": lambda: nn.LayerNorm(WIDTH),
+        "norm": lambda: nn.LayerNorm(WIDTH, eps=0.1),  # rows may be nearly constant: no division by a tiny spread
         "table": lambda: _Table(node.size),
         "tied": lambda: _Tied(node.size),
         "odd": lambda: _Odd(node.shapes, node.dtypes),
@@ -210,7 +213,12 @@ def units_of(case: Case, model: nn.Module) -> list[tuple[list[nn.Module], bool |
 def build(case: Case) -> nn.Module:
     """The unsharded model of the case, the same on every rank."""
     torch.manual_seed(case.seed)
-    model = _module(case.tree)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(case.dtype)
+    try:
+        model = _module(case.tree)
+    finally:
+        torch.set_default_dtype(usual)
     if case.ties:
         _tie(case, model)
     return model
