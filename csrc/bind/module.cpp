@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind/optim.hpp"
 #include "core/error.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/group_transport.hpp"
@@ -302,4 +303,5 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_group(m);
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
+  fsdp2x::bind_optim(m);
 }

@@ -231,6 +231,54 @@ void sum_f32(float* __restrict dst, const float* const* sources, int64_t numel, 
   }
 }
 
+// --- optimizer steps: a multiply-add that torch rounds once is rounded once here as well, on every set
+// ----------------
+
+template <bool kAmsgrad>
+void adamw(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
+           float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq, int64_t numel, const AdamWStep& step) {
+  const AdamWStep s = step;
+  // torch interpolates from the nearer end.
+  const bool from_average = s.weight < 0.5f;
+  const float coefficient = from_average ? s.weight : s.weight - 1.0f;
+  for (int64_t i = 0; i < numel; ++i) {
+    const float g = grad[i] * s.sign;
+    const float old = exp_avg[i];
+    const float m = __builtin_fmaf(coefficient, g - old, from_average ? old : g);
+    const float v = __builtin_fmaf(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    float second = v;
+    if constexpr (kAmsgrad) {
+      const float before = max_exp_avg_sq[i];
+      second = before >= v || before != before ? before : v;
+      max_exp_avg_sq[i] = second;
+    }
+    const float denominator = __builtin_sqrtf(second) / s.root + s.eps;
+    param[i] = param[i] * s.decay + s.minus_size * m / denominator;
+  }
+}
+
+template <bool kDecay, SgdMomentum kMomentum>
+void sgd(float* __restrict param, const float* __restrict grad, float* __restrict buffer, int64_t numel,
+         const SgdStep& step) {
+  const SgdStep s = step;
+  for (int64_t i = 0; i < numel; ++i) {
+    float d = grad[i] * s.sign;
+    if constexpr (kDecay) d = __builtin_fmaf(s.weight_decay, param[i], d);
+    if constexpr (kMomentum != SgdMomentum::none) {
+      float b = d;
+      if constexpr (kMomentum == SgdMomentum::later || kMomentum == SgdMomentum::later_nesterov) {
+        b = __builtin_fmaf(s.rest, d, buffer[i] * s.momentum);
+      }
+      buffer[i] = b;
+      constexpr bool kNesterov = kMomentum == SgdMomentum::first_nesterov || kMomentum == SgdMomentum::later_nesterov;
+      d = kNesterov ? __builtin_fmaf(s.momentum, b, d) : b;
+    }
+    param[i] = __builtin_fmaf(s.minus_lr, d, param[i]);
+  }
+}
+
 // --- the table -------------------------------------------------------------------------------------------------------
 
 template <bool kAccumulate, bool kDivide>
@@ -269,6 +317,16 @@ void fill_casts(KernelTable& table, DType dst) {
   if constexpr (!__is_same(D, f16)) row[static_cast<int>(DType::f16)] = cast<D, f16>;
 }
 
+template <bool kDecay>
+void fill_sgd(KernelTable& table) {
+  auto& row = table.sgd[kDecay];
+  row[static_cast<int>(SgdMomentum::none)] = sgd<kDecay, SgdMomentum::none>;
+  row[static_cast<int>(SgdMomentum::first)] = sgd<kDecay, SgdMomentum::first>;
+  row[static_cast<int>(SgdMomentum::first_nesterov)] = sgd<kDecay, SgdMomentum::first_nesterov>;
+  row[static_cast<int>(SgdMomentum::later)] = sgd<kDecay, SgdMomentum::later>;
+  row[static_cast<int>(SgdMomentum::later_nesterov)] = sgd<kDecay, SgdMomentum::later_nesterov>;
+}
+
 KernelTable make_table() {
   KernelTable table = {};
   fill_casts<float>(table, DType::f32);
@@ -282,6 +340,10 @@ KernelTable make_table() {
   fill_sums<false, true>(table);
   fill_sums<true, false>(table);
   fill_sums<true, true>(table);
+  table.adamw[false] = adamw<false>;
+  table.adamw[true] = adamw<true>;
+  fill_sgd<false>(table);
+  fill_sgd<true>(table);
   return table;
 }
 

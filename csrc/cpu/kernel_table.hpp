@@ -27,6 +27,31 @@ struct Arithmetic {
   void (*sum_squares)(const A* values, int64_t numel, double* lanes);
 };
 
+// One AdamW step in numbers rounded to float once: everything that does not differ from element to element.
+struct AdamWStep {
+  float decay = 1.0f;   // 1 - lr * weight_decay
+  float weight = 0.0f;  // 1 - beta1
+  float beta2 = 0.0f;
+  float rest2 = 0.0f;  // 1 - beta2
+  float root = 1.0f;   // sqrt(1 - beta2^t)
+  float eps = 0.0f;
+  float minus_size = 0.0f;  // -lr / (1 - beta1^t)
+  float sign = 1.0f;        // -1: the gradient's opposite (maximize)
+};
+
+// One step of gradient descent.
+struct SgdStep {
+  float weight_decay = 0.0f;
+  float momentum = 0.0f;
+  float rest = 1.0f;  // 1 - dampening
+  float minus_lr = 0.0f;
+  float sign = 1.0f;  // -1: the gradient's opposite (maximize)
+};
+
+// What happens to the momentum buffer: there is none; it becomes the gradient; it is updated. `nesterov` looks ahead.
+enum class SgdMomentum { none, first, first_nesterov, later, later_nesterov };
+inline constexpr int kNumSgdMomentum = 5;
+
 struct KernelTable {
   // cast[dst][src], null on the diagonal.
   void (*cast[kNumCastTypes][kNumCastTypes])(void* dst, const void* src, int64_t numel);
@@ -34,6 +59,11 @@ struct KernelTable {
   Arithmetic<double> f64;
   // dst (+)= (s0 + s1 + ..) * factor, or / factor: [accumulate][divide][num_sources - 1].
   void (*sum_f32[2][2][kMaxFusedSources])(float* dst, const float* const* sources, int64_t numel, float factor);
+  // [amsgrad]; max_exp_avg_sq is not read without it.
+  void (*adamw[2])(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq,
+                   int64_t numel, const AdamWStep& step);
+  // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
+  void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
 };
 
 const KernelTable& kernel_table_base();

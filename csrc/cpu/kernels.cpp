@@ -21,7 +21,7 @@ bool is_supported(Isa isa) {
 #ifdef FSDP2X_X86_KERNELS
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  const bool avx2 = f16c && __builtin_cpu_supports("avx2");
+  const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return isa == Isa::base || (isa == Isa::avx2 && avx2) || (isa == Isa::avx512 && avx512);
@@ -153,6 +153,44 @@ void divide(DType type, void* dst, int64_t numel, double divisor) {
     std::byte* out = static_cast<std::byte*>(dst) + static_cast<size_t>(begin) * dtype_bytes(type);
     table.f32.load[static_cast<int>(type)](tile, out, count);
     divide_all(table.f32, tile, count, divisor);
+    table.f32.store[static_cast<int>(type)](out, tile, count);
+  }
+}
+
+double sum_squares(DType type, const void* values, int64_t numel) {
+  require_summable(type, "square");
+  const KernelTable& table = kernel_table();
+  alignas(kAlignBytes) double lanes[kNumLanes] = {};
+  if (type == DType::f64) {
+    table.f64.sum_squares(static_cast<const double*>(values), numel, lanes);
+  } else if (type == DType::f32) {
+    table.f32.sum_squares(static_cast<const float*>(values), numel, lanes);
+  } else {
+    alignas(kAlignBytes) float tile[kTileNumel];
+    for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+      const int64_t count = std::min(kTileNumel, numel - begin);
+      const auto* in = static_cast<const std::byte*>(values) + static_cast<size_t>(begin) * dtype_bytes(type);
+      table.f32.load[static_cast<int>(type)](tile, in, count);
+      table.f32.sum_squares(tile, count, lanes);
+    }
+  }
+  double sum = 0.0;
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
+void multiply(DType type, void* dst, int64_t numel, double factor) {
+  require_summable(type, "multiply");
+  const KernelTable& table = kernel_table();
+  if (type == DType::f64) return table.f64.multiply(static_cast<double*>(dst), numel, factor);
+  const auto rounded = static_cast<float>(factor);
+  if (type == DType::f32) return table.f32.multiply(static_cast<float*>(dst), numel, rounded);
+  alignas(kAlignBytes) float tile[kTileNumel];
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    std::byte* out = static_cast<std::byte*>(dst) + static_cast<size_t>(begin) * dtype_bytes(type);
+    table.f32.load[static_cast<int>(type)](tile, out, count);
+    table.f32.multiply(tile, count, rounded);
     table.f32.store[static_cast<int>(type)](out, tile, count);
   }
 }

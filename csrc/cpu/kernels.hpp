@@ -20,6 +20,12 @@ void add(DType dst_type, void* dst, DType src_type, const void* src, int64_t num
 // dst[i] = cast(dst[i] / divisor).
 void divide(DType type, void* dst, int64_t numel, double divisor);
 
+// dst[i] = cast(dst[i] * factor), the factor rounded to float first unless dst is f64.
+void multiply(DType type, void* dst, int64_t numel, double factor);
+
+// The sum of values[i]^2 in f64.
+double sum_squares(DType type, const void* values, int64_t numel);
+
 // Runs a copy plan from one base pointer to another.
 void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base);
 

@@ -10,6 +10,7 @@ from fsdp2x.runtime import native  # noqa: F401
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp2x import optim
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
@@ -22,6 +23,7 @@ from fsdp2x.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.rebind import rebind_optimizer
 
 __all__ = [
@@ -32,10 +34,12 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "accumulate",
+    "clip_grad_norm_",
     "describe",
     "full_tensors",
     "fully_shard",
     "install",
+    "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -1,0 +1,151 @@
+"""Clipping and AdamW of fsdp2x against torch's on torch's FSDP2, alternating in one run.
+
+    python benchmarks/bench_optimizer.py [--cases units large] [--steps 15] [--json FILE]
+
+Starts its own 2 ranks. Both sides have the same weights, units and gradients, which stay for all steps; ours is
+``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim.AdamW`` on ``fsdp2x.fully_shard``, stock torch's defaults on torch's
+``fully_shard``; ``unsharded`` is torch's clip and foreach AdamW on one rank's plain copy. Cases: ``units`` (49 units of
+11 small parameters), ``large`` (40 M parameters in 12 units). A row counts only when norms and parameters agree at the
+end. fp32, one thread a rank. ``floor`` is 28 bytes an element (read parameter, gradient and two moments, write all but
+the gradient) at the speed of a multiplication in place measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+
+import harness
+
+
+@dataclass(frozen=True)
+class Case:
+    num_units: int
+    num_params: int  # of a unit
+    shape: tuple[int, ...]  # of a parameter
+
+
+CASES = {
+    "units": Case(num_units=49, num_params=11, shape=(16, 16)),
+    "large": Case(num_units=12, num_params=13, shape=(512, 512)),
+}
+
+
+class Unit(nn.Module):
+    """A bag of parameters."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.stack([weight.square().mean() for weight in self.weights]).sum()
+
+
+def build_model(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Unit(case) for _ in range(case.num_units)))
+
+
+def set_gradients(model: nn.Module) -> None:
+    """Gradients as backward leaves them: the same values on every side."""
+    model(torch.ones(1)).sum().backward()
+    for number, param in enumerate(model.parameters()):
+        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(number)))
+
+
+def make_step(model: nn.Module, clip, optimizer: torch.optim.Optimizer, norms: list[torch.Tensor]):
+    params = list(model.parameters())
+
+    def step(timer: harness.PhaseTimer) -> None:
+        norm = clip(params, 1.0)
+        timer.mark("clip")
+        optimizer.step()
+        timer.mark("optimizer")
+        norms.append(norm)
+
+    return step
+
+
+def memory_seconds_per_byte() -> float:
+    """Of reading and writing the same lines, as an optimizer does: the median of passes that do not fit any cache."""
+    values = torch.ones(1 << 24)
+    seconds = []
+    for _ in range(9):
+        dist.barrier()
+        start = time.perf_counter()
+        values.mul_(1.0)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / (2 * values.numel() * 4)
+
+
+def run_case(case: Case, steps: int) -> dict:
+    import fsdp2x
+
+    plain = build_model(case)
+    ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
+    for shard, model, options in ((fsdp2x.fully_shard, ours, {"auto_wrap": False}), (stock_fully_shard, stock, {})):
+        for unit in model:
+            shard(unit, **options)
+        shard(model, **options)
+    norms: dict[str, list[torch.Tensor]] = {"fsdp2x": [], "stock": [], "unsharded": []}
+    torch_clip = torch.nn.utils.clip_grad_norm_
+    sides = {
+        "fsdp2x": (ours, fsdp2x.clip_grad_norm_, fsdp2x.optim.AdamW(ours.parameters(), lr=1e-3)),
+        "stock": (stock, torch_clip, torch.optim.AdamW(stock.parameters(), lr=1e-3)),
+        "unsharded": (plain, torch_clip, torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=True)),
+    }
+    for model, _, _ in sides.values():
+        set_gradients(model)
+    samples = harness.alternate(
+        {name: make_step(*side, norms[name]) for name, side in sides.items()}, warmup=3, count=steps
+    )
+    for norm, other in zip(norms["fsdp2x"], norms["stock"], strict=True):
+        torch.testing.assert_close(norm, other.full_tensor(), rtol=1e-5, atol=0.0)
+    for param, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(param.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
+    result = {name: sample.summary() for name, sample in samples.items()}
+    numel = sum(param.to_local().numel() for param in ours.parameters())
+    result["floor"] = {"optimizer": {"median_ms": 1e3 * 28 * numel * memory_seconds_per_byte()}}
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        return harness.launch(__file__, world=2, timeout_s=1800)
+    rank = harness.start_group()
+    results = {name: run_case(CASES[name], args.steps) for name in args.cases}
+    if rank == 0:
+        rows = [["case", "phase", "stock FSDP2, ms", "unsharded foreach, ms", "fsdp2x, ms", "ratio to stock"]]
+        for name, result in results.items():
+            for phase in ("step", "clip", "optimizer"):
+                stock, plain, ours = (result[side][phase]["median_ms"] for side in ("stock", "unsharded", "fsdp2x"))
+                rows.append([name, phase, f"{stock:.2f}", f"{plain:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x"])
+            rows.append([name, "floor", "", "", f"{result['floor']['optimizer']['median_ms']:.2f}", ""])
+        print(harness.table(rows), flush=True)
+        if args.json is not None:
+            harness.save(args.json, "optimizer", results)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

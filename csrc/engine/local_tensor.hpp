@@ -1,0 +1,27 @@
+// The plain memory behind a tensor of Python's: a DTensor's local tensor, or the tensor itself.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <Python.h>
+
+#include "engine/py_ref.hpp"
+
+namespace fsdp2x {
+
+struct LocalTensor {
+  at::Tensor tensor;  // undefined: the object is neither a plain tensor nor a DTensor over one
+  PyRef spec;         // DTensorSpec, null for a plain tensor
+};
+
+LocalTensor local_tensor(PyObject* object);
+
+// Whether kernels may walk the memory from its first to its last element: on the CPU, strided, dense.
+bool is_plain_memory(const at::Tensor& tensor);
+
+// Whether element i of one lies where element i of the other does.
+bool same_layout(const at::Tensor& a, const at::Tensor& b);
+
+// Whether two DTensors (or two plain tensors) are cut alike: the same mesh and placements.
+bool same_placements(PyObject* spec, PyObject* other);
+
+}  // namespace fsdp2x

@@ -1,0 +1,277 @@
+// Optimizer steps: looks up gradients and state, checks that the kernels can take them, runs the kernels.
+#include "engine/optimizer.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cmath>
+
+#include "core/error.hpp"
+#include "cpu/adamw.hpp"
+#include "engine/local_tensor.hpp"
+#include "engine/storage.hpp"
+
+namespace fsdp2x {
+namespace {
+
+struct GilReleased {
+  GilReleased() : state(PyEval_SaveThread()) {}
+  ~GilReleased() { PyEval_RestoreThread(state); }
+  PyThreadState* state;
+};
+
+// A parameter with its gradient, and the memory of both.
+struct Pair {
+  PyObject* object;
+  LocalTensor param;
+  LocalTensor grad;
+
+  bool fits() const {
+    return is_plain_memory(param.tensor) && is_plain_memory(grad.tensor) && same_layout(param.tensor, grad.tensor) &&
+           param.tensor.scalar_type() == grad.tensor.scalar_type() &&
+           same_placements(param.spec.get(), grad.spec.get());
+  }
+  bool fits(const LocalTensor& state) const {
+    return is_plain_memory(state.tensor) && state.tensor.scalar_type() == at::kFloat &&
+           same_layout(param.tensor, state.tensor) && same_placements(param.spec.get(), state.spec.get());
+  }
+  // What autograd saved before the step must be seen to have changed.
+  void bump_versions() const {
+    THPVariable_Unpack(object).unsafeGetTensorImpl()->bump_version();
+    if (param.spec) param.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
+PyObject* item(PyObject* params, size_t index) { return PyList_GET_ITEM(params, static_cast<Py_ssize_t>(index)); }
+
+size_t size_of(PyObject* params) {
+  if (!PyList_Check(params)) throw Error("optimizer: the parameters of a group are not a list");
+  return static_cast<size_t>(PyList_GET_SIZE(params));
+}
+
+const at::Tensor& grad_of(PyObject* param) {
+  if (!THPVariable_Check(param)) throw Error("optimizer: a parameter is not a tensor");
+  return THPVariable_Unpack(param).grad();
+}
+
+Pair pair_of(PyObject* param, const at::Tensor& grad) {
+  const PyRef object = PyRef::steal(THPVariable_Wrap(grad));
+  if (!object) throw_python_error();
+  return {param, local_tensor(param), local_tensor(object.get())};
+}
+
+// Borrowed; null when it is not there.
+PyObject* look_up(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
+  return value;
+}
+
+PyObject* interned(const char* name) {
+  PyObject* string = PyUnicode_InternFromString(name);
+  if (string == nullptr) throw_python_error();
+  return string;
+}
+
+void make(PyObject* function, size_t group, size_t index) {
+  const PyRef result = PyRef::steal(PyObject_CallFunction(function, "nn", group, index));
+  if (!result) throw_python_error();
+}
+
+// The state of `param`; null when there is none yet.
+PyObject* state_of(PyObject* state, PyObject* param) {
+  PyObject* own = look_up(state, param);
+  if (own != nullptr && !PyDict_Check(own)) throw Error("optimizer: the state of a parameter is not a dict");
+  return own;
+}
+
+LocalTensor local_item(PyObject* dict, PyObject* key) {
+  PyObject* value = look_up(dict, key);
+  return value == nullptr ? LocalTensor() : local_tensor(value);
+}
+
+// --- AdamW -----------------------------------------------------------------------------------------------------------
+
+struct AdamWJob {
+  Pair pair;
+  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one undefined without amsgrad
+  at::Tensor count;
+  const AdamWGroup* group;
+  cpu::AdamWStep step;
+};
+
+bool is_step_count(const at::Tensor& tensor) {
+  return is_plain_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.numel() == 1;
+}
+
+bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& pair, PyObject* state) {
+  static PyObject* const step_name = interned("step");
+  static PyObject* const exp_avg_name = interned("exp_avg");
+  static PyObject* const exp_avg_sq_name = interned("exp_avg_sq");
+  static PyObject* const max_name = interned("max_exp_avg_sq");
+  if (!pair.fits() || engine_dtype(pair.param.tensor.scalar_type()) == DType::byte ||
+      pair.param.tensor.scalar_type() == at::kDouble) {
+    return false;
+  }
+  LocalTensor exp_avg = local_item(state, exp_avg_name);
+  LocalTensor exp_avg_sq = local_item(state, exp_avg_sq_name);
+  LocalTensor count = local_item(state, step_name);
+  LocalTensor largest = group.amsgrad ? local_item(state, max_name) : LocalTensor();
+  if (!pair.fits(exp_avg) || !pair.fits(exp_avg_sq) || !is_step_count(count.tensor) || count.spec ||
+      (group.amsgrad && !pair.fits(largest))) {
+    return false;
+  }
+  jobs.push_back({std::move(pair), std::move(exp_avg.tensor), std::move(exp_avg_sq.tensor), std::move(largest.tensor),
+                  std::move(count.tensor), &group, cpu::AdamWStep()});
+  return true;
+}
+
+// In double precision and with pow, as Python computes them, so that the rounded numbers are torch's.
+cpu::AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
+  const double bias1 = 1.0 - std::pow(group.beta1, count);
+  const double bias2 = 1.0 - std::pow(group.beta2, count);
+  const double size = group.lr_is_single ? static_cast<double>(static_cast<float>(group.lr) / static_cast<float>(bias1))
+                                         : group.lr / bias1;
+  cpu::AdamWStep step;
+  step.decay = static_cast<float>(group.decay);
+  step.weight = static_cast<float>(1.0 - group.beta1);
+  step.beta2 = static_cast<float>(group.beta2);
+  step.rest2 = static_cast<float>(1.0 - group.beta2);
+  step.root = static_cast<float>(std::pow(bias2, 0.5));
+  step.eps = static_cast<float>(group.eps);
+  step.minus_size = static_cast<float>(-size);
+  step.sign = group.maximize ? -1.0f : 1.0f;
+  return step;
+}
+
+void count_steps(std::vector<AdamWJob>& jobs) {
+  const AdamWGroup* group = nullptr;
+  float counted = 0.0f;
+  cpu::AdamWStep step;
+  for (AdamWJob& job : jobs) {
+    const float count = *job.count.mutable_data_ptr<float>() += 1.0f;
+    if (job.group != group || count != counted) step = adamw_numbers(*job.group, count);
+    group = job.group;
+    counted = count;
+    job.step = step;
+    job.count.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void run(const AdamWJob& job) {
+  cpu::AdamWPiece piece;
+  piece.type = engine_dtype(job.pair.param.tensor.scalar_type());
+  piece.param = job.pair.param.tensor.mutable_data_ptr();
+  piece.grad = job.pair.grad.tensor.const_data_ptr();
+  piece.exp_avg = job.exp_avg.mutable_data_ptr<float>();
+  piece.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr<float>();
+  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr<float>();
+  piece.numel = job.pair.param.tensor.numel();
+  cpu::adamw(piece, job.step);
+}
+
+// --- SGD -------------------------------------------------------------------------------------------------------------
+
+struct SgdJob {
+  Pair pair;
+  at::Tensor buffer;  // undefined without momentum
+  const SgdGroup* group;
+  bool is_first;
+};
+
+void run(const SgdJob& job) {
+  const SgdGroup& group = *job.group;
+  cpu::SgdStep step;
+  step.weight_decay = static_cast<float>(group.weight_decay);
+  step.momentum = static_cast<float>(group.momentum);
+  step.rest = static_cast<float>(1.0 - group.dampening);
+  step.minus_lr = static_cast<float>(-group.lr);
+  step.sign = group.maximize ? -1.0f : 1.0f;
+  cpu::SgdPiece piece;
+  piece.param = job.pair.param.tensor.mutable_data_ptr<float>();
+  piece.grad = job.pair.grad.tensor.const_data_ptr<float>();
+  piece.numel = job.pair.param.tensor.numel();
+  if (job.buffer.defined()) {
+    piece.buffer = job.buffer.mutable_data_ptr<float>();
+    if (job.is_first) {
+      piece.momentum = group.nesterov ? cpu::SgdMomentum::first_nesterov : cpu::SgdMomentum::first;
+    } else {
+      piece.momentum = group.nesterov ? cpu::SgdMomentum::later_nesterov : cpu::SgdMomentum::later;
+    }
+  }
+  cpu::sgd(piece, step);
+}
+
+template <class Job>
+void run_all(const std::vector<Job>& jobs) {
+  {
+    const GilReleased released;
+    for (const Job& job : jobs) {
+      if (job.pair.param.tensor.numel() != 0) run(job);
+    }
+  }
+  for (const Job& job : jobs) job.pair.bump_versions();
+}
+
+}  // namespace
+
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state) {
+  LeftOver left_over;
+  std::vector<AdamWJob> jobs;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    PyObject* params = groups[g].params.get();
+    for (size_t i = 0; i < size_of(params); ++i) {
+      PyObject* param = item(params, i);
+      const at::Tensor& grad = grad_of(param);
+      if (!grad.defined()) continue;
+      PyObject* own = state_of(state, param);
+      if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
+        make(make_state, g, i);
+        own = state_of(state, param);
+        if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
+      }
+      if (!add_adamw_job(jobs, groups[g], pair_of(param, grad), own)) left_over.emplace_back(g, i);
+    }
+  }
+  count_steps(jobs);
+  run_all(jobs);
+  return left_over;
+}
+
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer) {
+  static PyObject* const buffer_name = interned("momentum_buffer");
+  LeftOver left_over;
+  std::vector<SgdJob> jobs;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    PyObject* params = groups[g].params.get();
+    for (size_t i = 0; i < size_of(params); ++i) {
+      PyObject* param = item(params, i);
+      const at::Tensor& grad = grad_of(param);
+      if (!grad.defined()) continue;
+      SgdJob job{pair_of(param, grad), at::Tensor(), &groups[g], false};
+      bool fits = job.pair.fits() && job.pair.param.tensor.scalar_type() == at::kFloat;
+      if (fits && groups[g].momentum != 0.0) {
+        PyObject* own = state_of(state, param);
+        PyObject* buffer = own == nullptr ? nullptr : look_up(own, buffer_name);
+        job.is_first = buffer == nullptr || buffer == Py_None;
+        if (job.is_first) {
+          make(make_buffer, g, i);
+          own = state_of(state, param);
+        }
+        if (own == nullptr) throw Error("sgd_step: make_buffer did not make the buffer");
+        LocalTensor local = local_item(own, buffer_name);
+        fits = job.pair.fits(local);
+        if (job.is_first && !fits) throw Error("sgd_step: the buffer that was made is not like its parameter");
+        job.buffer = std::move(local.tensor);
+      }
+      if (fits) {
+        jobs.push_back(std::move(job));
+      } else {
+        left_over.emplace_back(g, i);
+      }
+    }
+  }
+  run_all(jobs);
+  return left_over;
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,60 @@
+// Optimizer steps and gradient clipping over the local tensors of many parameters, without DTensor dispatch. Nothing is
+// kept between calls. Every function needs the GIL and gives it up while kernels run.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "engine/py_ref.hpp"
+
+namespace fsdp2x {
+
+struct AdamWGroup {
+  PyRef params;  // list of tensors
+  double lr = 0.0;
+  bool lr_is_single = false;  // a float32 tensor, whose quotients torch rounds to float32
+  double beta1 = 0.0;
+  double beta2 = 0.0;
+  double eps = 0.0;
+  double decay = 1.0;  // 1 - lr * weight_decay
+  bool amsgrad = false;
+  bool maximize = false;
+};
+
+struct SgdGroup {
+  PyRef params;  // list of tensors
+  double lr = 0.0;
+  double momentum = 0.0;
+  double dampening = 0.0;
+  double weight_decay = 0.0;
+  bool nesterov = false;
+  bool maximize = false;
+};
+
+// (group, index in it) of parameters with a gradient that were left as they are, because the kernels cannot take them:
+// another device, dtype or memory format, or placements that differ between parameter, gradient and state.
+using LeftOver = std::vector<std::pair<size_t, size_t>>;
+
+// `state`: the optimizer's dict from parameter to dict; `make_state(group, index)` fills it for a parameter.
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state);
+
+// `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer);
+
+struct GradientSums {
+  std::vector<double> sums;       // of squares, per bucket
+  std::vector<size_t> left_over;  // indices of parameters whose gradients are not in the sums
+};
+
+// `bucket_of(spec)`: the bucket of a DTensorSpec (None: a plain tensor), or a negative number to leave it over. It is
+// asked for parameters without a gradient too, so that all ranks know the same buckets.
+GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of);
+
+// Multiplies every gradient in place; returns the indices of the parameters whose gradients were left over.
+std::vector<size_t> multiply_gradients(PyObject* params, double factor);
+
+}  // namespace fsdp2x

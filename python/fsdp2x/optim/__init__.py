@@ -1,0 +1,7 @@
+"""Optimizers that step over the local shards of all parameters in one call, and gradient clipping."""
+
+from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.clip import clip_grad_norm_
+from fsdp2x.optim.sgd import SGD
+
+__all__ = ["SGD", "AdamW", "clip_grad_norm_"]

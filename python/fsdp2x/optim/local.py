@@ -1,0 +1,49 @@
+"""What the optimizers share: the plain tensors behind DTensors for torch's own functions, and what is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.runtime import torch_private
+
+_UNSUPPORTED = ("capturable", "differentiable")
+
+
+def refuse_unsupported(name: str, settings: dict) -> None:
+    """Raises NotImplementedError for a setting of a parameter group that our step would not act on."""
+    for key in _UNSUPPORTED:
+        if settings.get(key, False):
+            raise NotImplementedError(
+                f"fsdp2x.optim.{name}: {key}=True is not supported; pass {key}=False, or use torch.optim.{name}"
+            )
+
+
+def number(value: float | Tensor) -> float:
+    """A setting that may be a tensor of one element."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """The plain local tensor, after the collective that may still be filling it."""
+    return torch_private.wait_if_async(torch_private.local_tensor(tensor))
+
+
+def local_tensors(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """The local tensors of DTensors that are all cut alike; the tensors themselves when they are not.
+
+    Then torch dispatches on the DTensors, which redistributes.
+    """
+    specs = [torch_private.spec_of(t) for t in tensors if isinstance(t, DTensor)]
+    if not specs or any((spec.mesh, spec.placements) != (specs[0].mesh, specs[0].placements) for spec in specs):
+        return tensors
+    return [
+        torch_private.wait_if_async(torch_private.local_tensor(t)) if isinstance(t, DTensor) else t for t in tensors
+    ]
+
+
+def refuse_sparse(name: str, grad: Tensor) -> None:
+    """Raises RuntimeError for a sparse gradient."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"fsdp2x.optim.{name}: a gradient has layout {grad.layout}, expected torch.strided")

@@ -1,0 +1,116 @@
+"""SGD with momentum in one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd as torch_sgd
+
+from fsdp2x.optim.local import local_tensors, number, refuse_sparse, refuse_unsupported
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
+
+
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD`` with all parameters of a step in one call, over their local shards.
+
+    Arguments, parameter groups, closures and ``state_dict`` are torch's. A CPU kernel steps float32 parameters with
+    torch's bits (on processors with fused multiply-add, otherwise within 1e-6); torch's functions step all others.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``; ``lr`` and
+            ``weight_decay`` may be tensors of one element.
+        foreach, fused: accepted for compatibility and without a meaning: every step is fused.
+        differentiable: must be False.
+
+    Raises:
+        NotImplementedError: ``differentiable``, here, in a group, or in a loaded state.
+        ValueError: settings out of range.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_unsupported("SGD", {"differentiable": differentiable})
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        refuse_unsupported("SGD", param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            refuse_unsupported("SGD", group)
+        super().__setstate__(state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        left_over = _C.sgd_step([_settings(group) for group in self.param_groups], self.state, self._make_buffer)
+        for index in sorted({group for group, _ in left_over}):
+            group = self.param_groups[index]
+            self._step_by_torch(group, [group["params"][i] for g, i in left_over if g == index])
+        return loss
+
+    def _make_buffer(self, group: int, index: int) -> None:
+        param = self.param_groups[group]["params"][index]
+        self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        targets, grads, buffers, specs = [], [], [], []
+        for param in params:
+            refuse_sparse("SGD", param.grad)
+            buffer = self.state[param].get("momentum_buffer") if group["momentum"] != 0 else None
+            target, grad, local = local_tensors([param, param.grad, buffer])
+            targets.append(target)
+            grads.append(grad)
+            buffers.append(local)
+            specs.append(torch_private.spec_of(param) if target is not param and isinstance(param, DTensor) else None)
+        had = [buffer is not None for buffer in buffers]
+        torch_sgd(
+            targets,
+            grads,
+            buffers,
+            weight_decay=number(group["weight_decay"]),
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"] == 0:
+            return
+        for param, buffer, spec, existed in zip(params, buffers, specs, had, strict=True):
+            if not existed:  # torch made it from the gradient
+                self.state[param]["momentum_buffer"] = buffer if spec is None else torch_private.dtensor(buffer, spec)
+
+
+def _settings(group: dict[str, Any]) -> tuple:
+    return (
+        group["params"],
+        number(group["lr"]),
+        group["momentum"],
+        group["dampening"],
+        number(group["weight_decay"]),
+        group["nesterov"],
+        group["maximize"],
+    )

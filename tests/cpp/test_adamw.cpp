@@ -1,0 +1,202 @@
+// Optimizer steps, sums of squares and multiplication against scalar twins, bit for bit, on every instruction set.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/adamw.hpp"
+#include "cpu/kernels.hpp"
+#include "twins.hpp"
+
+namespace fsdp2x {
+namespace {
+
+using twins::Buffer;
+
+constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 33, 1000, 1023, 1024, 1025, 4099};
+
+class Optimizer : public twins::EveryIsa {};
+
+// Ordinary values with a few that are not: zeros of both signs, infinities, NaN.
+void fill(Buffer& buffer, int64_t numel, std::mt19937_64& random, bool positive = false) {
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < numel; ++i) {
+    float value = normal(random);
+    if (random() % 50 == 0) value = (random() % 2 == 0) ? 0.0f : -0.0f;
+    if (random() % 100 == 0) value = std::numeric_limits<float>::infinity();
+    if (random() % 100 == 0) value = std::numeric_limits<float>::quiet_NaN();
+    buffer.set(i, positive ? std::fabs(value) : value);
+  }
+}
+
+cpu::AdamWStep adamw_step(double beta1, bool maximize) {
+  cpu::AdamWStep step;
+  step.decay = static_cast<float>(1.0 - 1e-2 * 0.1);
+  step.weight = static_cast<float>(1.0 - beta1);
+  step.beta2 = 0.999f;
+  step.rest2 = static_cast<float>(1.0 - 0.999);
+  step.root = static_cast<float>(std::sqrt(1.0 - std::pow(0.999, 3.0)));
+  step.eps = 1e-8f;
+  step.minus_size = static_cast<float>(-1e-2 / (1.0 - std::pow(beta1, 3.0)));
+  step.sign = maximize ? -1.0f : 1.0f;
+  return step;
+}
+
+struct Element {
+  float param, grad, m, v, largest;
+};
+
+// Written from the formulas: m and v with one rounding per multiply-add.
+Element twin(Element e, const cpu::AdamWStep& s, bool amsgrad) {
+  const float g = s.sign < 0.0f ? -e.grad : e.grad;
+  e.param = e.param * s.decay;
+  e.m = std::fabs(s.weight) < 0.5f ? std::fma(s.weight, g - e.m, e.m) : std::fma(s.weight - 1.0f, g - e.m, g);
+  e.v = std::fma(s.rest2 * g, g, e.v * s.beta2);
+  float second = e.v;
+  if (amsgrad) {
+    e.largest =
+        std::isnan(e.largest) || std::isnan(e.v) ? std::numeric_limits<float>::quiet_NaN() : std::max(e.largest, e.v);
+    second = e.largest;
+  }
+  const float denominator = std::sqrt(second) / s.root + s.eps;
+  const float numerator = s.minus_size * e.m;
+  e.param = e.param + numerator / denominator;
+  return e;
+}
+
+TEST_P(Optimizer, AdamWEqualsItsTwin) {
+  std::mt19937_64 random(1);
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    for (const bool amsgrad : {false, true}) {
+      for (const double beta1 : {0.9, 0.3, 0.5}) {
+        for (const int64_t numel : kSizes) {
+          const cpu::AdamWStep step = adamw_step(beta1, numel % 2 == 1);
+          Buffer param(type, numel), grad(type, numel);
+          Buffer m(DType::f32, numel), v(DType::f32, numel), largest(DType::f32, numel);
+          fill(param, numel, random);
+          fill(grad, numel, random);
+          fill(m, numel, random);
+          fill(v, numel, random, /*positive=*/true);
+          fill(largest, numel, random, /*positive=*/true);
+          Buffer param_twin = param, m_twin = m, v_twin = v, largest_twin = largest;
+          for (int64_t i = 0; i < numel; ++i) {
+            const Element e =
+                twin({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
+                     step, amsgrad);
+            param_twin.set(i, e.param);
+            m_twin.set(i, e.m);
+            v_twin.set(i, e.v);
+            largest_twin.set(i, e.largest);
+          }
+          cpu::AdamWPiece piece;
+          piece.type = type;
+          piece.param = param.data();
+          piece.grad = grad.data();
+          piece.exp_avg = static_cast<float*>(m.data());
+          piece.exp_avg_sq = static_cast<float*>(v.data());
+          piece.max_exp_avg_sq = amsgrad ? static_cast<float*>(largest.data()) : nullptr;
+          piece.numel = numel;
+          cpu::adamw(piece, step);
+          EXPECT_TRUE(param.equals(param_twin, false)) << dtype_name(type) << " parameters, amsgrad " << amsgrad;
+          EXPECT_TRUE(m.equals(m_twin, false));
+          EXPECT_TRUE(v.equals(v_twin, false));
+          EXPECT_TRUE(largest.equals(largest_twin, false));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Optimizer, AdamWRefusesOtherTypes) {
+  cpu::AdamWPiece piece;
+  piece.type = DType::f64;
+  EXPECT_THROW(cpu::adamw(piece, cpu::AdamWStep()), Error);
+}
+
+TEST_P(Optimizer, SgdEqualsItsTwin) {
+  std::mt19937_64 random(2);
+  for (const float weight_decay : {0.0f, 0.1f}) {
+    for (int mode = 0; mode < cpu::kNumSgdMomentum; ++mode) {
+      const auto momentum = static_cast<cpu::SgdMomentum>(mode);
+      const bool nesterov =
+          momentum == cpu::SgdMomentum::first_nesterov || momentum == cpu::SgdMomentum::later_nesterov;
+      const bool later = momentum == cpu::SgdMomentum::later || momentum == cpu::SgdMomentum::later_nesterov;
+      for (const int64_t numel : kSizes) {
+        const cpu::SgdStep step{weight_decay, 0.9f, 0.7f, -0.05f, numel % 2 == 1 ? -1.0f : 1.0f};
+        Buffer param(DType::f32, numel), grad(DType::f32, numel), buffer(DType::f32, numel);
+        fill(param, numel, random);
+        fill(grad, numel, random);
+        fill(buffer, numel, random);
+        Buffer param_twin = param, buffer_twin = buffer;
+        for (int64_t i = 0; i < numel; ++i) {
+          float d = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i);
+          if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
+          if (momentum != cpu::SgdMomentum::none) {
+            const float b = later ? std::fma(step.rest, d, buffer.get_float(i) * step.momentum) : d;
+            buffer_twin.set(i, b);
+            d = nesterov ? std::fma(step.momentum, b, d) : b;
+          }
+          param_twin.set(i, std::fma(step.minus_lr, d, param.get_float(i)));
+        }
+        cpu::SgdPiece piece;
+        piece.param = static_cast<float*>(param.data());
+        piece.grad = static_cast<const float*>(grad.data());
+        piece.buffer = static_cast<float*>(buffer.data());
+        piece.momentum = momentum;
+        piece.numel = numel;
+        cpu::sgd(piece, step);
+        EXPECT_TRUE(param.equals(param_twin, false)) << "momentum mode " << mode;
+        EXPECT_TRUE(buffer.equals(buffer_twin, false)) << "momentum mode " << mode;
+      }
+    }
+  }
+}
+
+TEST_P(Optimizer, SquaresAreSummedInF64) {
+  std::mt19937_64 random(3);
+  std::normal_distribution<float> normal;
+  for (const DType type : twins::kTypes) {
+    for (const int64_t numel : kSizes) {
+      Buffer values(type, numel);
+      double lanes[cpu::kNumLanes] = {};
+      for (int64_t i = 0; i < numel; ++i) {
+        values.set(i, normal(random));
+        lanes[i % cpu::kNumLanes] += values.get_double(i) * values.get_double(i);
+      }
+      double expected = 0.0;
+      for (const double lane : lanes) expected += lane;
+      EXPECT_EQ(cpu::sum_squares(type, values.data(), numel), expected) << dtype_name(type);
+    }
+  }
+  EXPECT_THROW(cpu::sum_squares(DType::byte, nullptr, 0), Error);
+}
+
+TEST_P(Optimizer, MultipliesInPlace) {
+  std::mt19937_64 random(4);
+  const double factor = 0.3;
+  for (const DType type : twins::kTypes) {
+    for (const int64_t numel : kSizes) {
+      Buffer values(type, numel);
+      fill(values, numel, random);
+      Buffer expected = values;
+      for (int64_t i = 0; i < numel; ++i) {
+        if (type == DType::f64) {
+          expected.set(i, values.get_double(i) * factor);
+        } else {
+          expected.set(i, values.get_float(i) * static_cast<float>(factor));
+        }
+      }
+      cpu::multiply(type, values.data(), numel, factor);
+      EXPECT_TRUE(values.equals(expected, false)) << dtype_name(type);
+    }
+  }
+  EXPECT_THROW(cpu::multiply(DType::byte, nullptr, 0, 1.0), Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, Optimizer, twins::kAllIsas, twins::isa_name);
+
+}  // namespace
+}  // namespace fsdp2x
