@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
@@ -22,6 +23,13 @@ DType wire_type(const Layout& layout) {
     if (place.shape.compute != type) return DType::byte;
   }
   return type;
+}
+
+// Sizes in steps of a sixteenth, so that slots, gathers and reductions of like units fit each other's memory. What is
+// never written costs no memory on the CPU.
+size_t size_class(size_t bytes) {
+  const size_t step = std::max<size_t>(std::bit_ceil(bytes) / 32, kAlignBytes);
+  return (bytes + step - 1) / step * step;
 }
 
 // Nothing to ask other ranks for: there are none, or every parameter gathers itself.
@@ -50,14 +58,14 @@ at::Tensor GroupTransport::take(size_t bytes) {
     return memory;
   }
   ++num_allocations_;
-  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
+  const auto rounded = static_cast<int64_t>(size_class(bytes));
+  return at::empty({rounded}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-void GroupTransport::give_back(Staging& staging) {
-  if (!staging.memory.defined()) return;
-  const size_t bytes = staging.memory.nbytes();
-  free_.emplace(bytes, std::move(staging.memory));
-  staging.memory = at::Tensor();
+void GroupTransport::give_back(at::Tensor& memory) {
+  if (!memory.defined()) return;
+  const size_t bytes = memory.nbytes();
+  free_.emplace(bytes, std::exchange(memory, at::Tensor()));
 }
 
 void GroupTransport::wait(Staging& staging) {
@@ -75,13 +83,9 @@ at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type
 void GroupTransport::open_slot(Group& group) {
   group.gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
   const auto id = static_cast<size_t>(group.gather.slot.id);
-  if (gather_memory_.size() <= id) gather_memory_.resize(id + 1);
-  if (!gather_memory_[id].defined()) {
-    ++num_allocations_;
-    gather_memory_[id] = at::empty({static_cast<int64_t>(group.gather.slot.bytes)},
-                                   at::TensorOptions().dtype(at::kByte).device(device_));
-  }
-  group.gather.write = group.gather.read = static_cast<std::byte*>(gather_memory_[id].data_ptr());
+  if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
+  slot_memory_[id] = take(group.gather.slot.bytes);
+  group.gather.write = group.gather.read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
 void GroupTransport::begin_gather(Group& group) {
@@ -118,14 +122,17 @@ void GroupTransport::finish_gather(Group& group) {
                   static_cast<const std::byte*>(mine.gather.memory.const_data_ptr()) + rank * segment,
                   group.gather.write);
   }
-  give_back(mine.gather);
+  give_back(mine.gather.memory);
 }
 
 void GroupTransport::release_gather(Group& group) {
   PerGroup& mine = per_group(group);
   wait(mine.gather);
-  give_back(mine.gather);
-  if (group.gather.slot.id >= 0) gather_ledger_.release(group.gather.slot.id);
+  give_back(mine.gather.memory);
+  if (const int id = group.gather.slot.id; id >= 0) {
+    gather_ledger_.release(id);
+    give_back(slot_memory_[static_cast<size_t>(id)]);
+  }
   group.gather = GatherSlot();
 }
 
@@ -255,7 +262,7 @@ bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
   abandon_reduce(group);
   group.scratch.reduced_this_backward = true;
   group.take_segment(segment.memory, plan, group.averages() ? 1.0 : group.divisor() / before);
-  give_back(segment);
+  give_back(segment.memory);
   return true;
 }
 
@@ -264,8 +271,8 @@ void GroupTransport::abandon_reduce(Group& group) {
   if (!scratch.open) return;
   PerGroup& mine = per_group(group);
   wait(mine.reduced);
-  give_back(mine.reduced);
-  give_back(mine.reduction);
+  give_back(mine.reduced.memory);
+  give_back(mine.reduction.memory);
   scratch.open = scratch.posted = scratch.pending_flush = false;
   scratch.data = nullptr;
   mine.plan = nullptr;

@@ -63,7 +63,7 @@ class GroupTransport final : public Transport {
   void open_scratch(Group& group);
   void fill_gaps(Group& group);  // zeros and flags
   at::Tensor take(size_t bytes);
-  void give_back(Staging& staging);
+  void give_back(at::Tensor& memory);
   void wait(Staging& staging);
   at::Tensor as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const;
   PerGroup& per_group(const Group& group);
@@ -71,8 +71,8 @@ class GroupTransport final : public Transport {
   Collectives collectives_;
   at::Device device_;
   SlotLedger gather_ledger_;
-  std::vector<at::Tensor> gather_memory_;
-  std::multimap<size_t, at::Tensor> free_;
+  std::vector<at::Tensor> slot_memory_;     // by slot, undefined while the slot is free
+  std::multimap<size_t, at::Tensor> free_;  // serves slots, gathers and reductions
   uint32_t num_groups_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;

@@ -284,9 +284,6 @@ def test_explicit_prefetch_adds_none(ctx):
     assert ours == stock
 
 
-@pytest.mark.xfail(
-    strict=True, reason="one gather per input of an extension and one for the rest of the unit; stock packs them all"
-)
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_extension_parameters(ctx, reshard):

@@ -205,7 +205,7 @@ def above(transport: str, policy: str, reshard: bool, reason: str):
 
 
 SLOTS_STAY = "slots and gradients exist together: stock frees unsharded units while gradients grow, we keep the slots"
-STAGING = "the process group keeps slots beside the staging of gathers and reductions"
+STAGING = "a reduction overlaps the next unit: its staging, and the copy gloo makes of it, live beside slot and gather"
 
 
 @distributed(world_sizes=(2,), fresh=True, timeout=120)

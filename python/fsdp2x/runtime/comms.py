@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
+from fsdp2x.runtime.transport import all_gather
 
 
 def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -21,7 +23,7 @@ def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: Mixed
     if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
         group.engine.all_reduce = functools.partial(_all_reduce, group.ranks.replicate_group)
     if any(param.extension is not None or param.is_alias for param in group.params):
-        slow = _SlowGathers(group, mp_policy)
+        slow = group.slow_gathers = _SlowGathers(group, mp_policy)
         group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish
         group.engine.free_slowly = slow.free
 
@@ -32,27 +34,54 @@ def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> 
 
 
 class _SlowGathers:
-    """Extensions and aliases of one group. Holds its parameters weakly: the engine must not lead back to modules."""
+    """Extensions and aliases of one group. Holds its parameters weakly: the engine must not lead back to modules.
+
+    Over a process group the extensions' inputs travel with the engine's segment, in one collective; over shared memory,
+    and where the engine has nothing to gather, in one of their own.
+    """
 
     def __init__(self, group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
         self._group = weakref.ref(group)
         self._mp_policy = mp_policy
+        self._begun = False
+        self._work: Any = None
 
     def _extended(self):
         for index, param in enumerate(self._group().params):
             if param.extension is not None:
                 yield index, param
 
+    def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for _, param in self._extended():
+            local = torch_private.local_tensor(param.param)
+            pairs += param.extension.begin(local, param.owners[0][0], self._mp_policy)
+        ranks = self._group().ranks
+        self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
+        self._begun = True
+
+    @torch.no_grad()
+    def all_gather(self, gather: Gather, output: torch.Tensor, source: torch.Tensor) -> Any:
+        """The engine's gather of its segment, with the extensions' inputs packed beside it."""
+        self._begin(gather, [(output, source)])
+        return self._work
+
     @torch.no_grad()
     def begin(self) -> bool:
         self._group().refresh_aliases()
-        for _, param in self._extended():
-            param.extension.begin(torch_private.local_tensor(param.param), param.owners[0][0], self._mp_policy)
+        if not self._begun:
+            self._begin(functools.partial(all_gather, self._group().ranks.group), [])
         return True
+
+    def _wait(self) -> None:
+        self._begun = False
+        if self._work is not None and hasattr(self._work, "wait"):
+            self._work.wait()
+        self._work = None
 
     def finish(self) -> bool:
         group = self._group()
         with torch.inference_mode(False), torch.no_grad():
+            self._wait()
             for index, param in self._extended():
                 dtype = self._mp_policy.param_dtype or param.param.dtype
                 tensor = param.extension.finish(torch_private.local_tensor(param.param), dtype)
@@ -62,6 +91,7 @@ class _SlowGathers:
         return True
 
     def free(self) -> bool:
+        self._wait()
         for _, param in self._extended():
             param.extension.free()
         return True
@@ -85,9 +115,11 @@ class CustomComms:
         for group in state.groups:
             engine = group.engine
             engine.all_reduce_hook = self.all_reduce_hook and functools.partial(_call_hook, self.all_reduce_hook)
-            engine.all_gather = self.all_gather and functools.partial(
-                _custom_gather, self.all_gather, group.ranks.group
-            )
+            gather = self.all_gather and functools.partial(_custom_gather, self.all_gather, group.ranks.group)
+            if group.slow_gathers is not None:
+                gather = gather or functools.partial(all_gather, group.ranks.group)
+                gather = functools.partial(group.slow_gathers.all_gather, gather)
+            engine.all_gather = gather
             engine.reduce_scatter = self.reduce_scatter and functools.partial(
                 _custom_scatter, self.reduce_scatter, group.ranks.group
             )

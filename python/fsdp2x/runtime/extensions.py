@@ -1,7 +1,8 @@
 """Parameters whose local tensor brings its own all-gather (``fsdp_pre_all_gather`` / ``fsdp_post_all_gather``).
 
-The declared slow path: per parameter and in Python. Everything else about such a parameter (hooks, gradients,
-registration) runs in the engine. Protocol: torch's documentation of FSDP2 extensions.
+The declared slow path: per parameter and in Python; only the collective is that of the whole group. Everything else
+about such a parameter (hooks, gradients, registration) runs in the engine. Protocol: torch's documentation of FSDP2
+extensions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.runtime import torch_private
@@ -63,10 +63,9 @@ class Extension:
         self._outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
         self._unsharded: torch.Tensor | None = None
-        self._works: list[Any] = []
 
-    def begin(self, local: torch.Tensor, module: nn.Module, mp_policy) -> None:
-        """Starts the all-gather of what ``fsdp_pre_all_gather`` returns.
+    def begin(self, local: torch.Tensor, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` asks for; none at world size 1.
 
         Raises:
             AssertionError: its signature, or the sizes it returned, are not those of the protocol.
@@ -91,21 +90,15 @@ class Extension:
             )
         self._inputs = list(inputs)
         self._allocate()
-        self._works = []
+        if self.ranks.world > 1:
+            sources = [source.reshape(-1).contiguous() for source in self._inputs]
+            return list(zip(self._outputs, sources, strict=True))
         for source, output in zip(self._inputs, self._outputs, strict=True):
-            if self.ranks.world == 1:
-                output.copy_(source.reshape(-1))
-            else:
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                flat = source.reshape(-1).contiguous()
-                self._works.append(gather(output, flat, group=self.ranks.group, async_op=True))
+            output.copy_(source.reshape(-1))
+        return []
 
     def finish(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Waits and returns the unsharded tensor of the shard ``local``, in the compute ``dtype``."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = []
+        """The unsharded tensor of the shard ``local``, in the compute ``dtype``, once everything is gathered."""
         # The rows of all ranks one below the other, as the protocol wants them.
         outputs = tuple(
             out.view(-1, *source.shape[1:]) for out, source in zip(self._outputs, self._inputs, strict=True)
@@ -126,10 +119,6 @@ class Extension:
 
     def free(self) -> None:
         """Gives the memory of the unsharded form back; the tensors stay."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = []
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
 

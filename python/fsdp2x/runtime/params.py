@@ -103,6 +103,7 @@ class GroupParams(GroupNames):
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.engine = None  # _C.Group, from lazy initialization on
+        self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
         self._param_dtype: torch.dtype | None = None
         self._reduce_dtype: torch.dtype | None = None
         self._offsets: list[int] = []

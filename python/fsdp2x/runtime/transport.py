@@ -69,7 +69,7 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
         limit = timeout or torch_private.group_timeout(ranks.group)
         return _C.shm_transport(ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds())
     return _C.group_transport(
-        functools.partial(_all_gather, ranks.group),
+        functools.partial(all_gather, ranks.group),
         functools.partial(_reduce_scatter, ranks.group),
         _wait,
         ranks.device,
@@ -108,7 +108,8 @@ def _host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    """Starts an all-gather of ``source`` into ``output``; returns the work."""
     # Looked up at each call, under the name upstream's FSDP2 of this torch uses: patches and counters must see it.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, source, group=group, async_op=True)
