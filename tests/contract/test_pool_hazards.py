@@ -338,6 +338,24 @@ def test_10_assigned_data_and_merged_adapters(ctx, transport):
     assert_pooled(model)
 
 
+@distributed(world_sizes=(2,))
+def test_10_data_assigned_after_the_first_forward(ctx):
+    """Nobody can see it for free: FSDP2X_DEBUG=1 looks before each forward, on the rank where it happened."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP2X_DEBUG", "1")
+        model = shard(ctx, Stack(), STACK_UNITS)
+    expected = full(model(inputs(ctx.rank)))
+    same(full(model(inputs(ctx.rank))), expected)
+    model.reshard()
+    weight = model.blocks[1].up.weight
+    whole = weight._local_tensor
+    weight._local_tensor = whole.clone()
+    with pytest.raises(RuntimeError, match=r"blocks.1.up.weight.*has left its pool.*copy_"):
+        model(inputs(ctx.rank))
+    weight._local_tensor = whole
+    same(full(model(inputs(ctx.rank))), expected)
+
+
 @both_transports
 @distributed(world_sizes=(2, 3))
 def test_11_full_tensor_of_every_parameter(ctx, transport):

@@ -243,12 +243,30 @@ class GroupParams(GroupNames):
                 f"rank {self.ranks.rank}, expected {tuple(expected)} of {tuple(sharded.param.shape)}: load DTensors "
                 "with the placement of the sharded model"
             )
-        in_place = local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset
-        if not fresh and local.numel() and in_place and local.is_contiguous():
+        if not fresh and local.numel() and self._is_in_place(local, offset):
             return
         pooled = _C.tensor_in_pool(self.pool, offset, list(expected), local.dtype)
         pooled.copy_(local)
         torch_private.set_local_tensor(sharded.param, pooled)
+
+    def _is_in_place(self, local: torch.Tensor, offset: int) -> bool:
+        return local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset and local.is_contiguous()
+
+    def check_pool(self) -> None:
+        """Checks that every shard still is where the engine reads it.
+
+        Raises:
+            RuntimeError: somebody gave a sharded parameter other memory after the first forward.
+        """
+        for sharded, offset in zip(self.params, self._offsets, strict=True):
+            local = torch_private.local_tensor(sharded.param)
+            if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or self._is_in_place(local, offset):
+                continue
+            raise RuntimeError(
+                f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
+                "something assigned to the `.data` of its local tensor, or replaced it, after the first forward, and "
+                "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
+            )
 
     def make_engine_group(self, name: str, param_dtype, reduce_dtype):
         """The ``_C.Group`` over these parameters."""

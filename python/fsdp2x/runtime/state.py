@@ -6,6 +6,7 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 
@@ -126,6 +127,14 @@ class UnitState(StateNames, torch_private.State):
         @torch_private.never_compiled
         def pre_forward(module, args, kwargs):
             return hooks.pre_forward(module, args, kwargs)
+
+        @torch_private.never_compiled
+        def checked_pre_forward(module, args, kwargs):
+            weak().check_pools()
+            return hooks.pre_forward(module, args, kwargs)
+
+        if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
+            pre_forward = checked_pre_forward
 
         @torch_private.never_compiled
         def post_forward(module, args, output):
@@ -293,6 +302,13 @@ class UnitState(StateNames, torch_private.State):
             for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
                 if sharded.param is not old:
                     group.engine.set_sharded_param(index, sharded.param, sharded.spec)
+
+    def check_pools(self) -> None:
+        """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""
+        if self.is_root and not self.provisional:
+            for state in self.tree:
+                for group in state.groups:
+                    group.check_pool()
 
     def forget_gradients(self) -> None:
         """After parameters moved: no gradient of before may be written to."""
