@@ -6,6 +6,7 @@ Both change settings of the units and put back what they found, also when the bl
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 from torch import nn
@@ -93,9 +94,11 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     try:
         for state in states:
             state.live_options().reshard_after_forward = False
-        for state in mine:
+        # One gather ahead: the staging of more would lie beside all units.
+        for state, following in itertools.zip_longest(mine, mine[1:]):
             state.unit.begin_unshard()
-        for state in mine:
+            if following is not None:
+                following.unit.begin_unshard()
             state.unit.unshard()
         yield
     finally:

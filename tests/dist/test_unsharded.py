@@ -43,6 +43,21 @@ def test_ranks_run_different_numbers_of_forwards(ctx, transport, ran_before):
     assert reshards(model) == [False, True, True, True], "the root keeps its parameters, the others do not"
 
 
+@both_transports
+@distributed(world_sizes=(2, 3))
+def test_memory_is_that_of_the_units(ctx, transport):
+    """Every unit once (shared memory: once per host), and the staging of two; afterwards nothing is owned."""
+    model = shard(ctx, Stack(width=64, hidden=128), STACK_UNITS, transport=transport)
+    with torch.no_grad(), fsdp2x.unsharded(model):
+        model(inputs(ctx.rank, width=64))
+        report = fsdp2x.describe(model)
+        sizes = [unit.slot_bytes for unit in report.units]
+        assert sum(sizes) <= report.stats["gather_slot_bytes"] <= sum(sizes) + len(sizes) * 4096
+        assert report.stats["gather_slots_owned"] == len(sizes)
+        assert report.stats["scratch_bytes"] <= 2.3 * max(sizes)
+    assert fsdp2x.describe(model).stats["gather_slots_owned"] == 0
+
+
 @distributed(world_sizes=(2,))
 def test_training_afterwards_is_as_without_it(ctx):
     def run(model):
