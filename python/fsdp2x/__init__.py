@@ -16,6 +16,7 @@ from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
 from fsdp2x.full_tensors import full_tensors
 from fsdp2x.install import install, uninstall
+from fsdp2x.memory import memory_report
 from fsdp2x.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -39,6 +40,7 @@ __all__ = [
     "full_tensors",
     "fully_shard",
     "install",
+    "memory_report",
     "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",

@@ -7,7 +7,6 @@ lazy initialization and keeps the same pool.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
 
@@ -44,10 +44,11 @@ class ShardedParam(ParamNames):
     fqn: str = ""
 
     @property
-    def view(self) -> tuple[int, int, int]:
-        """The unsharded local shape as (outer, dim, inner) around the shard dim."""
-        dim = self.spec.shard_dim
-        return math.prod(self.local_size[:dim]), self.local_size[dim], math.prod(self.local_size[dim + 1 :])
+    def facts(self) -> ParamFacts:
+        """What the layout of its group is made from."""
+        return ParamFacts(
+            self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper
+        )
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ class GroupParams(GroupNames):
                 f"fsdp2x.fully_shard: {where} has grad_dtype {grad_dtype} and dtype {param.dtype}; gradients are kept "
                 "in the parameter's dtype. Leave grad_dtype unset and choose MixedPrecisionPolicy(reduce_dtype=...)."
             )
-        if param.requires_grad and param.dtype not in _REDUCIBLE:
+        if param.requires_grad and param.dtype not in REDUCIBLE:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
-                f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}. Freeze it or convert it first."
+                f"{', '.join(str(dtype) for dtype in REDUCIBLE)}. Freeze it or convert it first."
             )
 
     def _shard(self, placed: Placed) -> None:
@@ -156,9 +157,9 @@ class GroupParams(GroupNames):
             attributes.pop(key, None)
         sharded.__dict__.update(attributes)
         number = _number(owned.param)
-        keeps_dtype = _keeps_dtype(owned.param, self._mp_policy)
+        keeps = keeps_dtype(owned.param, self._mp_policy)
         self.params.append(
-            ShardedParam(sharded, owned.owners, spec, full.shape, number, attributes, keeps_dtype, is_wrapper(local))
+            ShardedParam(sharded, owned.owners, spec, full.shape, number, attributes, keeps, is_wrapper(local))
         )
 
     def find_extensions(self) -> None:
@@ -173,23 +174,7 @@ class GroupParams(GroupNames):
 
         A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
         """
-        origs = [sharded.param.dtype for sharded in self.params]
-        reduce = param_dtype if reduce_dtype is None and _REDUCES_IN_PARAM_DTYPE else reduce_dtype
-        if reduce is None:
-            for dtype in origs:
-                if dtype in _REDUCIBLE:
-                    reduce = dtype if reduce is None else torch.promote_types(reduce, dtype)
-        shapes = []
-        for sharded, orig in zip(self.params, origs, strict=True):
-            casts = param_dtype is not None and orig.is_floating_point and not sharded.keeps_dtype
-            compute = param_dtype if casts else orig
-            castable = orig in _REDUCIBLE and compute in _REDUCIBLE
-            if compute != orig and not castable and not sharded.is_wrapper:
-                raise NotImplementedError(
-                    f"fsdp2x.fully_shard: parameter {sharded.fqn!r} cannot be cast from {orig} to {compute}"
-                )
-            shapes.append((*sharded.view, orig, compute, reduce if castable else orig, not sharded.is_wrapper))
-        return shapes
+        return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
 
     def adopt(self) -> bool:
         """Brings every shard back into the pool: after loading with ``assign=True``, ``.to()``, ``.to_empty()``.
@@ -355,7 +340,7 @@ def original_number(param: nn.Parameter) -> int | None:
     return param.__dict__.get(_NUMBER)
 
 
-def _keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
     """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
     override_fn = getattr(policy, "param_dtype_override_fn", None)
     dtype = override_fn(param) if override_fn is not None else None
@@ -380,9 +365,6 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     return unsharded
 
 
-# Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
-_REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
-_REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What DTensor itself keeps on its instances.
 _DTENSOR_SLOTS = ("_local_tensor", "_spec")
 _NUMBER = "_fsdp2x_number"

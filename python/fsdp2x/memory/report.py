@@ -1,0 +1,282 @@
+"""``memory_report``: bytes at rest and at the peak of a step, per rank, from the plan that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from fsdp2x.memory.facts import ModelFacts, UnitFacts, facts_of_model
+from fsdp2x.memory.optimizers import optimizer_bytes
+from fsdp2x.memory.steps import Replay, StepCounts
+from fsdp2x.runtime.state import unit_states
+
+_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes")
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit on this rank. ``slot_bytes`` is the unsharded unit in the dtype of compute."""
+
+    name: str
+    num_params: int
+    num_elements: int
+    shard_bytes: int
+    pad_bytes: int  # of shard_bytes
+    gradient_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one steady training step moves on this rank, forward, backward and reduction.
+
+    Over a process group the bytes a rank sends when collectives go around a ring; over shared memory the bytes it
+    writes for others to read: its rows at each gather, its packed gradients at each reduction.
+    """
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+    all_reduce_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank. ``str()`` prints a table, ``to_dict()`` is for machines.
+
+    At rest, from the first step on: ``shard_bytes`` (pools, with ``pad_bytes`` of padding), ``gradient_bytes`` (pools),
+    ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
+    smaller world). On top while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
+    ``scratch_bytes`` (reduce scratches; over a process group the staging of gathers and reductions), ``replica_bytes``
+    (gradients that wait for the all-reduce), ``autograd_bytes`` (one unsharded gradient). Slots and scratches are kept
+    for the next step. Ranks that share memory hold one copy of the gather slots: ``own_gather_slot_bytes`` is the
+    rank's part, and what ``peak_bytes`` counts, so that ``peak_bytes`` of all ranks add up to what the host needs.
+
+    Not in it: activations, what tensor subclasses with an all-gather of their own hold, pages of shared memory that a
+    rank wrote to in place, and the control page of shared memory.
+
+    ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
+    """
+
+    units: tuple[UnitMemory, ...]
+    world: int
+    rank: int
+    replicas: int
+    transport: str
+    shard_bytes: int
+    pad_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    unsharded_bytes: int
+    after_forward_bytes: int
+    gather_slot_bytes: int
+    own_gather_slot_bytes: int
+    peak_gather_bytes: int
+    scratch_bytes: int
+    replica_bytes: int
+    autograd_bytes: int
+    traffic: Traffic
+    measured: dict[str, int] | None = None
+
+    @property
+    def resting_bytes(self) -> int:
+        """What a rank holds between steps, besides slots and scratches that are kept for the next one."""
+        held = self.shard_bytes + self.gradient_bytes + self.unsharded_bytes + self.after_forward_bytes
+        return held + (self.optimizer_bytes or 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a rank holds at most, without activations."""
+        transient = self.own_gather_slot_bytes + self.scratch_bytes + self.replica_bytes + self.autograd_bytes
+        return self.resting_bytes + transient
+
+    def to_dict(self) -> dict:
+        """Everything as numbers, strings and lists, sums included."""
+        result = asdict(self)
+        result["traffic"]["total_bytes"] = self.traffic.total_bytes
+        return {**result, "resting_bytes": self.resting_bytes, "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
+        rows = [
+            (
+                unit.name,
+                str(unit.num_params),
+                f"{unit.num_elements:,}",
+                *map(readable, (unit.shard_bytes, unit.pad_bytes, unit.gradient_bytes)),
+                *map(readable, (unit.slot_bytes, unit.scratch_bytes)),
+                "yes" if unit.reshard_after_forward else "no",
+            )
+            for unit in self.units
+        ]
+        lines = _columns([head, *_folded(rows)], left=1)
+        sizes = [
+            ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
+            ("gradients", self.gradient_bytes, ""),
+            ("optimizer", self.optimizer_bytes, "" if self.optimizer_bytes is not None else "not asked for"),
+            ("buffers, unsharded parameters", self.unsharded_bytes, ""),
+            ("rows kept after forward", self.after_forward_bytes, ""),
+            ("at rest", self.resting_bytes, ""),
+            ("gather slots", self.own_gather_slot_bytes, self._sharing()),
+            ("scratch, staging", self.scratch_bytes, ""),
+            ("waiting for the all-reduce", self.replica_bytes, ""),
+            ("one gradient of autograd", self.autograd_bytes, ""),
+            ("peak, without activations", self.peak_bytes, ""),
+            ("sent in a step", self.traffic.total_bytes, self._sent()),
+        ]
+        shown = [(name, readable(size or 0), note) for name, size, note in sizes if size or note or name == "at rest"]
+        ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
+        return "\n".join([*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *_columns(shown, 1)])
+
+    def _sharing(self) -> str:
+        shared = self.own_gather_slot_bytes != self.gather_slot_bytes
+        return f"a part of {readable(self.gather_slot_bytes)} shared by the ranks of the host" if shared else ""
+
+    def _sent(self) -> str:
+        traffic = self.traffic
+        text = f"{traffic.gathers} gathers {readable(traffic.gather_bytes)}"
+        text += f", {traffic.reductions} reductions {readable(traffic.reduce_bytes)}"
+        return text + (f", all-reduces {readable(traffic.all_reduce_bytes)}" if traffic.all_reduce_bytes else "")
+
+
+def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+    """Bytes that this rank holds at rest and at the peak of a training step. Local: no communication, no allocation.
+
+    The plan's numbers are those of the engine's ledger after a few steps, when every unit runs once a step in the order
+    of registration and every trainable parameter gets a gradient. Works before the first forward (then
+    ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With ``optimizer``, its state
+    is counted, of Adam, AdamW and SGD also before their first step.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be foretold.
+    """
+    states = unit_states(model)
+    if not states:
+        raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
+    roots = {id(state.root): state.root for state in states if state.root is not None}
+    stats = [root.stats() for root in roots.values()]
+    measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
+    state_bytes = optimizer_bytes(optimizer) if optimizer is not None else None
+    return report_of(facts_of_model(model), state_bytes, measured)
+
+
+def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, int] | None = None) -> MemoryReport:
+    """The report of a running or planned model."""
+    replays = [Replay(root, units) for root, units in _trees(facts)]
+    counts = [replay.run() for replay in replays]
+    groups = [group for unit in facts.units for group in unit.groups]
+    ranks = groups[0].ranks if groups else None
+    replicated = [group.replica_segment_bytes for group in groups if group.ranks.replicas > 1 and group.is_trainable]
+
+    def total(of: Callable[[Replay], int]) -> int:
+        return sum(map(of, replays))
+
+    def moved(of: Callable[[StepCounts], int]) -> int:
+        return sum(map(of, counts))
+
+    return MemoryReport(
+        units=tuple(_unit_memory(unit) for unit in facts.units),
+        world=ranks.world if ranks else 1,
+        rank=ranks.rank if ranks else 0,
+        replicas=ranks.replicas if ranks else 1,
+        transport=", ".join(dict.fromkeys(group.ranks.transport for group in groups)) or "none",
+        shard_bytes=sum(group.shard_pool_bytes for group in groups),
+        pad_bytes=sum(group.shard_pad_bytes for group in groups),
+        gradient_bytes=sum(group.shard_pool_bytes for group in groups if group.is_trainable),
+        optimizer_bytes=state_bytes,
+        unsharded_bytes=facts.unsharded_bytes,
+        after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
+        gather_slot_bytes=total(lambda replay: replay.gather_slot_bytes),
+        own_gather_slot_bytes=total(lambda replay: replay.own_gather_slot_bytes),
+        peak_gather_bytes=total(lambda replay: replay.peak_gather_bytes),
+        scratch_bytes=total(lambda replay: replay.scratch_bytes),
+        replica_bytes=sum(replicated),
+        autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
+        traffic=Traffic(
+            gathers=moved(lambda one: one.gathers),
+            reductions=moved(lambda one: one.reductions),
+            gather_bytes=moved(lambda one: one.gather_sent_bytes),
+            reduce_bytes=moved(lambda one: one.reduce_sent_bytes),
+            all_reduce_bytes=moved(lambda one: one.all_reduce_sent_bytes),
+        ),
+        measured=measured,
+    )
+
+
+def _trees(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
+    """Each outermost unit with the units below it; forward starts there."""
+    trees: list[tuple[nn.Module, list[UnitFacts]]] = []
+    taken: set[int] = set()
+    for unit in facts.units:
+        if id(unit) in taken:
+            continue
+        below = {id(module) for top in unit.modules for module in top.modules()}
+        tree = [other for other in facts.units if id(other.modules[0]) in below]
+        taken.update(map(id, tree))
+        trees.append((unit.modules[0] if len(unit.modules) == 1 else facts.model, tree))
+    return trees
+
+
+def _unit_memory(unit: UnitFacts) -> UnitMemory:
+    return UnitMemory(
+        name=unit.name,
+        num_params=unit.num_params,
+        num_elements=unit.num_elements,
+        shard_bytes=sum(group.shard_pool_bytes for group in unit.groups),
+        pad_bytes=sum(group.shard_pad_bytes for group in unit.groups),
+        gradient_bytes=sum(group.shard_pool_bytes for group in unit.groups if group.is_trainable),
+        slot_bytes=sum(group.slot_bytes for group in unit.groups),
+        scratch_bytes=sum(
+            group.reduce_segment_bytes * group.ranks.world
+            if group.ranks.transport == "process_group"
+            else group.scratch_bytes
+            for group in unit.groups
+        ),
+        reshard_after_forward=unit.reshards_after_forward,
+    )
+
+
+def readable(num_bytes: int) -> str:
+    """``num_bytes`` in the largest binary unit of which there is at least one."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(num_bytes) >= 1024**power:
+            return f"{num_bytes / 1024**power:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Runs of more than four like units become two rows."""
+    folded: list[tuple[str, ...]] = []
+    start = 0
+    while start < len(rows):
+        end = start
+        while end < len(rows) and rows[end][1:] == rows[start][1:]:
+            end += 1
+        if end - start > 4:
+            folded.append((f"{rows[start][0]} .. {rows[end - 1][0]} ({end - start} units, each)", *rows[start][1:]))
+        else:
+            folded += rows[start:end]
+        start = end
+    return folded
+
+
+def _columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(widths[i]) if i < left or (i == last and left == 1 and len(row) == 3) else cell.rjust(widths[i])
+            for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]

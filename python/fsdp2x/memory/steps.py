@@ -1,0 +1,276 @@
+"""Plays training steps on the ledgers: the engine's schedule (gathers, prefetches, reductions) without its work.
+
+Modules are taken to run once each, in the order of their registration, and every trainable parameter to get a
+gradient; ranks that share memory may be late. ``csrc/README.md`` has the life of a unit that is followed here; the
+numbers are those of ``Root.stats()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from torch import nn
+
+from fsdp2x.memory.facts import GroupFacts, UnitFacts
+from fsdp2x.memory.ledger import Ledger, make_ledger
+
+# The first step prefetches nothing in forward; after a few no ledger grows any more.
+_MAX_STEPS = 8
+
+
+class Event(Enum):
+    """What a walk through the modules meets: a unit's first module, users of its trainable parameters, its end."""
+
+    OPEN = auto()
+    USE = auto()
+    CLOSE = auto()
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """One steady step of one root: how often what is moved, and the bytes a rank sends for it."""
+
+    gathers: int
+    reductions: int
+    gather_sent_bytes: int
+    reduce_sent_bytes: int
+    all_reduce_sent_bytes: int
+
+
+@dataclass(eq=False)
+class _Unit:
+    facts: UnitFacts
+    state: str = "sharded"
+    keeps_rows: bool = False  # in the smaller world, from the end of forward until backward
+    index: int = -1  # in the order in which forwards end
+    has_node: bool = False  # autograd tells when its backward ends
+    has_hook: bool = False  # autograd tells when its backward begins
+    is_reduced: bool = False  # in this backward
+    open: list[GroupFacts] = field(default_factory=list)
+
+    @property
+    def has_params(self) -> bool:
+        return bool(self.facts.groups)
+
+
+class Replay:
+    """All units below one root module. ``run()`` plays steps until the ledgers stay as they are."""
+
+    def __init__(self, root: nn.Module, units: list[UnitFacts]) -> None:
+        self._units = [_Unit(facts) for facts in units]
+        self._ledgers: dict[Hashable, Ledger] = {}
+        for group in (group for facts in units for group in facts.groups):
+            for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
+                self._ledgers.setdefault(ranks.key, make_ledger(ranks))
+        self._events = list(self._walk(root))
+        self._last: list[_Unit] = []
+        self._pending: list[tuple[_Unit, GroupFacts]] = []
+
+    def run(self) -> StepCounts:
+        """Plays steps; returns what the last one moved."""
+        before = None
+        for _ in range(_MAX_STEPS):
+            self._gathers: list[GroupFacts] = []
+            self._reductions: list[GroupFacts] = []
+            self._forward()
+            self._backward()
+            now = [(one.gather_slot_bytes, one.scratch_bytes, one.peak_gather_bytes) for one in self._ledgers.values()]
+            if now == before:
+                break
+            before = now
+        return StepCounts(
+            gathers=len(self._gathers),
+            reductions=len(self._reductions),
+            gather_sent_bytes=sum(map(_gather_sent_bytes, self._gathers)),
+            reduce_sent_bytes=sum(map(_reduce_sent_bytes, self._reductions)),
+            all_reduce_sent_bytes=sum(map(_all_reduce_sent_bytes, self._reductions)),
+        )
+
+    @property
+    def gather_slot_bytes(self) -> int:
+        """All gather slots that exist."""
+        return sum(ledger.gather_slot_bytes for ledger in self._ledgers.values())
+
+    @property
+    def peak_gather_bytes(self) -> int:
+        """The gather slots that are owned at once."""
+        return sum(ledger.peak_gather_bytes for ledger in self._ledgers.values())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Reduce scratches, or the staging of a process group."""
+        return sum(ledger.scratch_bytes for ledger in self._ledgers.values())
+
+    @property
+    def own_gather_slot_bytes(self) -> int:
+        """The same with slots that ranks of one host share counted in equal parts."""
+        return sum(-(-ledger.gather_slot_bytes // ledger.num_sharers) for ledger in self._ledgers.values())
+
+    # --- the order of things ---
+
+    def _walk(self, root: nn.Module) -> Iterator[tuple[Event, _Unit, int]]:
+        remaining = {id(unit): set(map(id, unit.facts.modules)) for unit in self._units}
+        unit_of = {id(module): unit for unit in self._units for module in unit.facts.modules}
+        users: dict[int, list[tuple[_Unit, int]]] = {}
+        for unit in self._units:
+            for index, owners in enumerate(unit.facts.owners):
+                for owner in owners:
+                    users.setdefault(owner, []).append((unit, index))
+        visited: set[int] = set()
+        is_traced = False  # some trainable parameter was used before
+
+        def visit(module: nn.Module) -> Iterator[tuple[Event, _Unit, int]]:
+            nonlocal is_traced
+            visited.add(id(module))
+            unit = unit_of.get(id(module))
+            if unit is not None and len(remaining[id(unit)]) == len(unit.facts.modules):
+                unit.has_node = is_traced
+                yield Event.OPEN, unit, 0
+            for user, index in users.get(id(module), ()):
+                is_traced = True
+                yield Event.USE, user, index
+            for child in module.children():
+                if id(child) not in visited:
+                    yield from visit(child)
+            if unit is not None:
+                remaining[id(unit)].discard(id(module))
+                if not remaining[id(unit)]:
+                    unit.has_hook = is_traced
+                    yield Event.CLOSE, unit, 0
+
+        return visit(root)
+
+    def _forward(self) -> None:
+        order: list[_Unit] = []
+        sequence: list[_Unit] = []
+        cursor = 0
+        for event, unit, _ in self._events:
+            if event is Event.OPEN:
+                unit.keeps_rows = False
+                self._unshard(unit)
+                sequence.append(unit)
+                if unit in self._last[cursor:]:
+                    cursor = self._last.index(unit, cursor) + 1
+                    if cursor < len(self._last):
+                        self._last[cursor].keeps_rows = False
+                        self._begin_unshard(self._last[cursor])
+                else:
+                    cursor = len(self._last)
+            elif event is Event.CLOSE:
+                if unit.facts.reshards_after_forward:
+                    self._reshard(unit)
+                    unit.keeps_rows = True
+                unit.index = len(order)
+                order.append(unit)
+        for unit in self._units:
+            if unit.state == "gathering":
+                self._reshard(unit)
+        self._last, self._order = sequence, order
+
+    def _backward(self) -> None:
+        for event, unit, index in reversed(self._events):
+            if event is Event.CLOSE and unit.has_hook:
+                self._unshard(unit)
+                if unit.index > 0 and not (before := self._order[unit.index - 1]).is_reduced:
+                    self._begin_unshard(before)
+            elif event is Event.USE and unit.facts.groups[index] not in unit.open:
+                self._finish_pending()
+                self._open_scratch(unit, unit.facts.groups[index])
+            elif event is Event.OPEN and unit.has_node:
+                unit.is_reduced = True
+                if unit.facts.reshards_after_backward:
+                    self._reshard(unit)
+                if unit.open:
+                    self._finish_pending()
+                    for group in list(unit.open):
+                        self._post(unit, group)
+        for unit in reversed(self._units):
+            if unit.facts.reshards_after_backward:
+                self._reshard(unit)
+        self._flush()
+        for unit in self._units:
+            unit.is_reduced = False
+            if unit.state == "gathering":
+                self._reshard(unit)
+
+    # --- parameters ---
+
+    def _sources(self, unit: _Unit) -> list[GroupFacts]:
+        return [group.small if unit.keeps_rows and group.small else group for group in unit.facts.groups]
+
+    def _begin_unshard(self, unit: _Unit) -> None:
+        if unit.state != "sharded" or not unit.has_params:
+            return
+        unit.state = "gathering"
+        for group in self._sources(unit):
+            self._gathers.append(group)
+            self._ledger(group).begin_gather(group)
+
+    def _unshard(self, unit: _Unit) -> None:
+        self._begin_unshard(unit)
+        if unit.state == "gathering":
+            for group in self._sources(unit):
+                self._ledger(group).finish_gather(group)
+            unit.state = "unsharded"
+
+    def _reshard(self, unit: _Unit) -> None:
+        if unit.state != "sharded":
+            for group in self._sources(unit):
+                self._ledger(group).release_gather(group)
+        unit.state = "sharded"
+        unit.keeps_rows = False
+
+    # --- gradients ---
+
+    def _open_scratch(self, unit: _Unit, group: GroupFacts) -> None:
+        self._ledger(group).open_scratch(group)
+        unit.open.append(group)
+
+    def _post(self, unit: _Unit, group: GroupFacts) -> None:
+        self._ledger(group).begin_reduce(group)
+        self._reductions.append(group)
+        self._pending.append((unit, group))
+
+    def _finish_pending(self) -> None:
+        for unit, group in self._pending:
+            self._ledger(group).finish_reduce(group)
+            unit.open.remove(group)
+        self._pending.clear()
+
+    def _flush(self) -> None:
+        self._finish_pending()
+        reduced = set(self._reductions)
+        for unit in reversed(self._units):
+            for group in unit.facts.groups:
+                ledger = self._ledger(group)
+                if group in unit.open:
+                    self._post(unit, group)
+                elif group not in reduced and ledger.needs_empty_reduction(group):
+                    # Over shared memory a peer may be behind, and what was posted here waits for it: the worst case.
+                    if ledger.num_sharers == 1:
+                        self._finish_pending()
+                    self._open_scratch(unit, group)
+                    self._post(unit, group)
+        self._finish_pending()
+
+    def _ledger(self, group: GroupFacts) -> Ledger:
+        return self._ledgers[group.ranks.key]
+
+
+def _gather_sent_bytes(group: GroupFacts) -> int:
+    if group.ranks.transport == "process_group":  # around a ring everybody's segment but the next one's is passed on
+        return (group.ranks.world - 1) * group.gather_segment_bytes
+    return group.row_bytes if group.ranks.world > 1 else 0
+
+
+def _reduce_sent_bytes(group: GroupFacts) -> int:
+    if group.ranks.transport == "process_group":
+        return (group.ranks.world - 1) * group.reduce_segment_bytes
+    return group.packed_bytes if group.ranks.world > 1 else 0
+
+
+def _all_reduce_sent_bytes(group: GroupFacts) -> int:
+    replicas = group.ranks.replicas
+    return -(-2 * (replicas - 1) * group.replica_segment_bytes // replicas)
