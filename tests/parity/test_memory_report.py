@@ -219,3 +219,22 @@ def test_pages_of_shared_memory(ctx):
     planned = ctx.world * (plan.own_gather_slot_bytes + plan.scratch_bytes)
     # Rings and records on top; the last page of a slot may never be written.
     assert planned - 65536 <= pages <= planned + 131072
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
+    only_fsdp2x(ctx)
+    import fsdp2x
+    from fsdp2x.memory import plan_memory
+
+    for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):
+        with torch.device("meta"):
+            planned = plan_memory(models.build(name), ctx.world, transport=transport, **options)
+        model = fsdp2x.fully_shard(models.build(name), transport=transport, **options)
+        report = fsdp2x.memory_report(model, torch.optim.AdamW(model.parameters()))
+        if ctx.rank == 0:
+            assert planned == report
+        else:
+            assert planned.shard_bytes == report.shard_bytes and planned.optimizer_bytes >= report.optimizer_bytes

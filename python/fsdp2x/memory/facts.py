@@ -47,7 +47,6 @@ class GroupFacts:
     """One group of a unit on one rank, in bytes. Compared by identity."""
 
     ranks: Ranks
-    is_trainable: bool
     shard_pool_bytes: int
     shard_pad_bytes: int  # of the pool: not this rank's rows
     slot_bytes: int
@@ -58,8 +57,14 @@ class GroupFacts:
     row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
     packed_bytes: int  # the whole gradients in the dtype of reduction: what it packs
     gradient_bytes: int  # the largest unsharded gradient, as autograd makes it
+    num_trained: int  # parameters
+    trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.num_trained > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +115,6 @@ def _count(
     rows = sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in shapes)
     return GroupFacts(
         ranks=ranks,
-        is_trainable=bool(trained),
         shard_pool_bytes=layout.shard_pool_bytes,
         shard_pad_bytes=layout.shard_pool_bytes - rows,
         slot_bytes=layout.slot_bytes,
@@ -121,6 +125,8 @@ def _count(
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * shape[5].itemsize for shape in trained),
         gradient_bytes=max((shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained), default=0),
+        num_trained=len(trained),
+        trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
     )

@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.memory.facts import ModelFacts
 from fsdp2x.runtime import torch_private
 
 # A float32 scalar that counts the steps, one for each parameter.
 _STEP_BYTES = 4
 
 
-def adam_state_bytes(numel: int, moments_dtype: torch.dtype, num_moments: int = 2) -> int:
-    """State of Adam and AdamW for ``numel`` elements of one parameter; 3 moments with amsgrad."""
-    return num_moments * numel * moments_dtype.itemsize + _STEP_BYTES
+# Moments, and counters of steps, of the optimizers that can be planned for.
+PLANNED = {"adamw": (2, 1), "sgd": (0, 0), "sgd_momentum": (1, 0), "none": (0, 0)}
+
+
+def planned_bytes(name: str, facts: ModelFacts) -> int:
+    """What one of ``PLANNED`` keeps on this rank, with moments in the dtype of the parameters."""
+    num_moments, num_counters = PLANNED[name]
+    groups = [group for unit in facts.units for group in unit.groups]
+    counters = num_counters * _STEP_BYTES * sum(group.num_trained for group in groups)
+    return counters + num_moments * sum(group.trained_bytes for group in groups)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -44,7 +52,7 @@ def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: tor
         dtype = param.dtype
         if getattr(optimizer, "moments_dtype", None) is not None and dtype in (torch.bfloat16, torch.float16):
             dtype = optimizer.moments_dtype
-        return adam_state_bytes(local.numel(), dtype, 3 if group["amsgrad"] else 2)
+        return (3 if group["amsgrad"] else 2) * local.numel() * dtype.itemsize + _STEP_BYTES
     if isinstance(optimizer, torch.optim.SGD):
         return local.numel() * local.itemsize if group["momentum"] else 0
     raise ValueError(

@@ -1,0 +1,169 @@
+"""`fsdp2x plan`: reads configs of both kinds, plans without a process group, and names mistakes in one sentence."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from fsdp2x.cli import main
+from fsdp2x.memory import plan_memory
+from fsdp2x.memory.plan import PlanError, parse_bytes
+from models import Stack
+from training import MODEL
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config.json of 2 layers; `dtype` is what transformers would load it in."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MODEL, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "vocab_size": 50}))
+    return path
+
+
+def plan_json(capsys, *arguments) -> tuple[int, dict]:
+    status = main(["plan", *map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_config_json(config, capsys):
+    status, plan = plan_json(capsys, config, "--world-size", 4)
+    assert status == 0 and plan["fits"] is None and plan["model"] == "Qwen3ForCausalLM"
+    assert plan["policy"]["dtype"] == "bfloat16"
+    assert [unit["name"] for unit in plan["report"]["units"]] == [
+        "<root>",
+        "model.norm, model.embed_tokens, lm_head",
+        "model.layers.0",
+        "model.layers.1",
+    ]
+    report = plan["report"]
+    numel = plan["num_parameters"]
+    # 50 rows of the vocabulary, 16 of a norm and 8 of a head's: over 4 ranks rank 0 has 13 rows of the first.
+    rows = numel // 4 + (13 - 50 / 4) * 16
+    assert report["shard_bytes"] - report["pad_bytes"] == 2 * rows
+    assert report["gradient_bytes"] == report["shard_bytes"]
+    assert report["optimizer_bytes"] == 2 * 2 * rows + 4 * sum(unit["num_params"] for unit in report["units"])
+    resting = ("shard_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_bytes")
+    assert report["resting_bytes"] == sum(report[name] for name in resting)
+    assert not dist.is_initialized()
+
+
+def test_a_folder_is_its_config(config, capsys):
+    assert plan_json(capsys, config.parent, "--world-size", 4) == plan_json(capsys, config, "--world-size", 4)
+
+
+def test_a_training_config_and_its_overrides(tmp_path, capsys):
+    path = tmp_path / "train.yaml"
+    parallel = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "device": "cpu"}
+    path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "parallel": parallel}))
+    status, plan = plan_json(capsys, path, "model.config.num_hidden_layers=3", "--world-size", 2)
+    assert status == 0
+    assert len(plan["report"]["units"]) == 5 and plan["report"]["transport"] == "shm"
+    assert plan["policy"]["dtype"] == "float32" and plan["policy"]["param_dtype"] == "bfloat16"
+    _, other = plan_json(capsys, path, "--world-size", 2, "--param-dtype", "float32", "--transport", "process_group")
+    assert other["policy"]["param_dtype"] == "float32" and other["report"]["transport"] == "process_group"
+
+
+def test_options_reach_the_planner(config, capsys):
+    def report(*options):
+        return plan_json(capsys, config, "--world-size", 4, *options)[1]["report"]
+
+    base = report()
+    assert len(report("--auto-wrap", "false")["units"]) == 1
+    assert [unit["name"] for unit in report("--auto-wrap", "Qwen3MLP")["units"]].count("model.layers.0.mlp") == 1
+    assert report("--reshard-after-forward", "2")["after_forward_bytes"] > 0 == base["after_forward_bytes"]
+    kept = report("--reshard-after-forward", "false")
+    assert kept["traffic"]["gathers"] < base["traffic"]["gathers"]
+    assert kept["gather_slot_bytes"] >= base["gather_slot_bytes"]
+    assert report("--optimizer", "sgd")["optimizer_bytes"] == 0
+    assert report("--dtype", "float32")["shard_bytes"] > 1.9 * base["shard_bytes"] - 64 * 64
+    replicated = report("--replicas", "2")
+    assert (
+        replicated["world"] == 2
+        and replicated["traffic"]["all_reduce_bytes"] > 0 == base["traffic"]["all_reduce_bytes"]
+    )
+
+
+def test_whether_it_fits(config, capsys):
+    _, plan = plan_json(capsys, config, "--world-size", 4)
+    peak = plan["report"]["peak_bytes"]
+    assert plan_json(capsys, config, "--world-size", 4, "--memory", peak)[0] == 0
+    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", peak - 1)
+    assert status == 1 and plan["fits"] is False
+    assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB"]) == 1
+    text = capsys.readouterr().out
+    assert "1.00 KiB a rank: too big by" in text and "peak, without activations" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", "--world-size", "2"], "there is no file"),
+        (["CONFIG", "a.b=1", "--world-size", "2"], "key=value settings go with a training YAML"),
+        (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
+        (["CONFIG", "--world-size", "0"], "do not divide a world of 0"),
+        (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
+        (["CONFIG", "--world-size", "2", "--memory", "much"], "got 'much', expected a size such as 80GiB"),
+        (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),
+    ],
+)
+def test_each_mistake_is_named(config, capsys, arguments, message):
+    assert main(["plan", *(str(config) if word == "CONFIG" else word for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_that_names_code_of_its_own_runs_none(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}})
+    )
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    assert main(["plan", str(tmp_path), "--world-size", "2"]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_model_stays_as_it_is():
+    model = Stack()
+    before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+    report = plan_memory(model, 4, auto_wrap=True)
+    assert [unit.name for unit in report.units] == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+    assert {name: (id(param), param._version) for name, param in model.named_parameters()} == before
+    assert type(model) is Stack and not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_every_rank_has_the_same_pools_and_rank_0_the_most_rows():
+    reports = {
+        world: plan_memory(Stack(num=2, width=64, hidden=128), world, auto_wrap=True) for world in (1, 2, 8, 512)
+    }
+    assert reports[1].traffic.total_bytes == 0 and reports[1].transport == "local"
+    assert reports[1].shard_bytes > reports[2].shard_bytes > reports[8].shard_bytes
+    # With more ranks than rows rank 0 still has one row of every parameter.
+    assert reports[512].pad_bytes < reports[512].shard_bytes <= 64 * 64 * 4 * 4
+
+
+def test_a_meta_model_of_any_size_costs_nothing():
+    with torch.device("meta"):
+        model = Stack(num=3, width=65536, hidden=65536)
+    report = plan_memory(model, 8, auto_wrap=True)
+    assert report.shard_bytes > 3 * 2 * 65536**2 * 4 // 8
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80GiB", 80 * 2**30), ("80G", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("12", 12), ("7B", 7)],
+)
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 XB", "1e9"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(PlanError):
+        parse_bytes(text)
+
+
+def test_unknown_optimizer_and_transport():
+    with pytest.raises(PlanError, match="expected one of adamw"):
+        plan_memory(Stack(), 2, optimizer="lion")
+    with pytest.raises(PlanError, match="expected process_group or shm"):
+        plan_memory(Stack(), 2, transport="nccl")
