@@ -100,13 +100,13 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "world": dist.get_world_size(),
+        "world": dist.get_world_size() if dist.is_initialized() else None,
         "threads_per_rank": torch.get_num_threads(),
         "commit": commit or "unknown",
     }
 
 
-def save(path: Path, name: str, results: dict) -> None:
+def save(path: Path, name: str, results: dict | list) -> None:
     """Writes one benchmark's results with its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"benchmark": name, "environment": environment(), "results": results}, indent=1) + "\n")

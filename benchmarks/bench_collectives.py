@@ -1,0 +1,165 @@
+"""Gather and reduction of one parameter over shared memory against gloo's collectives and against memcpy.
+
+    python benchmarks/bench_collectives.py [--quick] [--world 2] [--steps 9] [--json FILE]
+
+Starts its own ranks. ``all_gather``: ``unshard()`` of a model of one parameter (each rank writes its rows and waits for
+the others) against ``dist.all_gather_into_tensor`` of the same bytes. ``reduce_scatter``: backward of that model, whose
+gradient is there beforehand (packing, waiting, summing, attaching), against ``dist.reduce_scatter_tensor`` alone. Both
+sides begin together and must end with equal results. The floors are copies of warm memory: of the bytes that a rank
+writes at a gather; at a reduction of what it packs, and what it reads and writes to sum. fp32, one thread a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import harness
+
+SIZES = [1 << shift for shift in (10, 14, 18, 20, 22, 24, 26)]
+QUICK_SIZES = [1 << shift for shift in (10, 18, 22)]
+
+
+class _Give(torch.autograd.Function):
+    """Its backward hands over a gradient that exists already: autograd neither computes nor copies it."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, x: torch.Tensor, ready: list[torch.Tensor]) -> torch.Tensor:
+        ctx.ready = ready
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.ready.pop(), grad, None
+
+
+class One(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        rows = num_bytes // 4
+        self.weight = nn.Parameter(torch.arange(rows, dtype=torch.float32) % 1021)
+        self.ready: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Give.apply(self.weight, x, self.ready)
+
+
+def gradient_of(numel: int) -> torch.Tensor:
+    """This rank's gradient; multiples of 1/8 whose sums are exact in any order."""
+    return ((torch.arange(numel) % 509) + dist.get_rank()).float() / 8
+
+
+def memcpy_seconds(num_bytes: int, steps: int) -> float:
+    """Copying ``num_bytes`` between warm buffers, all ranks at once: the median."""
+    source, target = torch.ones(max(num_bytes // 4, 1)), torch.ones(max(num_bytes // 4, 1))
+    seconds = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+
+def run_size(num_bytes: int, steps: int) -> dict:
+    import fsdp2x
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    numel = num_bytes // 4
+    model = fsdp2x.fully_shard(One(num_bytes), auto_wrap=False, transport="shm")
+    shard = model.weight.to_local().detach().clone()
+    whole = torch.empty(numel)
+    gradient, summed = gradient_of(numel), torch.empty(numel // world)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    x = torch.ones(1, requires_grad=True)
+
+    def ours(timer: harness.PhaseTimer) -> None:
+        model.unshard()
+        timer.mark("all_gather")
+        if not torch.equal(model.weight, whole):
+            raise AssertionError(f"gathers of {num_bytes} bytes differ on rank {rank}")
+        model.ready.append(gradient.clone())
+        loss = model(x)
+        dist.barrier()
+        timer.mark("between")
+        loss.backward()
+        timer.mark("reduce_scatter")
+        torch.testing.assert_close(model.weight.grad.to_local(), summed, rtol=0.0, atol=0.0)
+        model.reshard()
+        model.zero_grad()
+        x.grad = None
+
+    def gloo(timer: harness.PhaseTimer) -> None:
+        all_gather(whole, shard)
+        timer.mark("all_gather")
+        dist.barrier()
+        timer.mark("between")
+        reduce_scatter(summed, gradient)
+        timer.mark("reduce_scatter")
+        summed.div_(world)
+
+    all_gather(whole, shard)
+    reduce_scatter(summed, gradient)
+    summed.div_(world)
+    samples = harness.alternate({"shm": ours, "gloo": gloo}, warmup=3, count=steps)
+    result: dict[str, Any] = {name: sample.summary() for name, sample in samples.items()}
+    # Packed once; then the rows of all ranks are read, and their sum is written: half of that each way is a copy.
+    traffic = num_bytes + (num_bytes + num_bytes // world) // 2
+    result["floor"] = {
+        "all_gather": {"median_ms": 1e3 * memcpy_seconds(num_bytes // world, steps)},
+        "reduce_scatter": {"median_ms": 1e3 * memcpy_seconds(traffic, steps)},
+    }
+    return {"bytes": num_bytes, "world": world, **result}
+
+
+def readable(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
+
+
+def rows_of(results: list[dict]) -> list[list[str]]:
+    """The table: medians, the ratio to gloo, and how far from the copy."""
+    rows = [["collective", "ranks", "bytes", "gloo, ms", "shared memory, ms", "ratio", "copy, ms", "times the copy"]]
+    for phase in ("all_gather", "reduce_scatter"):
+        for result in results:
+            gloo, ours, floor = (result[side][phase]["median_ms"] for side in ("gloo", "shm", "floor"))
+            head = [phase, str(result["world"]), readable(result["bytes"]), f"{gloo:.3f}", f"{ours:.3f}"]
+            rows.append([*head, f"{gloo / ours:.1f}x", f"{floor:.3f}", f"{ours / floor:.1f}x"])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and steps")
+    parser.add_argument("--sizes", nargs="+", type=int, default=None, help=f"bytes; default {SIZES}")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=None, help="default 9, quick 5")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        return harness.launch(__file__, world=args.world, timeout_s=1800)
+    rank = harness.start_group()
+    sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+    results = [run_size(size, args.steps or (5 if args.quick else 9)) for size in sizes]
+    if rank == 0:
+        print(harness.table(rows_of(results)), flush=True)
+        if args.json is not None:
+            harness.save(args.json, "collectives", results)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

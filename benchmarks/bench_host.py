@@ -1,0 +1,200 @@
+"""Host time of a unit's forward and backward, with collectives that do nothing on both sides.
+
+    python benchmarks/bench_host.py [--quick] [--steps 20] [--json FILE]
+
+One process that takes itself for rank 0 of 2, 8, 64 or 512: the process group is torch's fake one, and the gather and
+reduction functions of torch.distributed are replaced by empty ones. What is left is what a rank's CPU does for a
+module: hooks, parameter swaps, packing, autograd nodes. The same model, unsharded, is timed in turn and subtracted, so
+that a row is the price of sharding one unit. Before that, gathers and reductions act as if all ranks were alike, and
+the losses and gradients of both sides must agree, or there is no row. fp32, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+import harness
+
+
+@dataclass(frozen=True)
+class Case:
+    question: str  # what varies: units, params or world
+    world: int = 2
+    num_units: int = 8
+    num_params: int = 11
+    numel: int = 64  # of a parameter
+
+    @property
+    def name(self) -> str:
+        return f"W={self.world}, {self.num_units} units of {self.num_params}"
+
+
+CASES = [
+    *(Case("units", num_units=count) for count in (2, 8, 32, 64)),
+    *(Case("params", num_params=count, num_units=4) for count in (1, 11, 100, 1000)),
+    *(Case("world", world=count) for count in (2, 8, 64, 512)),
+]
+QUICK_CASES = [
+    *(Case("units", num_units=count) for count in (2, 16)),
+    *(Case("params", num_params=count, num_units=2) for count in (11, 200)),
+    *(Case("world", world=count) for count in (2, 64)),
+]
+
+_NAMES = {
+    "gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
+}
+
+
+class Unit(nn.Module):
+    """Uses all its parameters in two operations, so that the model's own time stays small."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(case.numel)) for _ in range(case.num_params))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.cat(list(self.weights)).mean()
+
+
+def build_model(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Unit(case) for _ in range(case.num_units)))
+
+
+@contextmanager
+def collectives(gather: Callable, reduce: Callable) -> Iterator[None]:
+    """Puts the functions in place of those of torch.distributed, which both sides look up at each call."""
+    saved = {name: getattr(dist, name) for names in _NAMES.values() for name in names if hasattr(dist, name)}
+    for name in saved:
+        setattr(dist, name, gather if name in _NAMES["gather"] else reduce)
+    try:
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(dist, name, function)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """A collective that takes no time."""
+
+
+def gather_alike(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> None:
+    """Every rank has this rank's rows."""
+    output.view(-1, input.numel()).copy_(input.clone().view(-1))
+
+
+def reduce_alike(output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> None:
+    """Every rank has this rank's gradients."""
+    world = input.numel() // output.numel()
+    output.copy_(input.view(world, -1)[0].view_as(output))
+    if op == dist.ReduceOp.SUM:
+        output.mul_(world)
+
+
+def input_of() -> torch.Tensor:
+    return torch.ones(8, requires_grad=True)
+
+
+def check(ours: nn.Module, stock: nn.Module) -> None:
+    """One step of both with ranks that are alike: equal losses and gradients."""
+    with collectives(gather_alike, reduce_alike):
+        losses = []
+        for model in (ours, stock):
+            loss = model(input_of()).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+    if losses[0] != losses[1]:
+        raise AssertionError(f"losses differ: fsdp2x {losses[0]}, stock {losses[1]}")
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), theirs.grad.to_local(), rtol=1e-6, atol=0.0)
+        mine.grad = theirs.grad = None
+
+
+def make_step(model: nn.Module) -> Callable[[harness.PhaseTimer], None]:
+    x = input_of()
+    params = list(model.parameters())
+
+    def step(timer: harness.PhaseTimer) -> None:
+        loss = model(x).sum()
+        timer.mark("forward")
+        loss.backward()
+        timer.mark("backward")
+        for param in params:
+            param.grad = None
+        x.grad = None
+
+    return step
+
+
+def run_case(case: Case, steps: int) -> dict:
+    import fsdp2x
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=case.world)
+    try:
+        plain = build_model(case)
+        ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
+        for unit in ours:
+            fsdp2x.fully_shard(unit, auto_wrap=False, transport="process_group")
+        fsdp2x.fully_shard(ours, auto_wrap=False, transport="process_group")
+        for unit in stock:
+            stock_fully_shard(unit)
+        stock_fully_shard(stock)
+        check(ours, stock)
+        sides = {"fsdp2x": make_step(ours), "stock": make_step(stock), "unsharded": make_step(plain)}
+        with collectives(nothing, nothing):
+            samples = harness.alternate(sides, warmup=3, count=steps)
+    finally:
+        dist.destroy_process_group()
+    result: dict[str, Any] = {name: sample.summary() for name, sample in samples.items()}
+    for name in ("fsdp2x", "stock"):
+        result[name]["us_per_unit"] = {
+            phase: 1e3 * (result[name][phase]["median_ms"] - result["unsharded"][phase]["median_ms"]) / case.num_units
+            for phase in ("forward", "backward")
+        }
+    return {"case": asdict(case), **result}
+
+
+def rows_of(results: list[dict]) -> list[list[str]]:
+    """The table: microseconds of a unit above the unsharded model."""
+    rows = [["varied", "world", "units", "parameters", "phase", "stock FSDP2, µs", "fsdp2x, µs", "ratio"]]
+    for result in results:
+        case = result["case"]
+        for phase in ("forward", "backward"):
+            stock, ours = (result[side]["us_per_unit"][phase] for side in ("stock", "fsdp2x"))
+            head = [case["question"], str(case["world"]), str(case["num_units"]), str(case["num_params"])]
+            ratio = f"{stock / ours:.1f}x" if ours > 0 else "within noise"
+            rows.append([*head, phase, f"{stock:.0f}", f"{ours:.0f}", ratio])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cases and steps")
+    parser.add_argument("--steps", type=int, default=None, help="default 20, quick 5")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    steps = args.steps or (5 if args.quick else 20)
+    results = [run_case(case, steps) for case in (QUICK_CASES if args.quick else CASES)]
+    print(harness.table(rows_of(results)), flush=True)
+    if args.json is not None:
+        harness.save(args.json, "host", results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
