@@ -26,7 +26,7 @@ help:
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make lint      ruff and clang-format; format applies them"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
-	@echo "make bench     one training step against stock FSDP2"
+	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
 # The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
 $(TOOLS): pyproject.toml
@@ -74,7 +74,7 @@ format: $(TOOLS)
 	$(BIN)/ruff check --fix $(PY_DIRS)
 
 bench: build
-	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/run_all.py --quick --results out/bench --out out/bench
 
 clean:
 	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis

@@ -72,7 +72,6 @@ def memcpy_seconds(num_bytes: int, steps: int) -> float:
     return statistics.median(seconds[2:])
 
 
-
 def run_size(num_bytes: int, steps: int) -> dict:
     import fsdp2x
 

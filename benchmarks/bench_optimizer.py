@@ -123,6 +123,17 @@ def run_case(case: Case, steps: int) -> dict:
     return result
 
 
+def rows_of(results: dict) -> list[list[str]]:
+    """The table: medians of each phase, and what memory speed allows."""
+    rows = [["case", "phase", "stock FSDP2, ms", "unsharded foreach, ms", "fsdp2x, ms", "ratio to stock"]]
+    for name, result in results.items():
+        for phase in ("step", "clip", "optimizer"):
+            stock, plain, ours = (result[side][phase]["median_ms"] for side in ("stock", "unsharded", "fsdp2x"))
+            rows.append([name, phase, f"{stock:.2f}", f"{plain:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x"])
+        rows.append([name, "floor", "", "", f"{result['floor']['optimizer']['median_ms']:.2f}", ""])
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
@@ -134,13 +145,7 @@ def main() -> int:
     rank = harness.start_group()
     results = {name: run_case(CASES[name], args.steps) for name in args.cases}
     if rank == 0:
-        rows = [["case", "phase", "stock FSDP2, ms", "unsharded foreach, ms", "fsdp2x, ms", "ratio to stock"]]
-        for name, result in results.items():
-            for phase in ("step", "clip", "optimizer"):
-                stock, plain, ours = (result[side][phase]["median_ms"] for side in ("stock", "unsharded", "fsdp2x"))
-                rows.append([name, phase, f"{stock:.2f}", f"{plain:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x"])
-            rows.append([name, "floor", "", "", f"{result['floor']['optimizer']['median_ms']:.2f}", ""])
-        print(harness.table(rows), flush=True)
+        print(harness.table(rows_of(results)), flush=True)
         if args.json is not None:
             harness.save(args.json, "optimizer", results)
     dist.destroy_process_group()

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_step.py [--cases comm many compute] [--steps 15] [--transport auto] [--json FILE]
 
-Starts its own 2 ranks. Both models have the same units (fsdp2x's plan), weights, inputs and ``torch.optim.AdamW``.
+Starts its own 2 ranks. Both models have the same units (fsdp2x's plan), weights, inputs and ``torch.optim.AdamW``, and
+every loss of both must agree, or there is no row.
 Cases: ``comm`` (Qwen3, hidden 512, 12 layers, 16 tokens), ``many`` (hidden 64, 48 layers, 8 tokens), ``compute``
 (hidden 512, 12 layers, 512 tokens). fp32, one thread a rank.
 """
@@ -67,7 +68,7 @@ def shard_stock(model: nn.Module) -> nn.Module:
     return stock_fully_shard(model)
 
 
-def make_step(model: nn.Module, tokens: int):
+def make_step(model: nn.Module, tokens: int, losses: list[torch.Tensor]):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -79,6 +80,7 @@ def make_step(model: nn.Module, tokens: int):
         optimizer.step()
         optimizer.zero_grad()
         timer.mark("optimizer")
+        losses.append(loss.detach())
 
     return step
 
@@ -89,10 +91,23 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
     ours = build_model(case)
     stock = shard_stock(copy.deepcopy(ours))
     fsdp2x.fully_shard(ours, transport=transport)
+    losses: dict[str, list[torch.Tensor]] = {"fsdp2x": [], "stock": []}
+    sides = {"fsdp2x": ours, "stock": stock}
     samples = harness.alternate(
-        {"fsdp2x": make_step(ours, case.tokens), "stock": make_step(stock, case.tokens)}, warmup=3, count=steps
+        {name: make_step(model, case.tokens, losses[name]) for name, model in sides.items()}, warmup=3, count=steps
     )
+    torch.testing.assert_close(torch.stack(losses["fsdp2x"]), torch.stack(losses["stock"]), rtol=1e-5, atol=0.0)
     return {name: sample.summary() for name, sample in samples.items()}
+
+
+def rows_of(results: dict) -> list[list[str]]:
+    """The table: medians of each phase."""
+    rows = [["case", "phase", "stock FSDP2, ms", "fsdp2x, ms", "ratio"]]
+    for name, result in results.items():
+        for phase in ("step", "forward", "backward", "optimizer"):
+            stock, ours = result["stock"][phase]["median_ms"], result["fsdp2x"][phase]["median_ms"]
+            rows.append([name, phase, f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}x"])
+    return rows
 
 
 def main() -> int:
@@ -107,12 +122,7 @@ def main() -> int:
     rank = harness.start_group()
     results = {name: run_case(CASES[name], args.steps, args.transport) for name in args.cases}
     if rank == 0:
-        rows = [["case", "phase", "stock FSDP2, ms", "fsdp2x, ms", "ratio"]]
-        for name, result in results.items():
-            for phase in ("step", "forward", "backward", "optimizer"):
-                stock, ours = result["stock"][phase]["median_ms"], result["fsdp2x"][phase]["median_ms"]
-                rows.append([name, phase, f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}x"])
-        print(harness.table(rows), flush=True)
+        print(harness.table(rows_of(results)), flush=True)
         if args.json is not None:
             harness.save(args.json, "step", results)
     dist.destroy_process_group()

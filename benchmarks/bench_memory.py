@@ -1,0 +1,253 @@
+"""Memory of training: proportional set size summed over the ranks, above what the imports take.
+
+    python benchmarks/bench_memory.py [--quick] [--cases comm compute] [--world 2] [--steps 4] [--json FILE]
+
+Each implementation (fsdp2x, torch's FSDP2, DDP) gets fresh processes, one after the other. They import everything, join
+a gloo group and wait: that is the baseline. Then they build the model, shard it, give freed memory back to the kernel,
+and train with torch's AdamW, while this process reads ``Pss`` of all of them (shared pages in equal parts) every few
+milliseconds. ``peak`` is the largest sum during the steps, ``resting`` the sum after them. Losses of all sides must
+agree. fp32, one thread a rank. ``plan`` is what fsdp2x's memory_report foretells for all ranks, without activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+import harness
+from bench_step import CASES, Case, build_model, shard_stock
+
+SIDES = ("fsdp2x", "stock", "ddp")
+QUICK = Case(hidden=256, layers=4, tokens=16, intermediate=768)
+_SAMPLE_EVERY_S = 0.01
+_TIMEOUT_S = 600
+
+
+# ---- a rank
+
+
+def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int) -> None:
+    """Speaks JSON lines: says when it is ready for the next stage, and waits for a line."""
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (part of the baseline)
+
+    import fsdp2x
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size=None, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.barrier()
+    _say("imported")
+    model = build_model(case)
+    report = None
+    if side == "fsdp2x":
+        fsdp2x.fully_shard(model)
+    elif side == "stock":
+        shard_stock(model)
+    optimizer_model = torch.nn.parallel.DistributedDataParallel(model) if side == "ddp" else model
+    optimizer = torch.optim.AdamW(optimizer_model.parameters(), lr=1e-4)
+    if side == "fsdp2x":
+        report = fsdp2x.memory_report(model, optimizer).peak_bytes
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    _say("built")
+    ids = torch.randint(0, 512, (1, case.tokens), generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for _ in range(steps):
+        loss = optimizer_model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss
+    dist.barrier()
+    _say("trained", losses=losses, plan=report)
+    dist.destroy_process_group()
+
+
+def _say(stage: str, **values) -> None:
+    print(json.dumps({"stage": stage, **values}), flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit("the benchmark that started this rank is gone")
+
+
+# ---- the process that measures
+
+
+def pss_bytes(pids: list[int]) -> int:
+    """Proportional set size of all processes together."""
+    total = 0
+    for pid in pids:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            total += next(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
+    return total
+
+
+class PeakWatch:
+    """Reads the sum of ``pids`` in a thread until ``stop()``, which returns the largest."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids, self._peak, self._failure = pids, 0, None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.wait(_SAMPLE_EVERY_S):
+                self._peak = max(self._peak, pss_bytes(self._pids))
+        except (OSError, StopIteration) as error:
+            self._failure = error
+
+    def stop(self) -> int:
+        self._stopping.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise RuntimeError(f"a rank ended while it was measured: {self._failure}")
+        return self._peak
+
+
+class Ranks:
+    """The processes of one side."""
+
+    def __init__(self, side: str, name: str, world: int, steps: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--side", side, "--cases", name, "--steps", str(steps)]
+        command += ["--world", str(world), "--port", str(self._store.port)]
+        self._processes = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(world)
+        ]
+        self.pids = [process.pid for process in self._processes]
+        self._deadline = time.monotonic() + _TIMEOUT_S
+        self._guard = threading.Timer(_TIMEOUT_S, self._kill)
+        self._guard.start()
+
+    def wait_for(self, stage: str) -> list[dict]:
+        """What each rank says at the end of this stage; they wait then."""
+        said = []
+        for rank, process in enumerate(self._processes):
+            line = _pipe(process.stdout).readline()
+            if not line:
+                raise RuntimeError(f"rank {rank} ended before it had {stage}; its error is above")
+            said.append(json.loads(line))
+            if said[-1]["stage"] != stage:
+                raise RuntimeError(f"rank {rank} says {said[-1]['stage']}, expected {stage}")
+        return said
+
+    def go_on(self) -> None:
+        for process in self._processes:
+            _pipe(process.stdin).write("\n")
+            _pipe(process.stdin).flush()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        self._guard.cancel()
+        for process in self._processes:
+            _pipe(process.stdin).close()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            _pipe(process.stdout).close()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None, "the ranks are started with pipes"
+    return pipe
+
+
+def measure(side: str, name: str, world: int, steps: int) -> dict:
+    """Bytes above the baseline of all ranks of one side, and the losses of each."""
+    ranks = Ranks(side, name, world, steps)
+    try:
+        ranks.wait_for("imported")
+        baseline = pss_bytes(ranks.pids)
+        ranks.go_on()
+        ranks.wait_for("built")
+        built = pss_bytes(ranks.pids)
+        watch = PeakWatch(ranks.pids)
+        ranks.go_on()
+        said = ranks.wait_for("trained")
+        peak = watch.stop()
+        resting = pss_bytes(ranks.pids)
+        ranks.go_on()
+    finally:
+        ranks.close()
+    result = {"built": built - baseline, "peak": max(peak, resting) - baseline, "resting": resting - baseline}
+    if said[0]["plan"] is not None:
+        result["plan"] = sum(one["plan"] for one in said)
+    return {**result, "baseline": baseline, "losses": [one["losses"] for one in said]}
+
+
+def run_case(name: str, world: int, steps: int) -> dict:
+    result = {side: measure(side, name, world, steps) for side in SIDES}
+    expected = result["stock"]["losses"]
+    for side in SIDES:
+        for mine, theirs in zip(result[side].pop("losses"), expected, strict=True):
+            if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, theirs, strict=True)):
+                raise AssertionError(f"losses of {side} differ from stock's: {mine} and {theirs}")
+    return {"case": name, "world": world, **result}
+
+
+def rows_of(results: list[dict]) -> list[list[str]]:
+    """The table: MiB above the baseline, all ranks together."""
+    rows = [["case", "ranks", "what", "DDP, MiB", "stock FSDP2, MiB", "fsdp2x, MiB", "fsdp2x to stock"]]
+    for result in results:
+        for what in ("built", "resting", "peak"):
+            ddp, stock, ours = (result[side][what] / 2**20 for side in ("ddp", "stock", "fsdp2x"))
+            head = [result["case"], str(result["world"]), what]
+            rows.append([*head, f"{ddp:.0f}", f"{stock:.0f}", f"{ours:.0f}", f"{ours / stock:.2f}x"])
+        rows.append(
+            [result["case"], str(result["world"]), "plan", "", "", f"{result['fsdp2x']['plan'] / 2**20:.0f}", ""]
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small model, two steps")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, "quick"], default=["comm", "compute"])
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--side", choices=SIDES, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases = {**CASES, "quick": QUICK}
+    if args.side is not None:
+        run_rank(args.side, cases[args.cases[0]], args.rank, args.world, args.port, args.steps)
+        return 0
+    if args.quick:
+        args.cases, args.steps = ["quick"], 2
+    results = [run_case(name, args.world, args.steps) for name in args.cases]
+    print(harness.table(rows_of(results)), flush=True)
+    if args.json is not None:
+        harness.save(args.json, "memory", results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Tables and plots of recorded results: fills the marked part of a README.md and writes PNGs next to it.
+
+    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks] [--no-plots]
+
+Reads every *.json that the benchmarks wrote. Plots need matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_collectives
+import bench_host
+import bench_memory
+import bench_optimizer
+import bench_step
+import harness
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
+
+TITLES = {
+    "step": "One training step",
+    "optimizer": "Clipping and AdamW",
+    "host": "Host time of a unit",
+    "collectives": "Gathers and reductions of one host",
+    "memory": "Memory above the imports",
+}
+ROWS: dict[str, Callable[[object], list[list[str]]]] = {
+    "step": bench_step.rows_of,
+    "optimizer": bench_optimizer.rows_of,
+    "host": bench_host.rows_of,
+    "collectives": bench_collectives.rows_of,
+    "memory": bench_memory.rows_of,
+}
+
+
+def load(folder: Path) -> list[dict]:
+    """All results of a folder, in the order of TITLES and then of their names.
+
+    Raises:
+        ValueError: a file that is not a benchmark's result.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict) or record.get("benchmark") not in TITLES:
+            raise ValueError(
+                f"{path}: not a result of a benchmark, expected the key 'benchmark' with one of {[*TITLES]}"
+            )
+        found.append({**record, "name": path.stem})
+    return sorted(found, key=lambda record: list(TITLES).index(record["benchmark"]))
+
+
+def section(record: dict, plot: str | None) -> str:
+    """One result: its title, the machine, its table and its plot."""
+    environment = record["environment"]
+    ranks = f", {environment['world']} ranks" if environment.get("world") else ""
+    where = f"torch {environment['torch']}, {environment['cores']} cores{ranks}, commit {environment['commit']}"
+    parts = [f"## {TITLES[record['benchmark']]}", f"`{record['name']}.json`: {where}"]
+    parts.append(harness.table(ROWS[record["benchmark"]](record["results"])))
+    if plot is not None:
+        parts.append(f"![{TITLES[record['benchmark']]}]({plot})")
+    return "\n\n".join(parts)
+
+
+# ---- plots
+
+
+def plot_pairs(axes, record: dict) -> None:
+    """Bars of medians, a pair for each case and phase."""
+    labels, ours, stock = [], [], []
+    for case, sides in record["results"].items():
+        for phase in sides["fsdp2x"]:
+            labels.append(f"{case}\n{phase}")
+            ours.append(sides["fsdp2x"][phase]["median_ms"])
+            stock.append(sides["stock"][phase]["median_ms"])
+    places = range(len(labels))
+    axes.bar([place - 0.2 for place in places], stock, 0.4, label="stock FSDP2", color=STOCK)
+    axes.bar([place + 0.2 for place in places], ours, 0.4, label="fsdp2x", color=OURS)
+    axes.set_xticks(list(places), labels, fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylabel("ms, median")
+
+
+def plot_host(axes, record: dict) -> None:
+    """Forward and backward together, against each quantity that was varied."""
+    keys = {"units": "num_units", "params": "num_params", "world": "world"}
+    styles = {"units": "-", "params": "--", "world": ":"}
+    for side, color in (("stock", STOCK), ("fsdp2x", OURS)):
+        for question, key in keys.items():
+            points = [
+                (result["case"][key], sum(result[side]["us_per_unit"].values()))
+                for result in record["results"]
+                if result["case"]["question"] == question
+            ]
+            name = "stock FSDP2" if side == "stock" else side
+            axes.plot(
+                *zip(*sorted(points), strict=True),
+                styles[question],
+                color=color,
+                marker="o",
+                label=f"{name}, {question}",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("units of 11 parameters, parameters of a unit, ranks")
+    axes.set_ylabel("µs of a unit, forward and backward")
+
+
+def plot_collectives(axes, record: dict) -> None:
+    """Milliseconds against bytes."""
+    for phase, style in (("all_gather", "-"), ("reduce_scatter", "--")):
+        for side, label, color in (("gloo", "gloo", STOCK), ("shm", "shared memory", OURS), ("floor", "copy", OTHER)):
+            points = sorted((result["bytes"], result[side][phase]["median_ms"]) for result in record["results"])
+            axes.plot(*zip(*points, strict=True), style, color=color, marker="o", label=f"{label}, {phase}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("ms, median")
+
+
+def plot_memory(axes, record: dict) -> None:
+    """Peaks, three bars for each case."""
+    sides = {"ddp": ("DDP", OTHER), "stock": ("stock FSDP2", STOCK), "fsdp2x": ("fsdp2x", OURS)}
+    for index, (side, (label, color)) in enumerate(sides.items()):
+        peaks = [result[side]["peak"] / 2**20 for result in record["results"]]
+        axes.bar([place + 0.27 * (index - 1) for place in range(len(peaks))], peaks, 0.27, label=label, color=color)
+    axes.set_xticks(range(len(record["results"])), [result["case"] for result in record["results"]])
+    axes.set_ylabel("MiB, peak, all ranks")
+
+
+PLOTS = {
+    "step": plot_pairs,
+    "optimizer": plot_pairs,
+    "host": plot_host,
+    "collectives": plot_collectives,
+    "memory": plot_memory,
+}
+
+
+def draw(record: dict, path: Path) -> None:
+    """Writes one plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
+    PLOTS[record["benchmark"]](axes, record)
+    axes.set_title(TITLES[record["benchmark"]])
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version of matplotlib in it, equal numbers give an equal file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def fill(text: str, sections: list[str]) -> str:
+    """``text`` with the sections between the marks.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md: expected one line {BEGIN} and one line {END}")
+    head, rest = text.split(BEGIN)
+    return "\n".join([head + BEGIN, "", "\n\n".join(sections), "", END + rest.split(END)[1]])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE, help="where README.md and plots/ are written")
+    parser.add_argument("--no-plots", action="store_true")
+    args = parser.parse_args()
+    sections = []
+    for record in load(args.results):
+        plot = None if args.no_plots else f"plots/{record['name']}.png"
+        if plot is not None:
+            draw(record, args.out / plot)
+        sections.append(section(record, plot))
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = (HERE / "README.md").read_text()
+    (args.out / "README.md").write_text(fill(text, sections))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Runs every benchmark one after the other and writes their tables and plots.
+
+    python benchmarks/run_all.py [--quick] [--results DIR] [--out DIR]
+
+Without --quick the results go to benchmarks/results and the report to benchmarks: the numbers that are committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# Name of the result -> script and arguments; the quick ones in place of the others.
+FULL = {
+    "step_cpu_2ranks": ["bench_step.py"],
+    "optimizer_cpu_2ranks": ["bench_optimizer.py"],
+    "host_cpu": ["bench_host.py"],
+    "collectives_cpu_2ranks": ["bench_collectives.py"],
+    "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],
+    "memory_cpu_2ranks": ["bench_memory.py"],
+}
+QUICK = {
+    "step_cpu_2ranks": ["bench_step.py", "--cases", "comm", "many", "--steps", "5"],
+    "optimizer_cpu_2ranks": ["bench_optimizer.py", "--steps", "5"],
+    "host_cpu": ["bench_host.py", "--quick"],
+    "collectives_cpu_2ranks": ["bench_collectives.py", "--quick"],
+    "memory_cpu_2ranks": ["bench_memory.py", "--quick"],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps and cases, in minutes")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    failed = []
+    for name, (script, *options) in (QUICK if args.quick else FULL).items():
+        start = time.perf_counter()
+        print(f"\n== {name}", flush=True)
+        command = [sys.executable, str(HERE / script), *options, "--json", str(args.results / f"{name}.json")]
+        if subprocess.run(command, check=False).returncode != 0:
+            failed.append(name)
+        print(f"== took {time.perf_counter() - start:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    command = [sys.executable, str(HERE / "report.py"), "--results", str(args.results), "--out", str(args.out)]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
