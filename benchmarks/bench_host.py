@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 import harness
 
@@ -187,6 +186,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help="default 20, quick 5")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
     torch.set_num_threads(1)
     steps = args.steps or (5 if args.quick else 20)
     results = [run_case(case, steps) for case in (QUICK_CASES if args.quick else CASES)]

@@ -1,6 +1,6 @@
 """Tables and plots of recorded results: fills the marked part of a README.md and writes PNGs next to it.
 
-    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks] [--no-plots]
+    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks] [--no-plots] [--check]
 
 Reads every *.json that the benchmarks wrote. Plots need matplotlib.
 """
@@ -179,16 +179,23 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--out", type=Path, default=HERE, help="where README.md and plots/ are written")
     parser.add_argument("--no-plots", action="store_true")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md shows other results")
     args = parser.parse_args()
+    text = (HERE / "README.md").read_text()
+    has_plots = "![" in text if args.check else not args.no_plots
     sections = []
     for record in load(args.results):
-        plot = None if args.no_plots else f"plots/{record['name']}.png"
-        if plot is not None:
+        plot = f"plots/{record['name']}.png" if has_plots else None
+        if plot is not None and not args.check:
             draw(record, args.out / plot)
         sections.append(section(record, plot))
+    filled = fill(text, sections)
+    if args.check:
+        if filled != text:
+            print("README.md does not show these results: run benchmarks/report.py", file=sys.stderr)
+        return int(filled != text)
     args.out.mkdir(parents=True, exist_ok=True)
-    text = (HERE / "README.md").read_text()
-    (args.out / "README.md").write_text(fill(text, sections))
+    (args.out / "README.md").write_text(filled)
     return 0
 
 

@@ -112,15 +112,27 @@ def run_text(model) -> None:
     model(**models.batch("any", seed=1)).loss.backward()
 
 
-@distributed(world_sizes=(1, 2, 3))
-@both_transports
-@all_policies
-def test_like_units(ctx, transport, policy):
+def check_like_units(ctx, transport, policy) -> None:
     only_fsdp2x(ctx)
     units = [f"blocks.{i}" for i in range(4)]
     for reshard in (True, False):
         options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
         check(shard(ctx, Stack(num=4, width=48, hidden=80), units, transport=transport, **options), run_stack)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@all_policies
+def test_like_units(ctx, transport, policy):
+    check_like_units(ctx, transport, policy)
+
+
+@pytest.mark.full
+@distributed(world_sizes=(1, 3))
+@both_transports
+@all_policies
+def test_like_units_of_one_and_three_ranks(ctx, transport, policy):
+    check_like_units(ctx, transport, policy)
 
 
 @distributed(world_sizes=(2,))
@@ -137,7 +149,9 @@ def test_nested_units(ctx, transport, reshard):
 
 @distributed(world_sizes=(2,))
 @both_transports
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mixtral", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5"))]
+)
 def test_huggingface_models_with_adamw(ctx, transport, name):
     import fsdp2x
 
@@ -172,7 +186,7 @@ def test_replicas(ctx, transport):
     check(model, run_stack)
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2,))
 @all_policies
 def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     """What the process group is handed in one step: each rank sends all segments but one of every collective."""

@@ -1,0 +1,100 @@
+"""The benchmarks' report: README.md shows what benchmarks/results holds, and every kind of result makes a table."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+TIMES = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
+TITLES = {
+    "step": "One training step",
+    "optimizer": "Clipping and AdamW",
+    "host": "Host time of a unit",
+    "collectives": "Gathers and reductions of one host",
+    "memory": "Memory above the imports",
+}
+
+
+def report(*arguments) -> subprocess.CompletedProcess:
+    """In a process of its own: the benchmarks' harness and the tests' have the same name."""
+    command = [sys.executable, str(FOLDER / "report.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def phases(*names: str, factor: float = 1.0) -> dict:
+    return {name: {key: factor * value for key, value in TIMES.items()} for name in names}
+
+
+def per_unit(factor: float) -> dict:
+    return {**phases("step", "forward", "backward"), "us_per_unit": {"forward": factor, "backward": 2 * factor}}
+
+
+def records() -> dict[str, object]:
+    """One result of each kind, in which stock takes four times as long."""
+    step = ("step", "forward", "backward", "optimizer")
+    moved = ("all_gather", "reduce_scatter")
+    case = {"question": "units", "world": 2, "num_units": 8, "num_params": 11}
+    memory = {"built": 2**20, "peak": 3 * 2**20, "resting": 2 * 2**20}
+    return {
+        "step": {"comm": {"fsdp2x": phases(*step), "stock": phases(*step, factor=4.0)}},
+        "optimizer": {
+            "units": {
+                "fsdp2x": phases("step", "clip", "optimizer"),
+                "stock": phases("step", "clip", "optimizer", factor=4.0),
+                "unsharded": phases("step", "clip", "optimizer"),
+                "floor": phases("optimizer"),
+            }
+        },
+        "host": [{"case": case, "fsdp2x": per_unit(10.0), "stock": per_unit(40.0), "unsharded": per_unit(0.0)}],
+        "collectives": [
+            {
+                "bytes": 1 << 20,
+                "world": 2,
+                "shm": phases(*moved),
+                "gloo": phases(*moved, factor=4.0),
+                "floor": phases(*moved),
+            }
+        ],
+        "memory": [
+            {
+                "case": "comm",
+                "world": 2,
+                "ddp": memory,
+                "stock": {name: 4 * size for name, size in memory.items()},
+                "fsdp2x": {**memory, "plan": 2**20},
+            }
+        ],
+    }
+
+
+def write(folder: Path) -> None:
+    environment = {"torch": "2.15.0", "cores": 2, "world": 2, "commit": "abc"}
+    for name, results in records().items():
+        record = {"benchmark": name, "environment": environment, "results": results}
+        (folder / f"{name}_x.json").write_text(json.dumps(record))
+
+
+def test_the_readme_shows_the_recorded_results():
+    done = report("--check")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_every_kind_of_result_makes_a_table_and_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path)
+    done = report("--results", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out" / "README.md").read_text()
+    for name, title in TITLES.items():
+        part = text.split(f"## {title}")[1].split("## ")[0]
+        assert ("0.25x" if name == "memory" else "4.0") in part, part
+        assert (tmp_path / "out" / "plots" / f"{name}_x.png").stat().st_size > 5000
+    done = report("--check", "--results", tmp_path)
+    assert done.returncode == 1 and "run benchmarks/report.py" in done.stderr
+    (tmp_path / "other.json").write_text("{}")
+    done = report("--check", "--results", tmp_path)
+    assert done.returncode == 1 and "other.json: not a result of a benchmark" in done.stderr
