@@ -24,6 +24,9 @@ class SlotLedger:
     def arena_bytes(self) -> int:
         return sum(self._capacities)
 
+    def capacity(self, slot: int) -> int:
+        return self._capacities[slot]
+
     def acquire(self, num_bytes: int) -> int:
         needed = align_up(num_bytes, self._page_bytes)
         fitting = [
@@ -51,7 +54,6 @@ class HostLedger:
         self._gather, self._scratch = SlotLedger(mmap.PAGESIZE), SlotLedger(mmap.PAGESIZE)
         self._slots: dict[GroupFacts, int] = {}
         self._scratches: dict[GroupFacts, int] = {}
-        self.num_sharers = ranks.world  # of the gather slots
         self._world = ranks.world
 
     def begin_gather(self, group: GroupFacts) -> None:
@@ -76,8 +78,17 @@ class HostLedger:
         return self._world > 1 or group.reduces_unused
 
     @property
+    def may_wait(self) -> bool:
+        """Whether what was posted in the root's callback may have to wait for peers that are behind."""
+        return self._world > 1
+
+    @property
     def gather_slot_bytes(self) -> int:
         return self._gather.arena_bytes
+
+    @property
+    def own_gather_slot_bytes(self) -> int:
+        return -(-self._gather.arena_bytes // self._world)
 
     @property
     def peak_gather_bytes(self) -> int:
@@ -89,16 +100,15 @@ class HostLedger:
 
 
 class GroupLedger:
-    """A process group: slots, and the staging of gathers and reductions, which is reused and never freed."""
+    """A process group: slots, gathers and reductions take their memory from one free list, which is never emptied."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather = SlotLedger(ALIGN_BYTES)
-        self._slots: dict[GroupFacts, int] = {}
+        self._slots: dict[GroupFacts, tuple[int, int]] = {}  # slot, and the size of its memory
         self._free: list[int] = []
         self._gathering: dict[GroupFacts, int] = {}
         self._reducing: dict[GroupFacts, list[int]] = {}
-        self.scratch_bytes = 0  # staging of both kinds
-        self.num_sharers = 1  # of the gather slots
+        self.scratch_bytes = 0  # all memory there is, that of the slots included
         self._world = ranks.world
 
     def _take(self, num_bytes: int) -> int:
@@ -106,14 +116,18 @@ class GroupLedger:
         if fitting:
             self._free.remove(min(fitting))
             return min(fitting)
-        self.scratch_bytes += num_bytes
-        return num_bytes
+        # In steps of a sixteenth, so that what like units need fits each other.
+        power = 1 << max(num_bytes - 1, 0).bit_length()
+        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES))
+        self.scratch_bytes += rounded
+        return rounded
 
     def _is_local(self, group: GroupFacts) -> bool:
         return self._world == 1 or group.gather_segment_bytes == 0
 
     def _open_slot(self, group: GroupFacts) -> None:
-        self._slots[group] = self._gather.acquire(max(group.slot_bytes, 1))
+        slot = self._gather.acquire(max(group.slot_bytes, 1))
+        self._slots[group] = slot, self._take(self._gather.capacity(slot))
 
     def begin_gather(self, group: GroupFacts) -> None:
         if self._is_local(group):
@@ -130,7 +144,9 @@ class GroupLedger:
         if group in self._gathering:
             self._free.append(self._gathering.pop(group))
         if group in self._slots:
-            self._gather.release(self._slots.pop(group))
+            slot, num_bytes = self._slots.pop(group)
+            self._gather.release(slot)
+            self._free.append(num_bytes)
 
     def open_scratch(self, group: GroupFacts) -> None:
         self._reducing[group] = [self._take(group.reduce_segment_bytes * self._world)]
@@ -146,8 +162,16 @@ class GroupLedger:
         return group.reduces_unused
 
     @property
+    def may_wait(self) -> bool:
+        return False  # collectives come in one order: each is finished before the next one is posted
+
+    @property
     def gather_slot_bytes(self) -> int:
         return self._gather.arena_bytes
+
+    @property
+    def own_gather_slot_bytes(self) -> int:
+        return 0  # counted in scratch_bytes
 
     @property
     def peak_gather_bytes(self) -> int:

@@ -57,10 +57,11 @@ class MemoryReport:
     At rest, from the first step on: ``shard_bytes`` (pools, with ``pad_bytes`` of padding), ``gradient_bytes`` (pools),
     ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
     smaller world). On top while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
-    ``scratch_bytes`` (reduce scratches; over a process group the staging of gathers and reductions), ``replica_bytes``
-    (gradients that wait for the all-reduce), ``autograd_bytes`` (one unsharded gradient). Slots and scratches are kept
-    for the next step. Ranks that share memory hold one copy of the gather slots: ``own_gather_slot_bytes`` is the
-    rank's part, and what ``peak_bytes`` counts, so that ``peak_bytes`` of all ranks add up to what the host needs.
+    ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
+    ``replica_bytes`` (gradients that wait for the all-reduce), ``autograd_bytes`` (one unsharded gradient). Slots and
+    scratches are kept for the next step. ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this
+    rank's part where the ranks of a host share one copy, so that ``peak_bytes`` of all ranks add up to what the host
+    needs; nothing where ``scratch_bytes`` has them already.
 
     Not in it: activations, what tensor subclasses with an all-gather of their own hold, pages of shared memory that a
     rank wrote to in place, and the control page of shared memory.
@@ -128,7 +129,7 @@ class MemoryReport:
             ("rows kept after forward", self.after_forward_bytes, ""),
             ("at rest", self.resting_bytes, ""),
             ("gather slots", self.own_gather_slot_bytes, self._sharing()),
-            ("scratch, staging", self.scratch_bytes, ""),
+            ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
             ("waiting for the all-reduce", self.replica_bytes, ""),
             ("one gradient of autograd", self.autograd_bytes, ""),
             ("peak, without activations", self.peak_bytes, ""),
@@ -138,8 +139,11 @@ class MemoryReport:
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
         return "\n".join([*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *_columns(shown, 1)])
 
+    def _is_pooled(self) -> bool:
+        return "process_group" in self.transport
+
     def _sharing(self) -> str:
-        shared = self.own_gather_slot_bytes != self.gather_slot_bytes
+        shared = 0 < self.own_gather_slot_bytes != self.gather_slot_bytes
         return f"a part of {readable(self.gather_slot_bytes)} shared by the ranks of the host" if shared else ""
 
     def _sent(self) -> str:

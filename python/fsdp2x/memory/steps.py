@@ -100,13 +100,13 @@ class Replay:
 
     @property
     def scratch_bytes(self) -> int:
-        """Reduce scratches, or the staging of a process group."""
+        """Reduce scratches; over a process group all memory of slots, gathers and reductions."""
         return sum(ledger.scratch_bytes for ledger in self._ledgers.values())
 
     @property
     def own_gather_slot_bytes(self) -> int:
-        """The same with slots that ranks of one host share counted in equal parts."""
-        return sum(-(-ledger.gather_slot_bytes // ledger.num_sharers) for ledger in self._ledgers.values())
+        """This rank's memory for them: a part where ranks share it, none where it is out of the scratches' memory."""
+        return sum(ledger.own_gather_slot_bytes for ledger in self._ledgers.values())
 
     # --- the order of things ---
 
@@ -249,7 +249,7 @@ class Replay:
                     self._post(unit, group)
                 elif group not in reduced and ledger.needs_empty_reduction(group):
                     # Over shared memory a peer may be behind, and what was posted here waits for it: the worst case.
-                    if ledger.num_sharers == 1:
+                    if not ledger.may_wait:
                         self._finish_pending()
                     self._open_scratch(unit, group)
                     self._post(unit, group)
