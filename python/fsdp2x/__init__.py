@@ -15,6 +15,8 @@ from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
 from fsdp2x.full_tensors import full_tensors
+from fsdp2x.hf.load import LoadReport, load_hf
+from fsdp2x.hf.pretrained import from_pretrained
 from fsdp2x.install import install, uninstall
 from fsdp2x.module import (
     FSDPModule,
@@ -30,6 +32,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "GradientReductionHandle",
+    "LoadReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
@@ -37,9 +40,11 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "export",
+    "from_pretrained",
     "full_tensors",
     "fully_shard",
     "install",
+    "load_hf",
     "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",
