@@ -17,6 +17,7 @@ from fsdp2x.describe import describe
 from fsdp2x.full_tensors import full_tensors
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.pretrained import from_pretrained
+from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
 from fsdp2x.module import (
     FSDPModule,
@@ -48,6 +49,7 @@ __all__ = [
     "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",
+    "save_hf",
     "share_comm_ctx",
     "uninstall",
     "unsharded",

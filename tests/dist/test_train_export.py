@@ -16,7 +16,7 @@ TOKENS = torch.arange(24).view(2, 12) * 5
 
 
 def train_and_compute(ctx, config, online):
-    from fsdp2x.hf.export import export
+    from fsdp2x import save_hf
     from fsdp2x.train import Trainer, parse_config
 
     trainer = Trainer(parse_config(config))
@@ -24,7 +24,7 @@ def train_and_compute(ctx, config, online):
         trainer.run()
         trainer.model.eval()
         if online is not None:
-            export(trainer.model, online)
+            save_hf(trainer.model, online)
         with torch.no_grad():
             return trainer.model(input_ids=TOKENS, use_cache=False).logits
     finally:

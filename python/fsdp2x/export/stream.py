@@ -7,7 +7,7 @@ the next bucket is started before a bucket is handed out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -86,7 +86,7 @@ def stream(
 
 
 def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transport) -> Iterator[Bucket]:
-    """``stream`` whose errors start with ``caller``."""
+    """``stream`` whose errors start with ``caller``; ``dtype`` may be one dtype, or one for each FQN."""
     if bucket_bytes <= 0:
         raise ValueError(f"{caller}: bucket_bytes must be positive, got {bucket_bytes}")
     if names not in ("hf", "model"):
@@ -96,7 +96,8 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
     meta = [name for name, param in chosen.items() if param.is_meta]
     if meta:
         raise RuntimeError(f"{caller}: parameters on the meta device have no values yet: {meta}")
-    entries = {name: Entry.of(name, param, dtype) for name, param in chosen.items()}
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(chosen, dtype)
+    entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
     described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items()}
     families = source_families(model, described) if names == "hf" else plain_families(described)
     return _run(_pack(families, entries, bucket_bytes), receive, transport)
@@ -145,7 +146,7 @@ def _pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) 
 
 def _run(plans: list[_Plan], receive: bool, transport: str) -> Iterator[Bucket]:
     rings = _make_rings(plans, receive, transport)
-    for plan, following in zip(plans, [*plans[1:], None], strict=True):
+    for plan, following in zip(plans, [*plans, None][1:], strict=True):
         if plan.index == 0 and plan.gathered:
             _ring_of(rings, plan).fill(plan.gathered)
         tensors = _finish(plan, rings, receive)

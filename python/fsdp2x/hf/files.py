@@ -28,7 +28,7 @@ _WEIGHTS = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -132,13 +132,13 @@ class Checkpoint:
         header.pop("__metadata__", None)
         found: dict[str, Source] = {}
         for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
+            if entry["dtype"] not in DTYPES:
                 raise CheckpointError(
                     f"{file}: {name!r} is of type {entry['dtype']}, which cannot be loaded; known are "
-                    f"{', '.join(_DTYPES)}"
+                    f"{', '.join(DTYPES)}"
                 )
             offset = 8 + header_bytes + entry["data_offsets"][0]
-            dtype = _DTYPES[entry["dtype"]]
+            dtype = DTYPES[entry["dtype"]]
             found[name] = FileTensor(fd, str(file), offset, tuple(entry["shape"]), dtype, self._read_bytes)
         return found
 

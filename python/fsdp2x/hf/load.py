@@ -21,7 +21,7 @@ from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import agreed_seed, check_buffers, initialise
-from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes
+from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source
 from fsdp2x.hf.recipes import Recipes, make_recipes
 from fsdp2x.hf.sources import RemoteTensor, Source
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
@@ -99,7 +99,7 @@ def load_hf(
         together(lambda: initialise(model, targets, plan.missing, seed), what=what)
         together(lambda: None, what=what)
         check_buffers(model)
-        base._weight_conversions = plan.recipes.conversions
+        remember_source(base, plan.recipes.conversions, {t.names[0]: s[0].dtype for t, s in plan.steps}, paths[0])
         report.read_bytes = opened.read_bytes if isinstance(opened, Checkpoint) else 0
         return report
     finally:

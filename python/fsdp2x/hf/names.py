@@ -129,6 +129,18 @@ def original_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
+def remember_source(base: nn.Module, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
+    """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``.
+
+    The conversions are where transformers' own ``save_pretrained`` looks for them.
+    """
+    if conversions is not None:
+        base._weight_conversions = conversions
+    known = getattr(base, "_fsdp2x_source_dtypes", {})
+    base._fsdp2x_source_dtypes = {**known, **dtypes}
+    base._fsdp2x_source = str(path)
+
+
 class _Reverse:
     """transformers' conversions of a model, reversed: from the names in memory to those of the files."""
 
