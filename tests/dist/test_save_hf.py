@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2x
 from fsdp2x.checkpoint.agree import CheckpointError
 from harness import distributed
-from models import build, tiny_lora, tiny_vlm
+from models import Stack, build, tiny_lora, tiny_vlm
 from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
@@ -84,6 +84,8 @@ def test_models_that_were_never_in_files(ctx):
         for writers in ("auto", "one"):
             fsdp2x.save_hf(model, folder / writers, writers=writers)
             same(tensors(folder / writers), expected)
+        fsdp2x.save_hf(fsdp2x.fully_shard(Stack()), folder / "stack")
+        same(tensors(folder / "stack"), dict(sorted((name, p.detach()) for name, p in Stack().named_parameters())))
         fsdp2x.save_hf(model, folder / "half", dtype=torch.bfloat16)
         same(tensors(folder / "half"), {name: tensor.bfloat16() for name, tensor in expected.items()})
 
@@ -115,6 +117,12 @@ def test_dtype_of_the_source_by_default(ctx):
         assert '"float32"' in (folder / "full" / "config.json").read_text()
 
 
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
 @distributed(world_sizes=(2,))
 def test_adapters(ctx):
     from peft import PeftModel
@@ -136,6 +144,12 @@ def test_adapters(ctx):
         same({name: param.detach() for name, param in again.named_parameters()}, expected)
         fsdp2x.save_hf(model, folder / "whole", weights="base")
         same(tensors(folder / "whole"), tensors(folder / "base"))
+        write_source(ctx, folder / "experts", "qwen3_moe")
+        loaded = fsdp2x.from_pretrained(folder / "experts", prepare=with_adapter, progress=False)
+        fsdp2x.save_hf(loaded, folder / "adapter")
+        fsdp2x.load_hf(loaded, folder / "adapter", strict=True, progress=False)
+        fsdp2x.save_hf(loaded, folder / "again", weights="base")
+        same(tensors(folder / "again"), tensors(folder / "experts"))
 
 
 @distributed(world_sizes=(2,))

@@ -1,1 +1,1 @@
-"""The way to and from HuggingFace files; import the module you need: ``names``, ``export``."""
+"""The way to and from HuggingFace files; README.md says which module does what."""

@@ -97,9 +97,10 @@ def load_hf(
         bar.close()
         seed = agreed_seed()
         together(lambda: initialise(model, targets, plan.missing, seed), what=what)
-        together(lambda: None, what=what)
         check_buffers(model)
-        remember_source(base, plan.recipes.conversions, {t.names[0]: s[0].dtype for t, s in plan.steps}, paths[0])
+        loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
+        if any(not is_adapter(name) for name in loaded):
+            remember_source(base, plan.recipes.conversions, loaded, paths[0])
         report.read_bytes = opened.read_bytes if isinstance(opened, Checkpoint) else 0
         return report
     finally:
@@ -131,17 +132,17 @@ def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, s
         mode, described = on_rank_0(on_first, what=what)
         if mode == "broadcast":
             return opened or _Catalogue(described), mode
-        others = together(lambda: opened or Checkpoint(paths), what=what)
+        opened = together(lambda: opened or Checkpoint(paths), what=what)
 
         def compare() -> None:
-            mine = {name: (source.shape, source.dtype) for name, source in others.tensors.items()}
+            mine = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
             if mine != described:
                 raise CheckpointError(
                     f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
                 )
 
         together(compare, what=what)
-        return others, mode
+        return opened, mode
     except BaseException:
         if opened is not None:
             opened.close()

@@ -66,7 +66,7 @@ def save_hf(
     Collective over the default process group, with the same arguments on every rank.
 
     Args:
-        model: a transformers model, or a PEFT model around one.
+        model: a transformers model, a PEFT model around one, or any module (which has no config to write).
         dtype: of floating-point weights. Default the dtype that ``load_hf`` found in the files, else the parameter's.
         max_shard_size: bytes of a file, or a size such as ``"5GB"``.
         tokenizer: anything with ``save_pretrained``; default the files of the folder the model was loaded from.
@@ -192,7 +192,7 @@ class _Job:
             config = copy.deepcopy(config)
             config.inference_mode = True
             config.save_pretrained(str(folder))
-        else:
+        elif hasattr(self.base, "config"):
             config = plain_config(self.base)
             config.dtype = self._written_dtype or config.dtype
             config.save_pretrained(str(folder))
