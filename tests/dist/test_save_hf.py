@@ -90,6 +90,19 @@ def test_models_that_were_never_in_files(ctx):
         same(tensors(folder / "half"), {name: tensor.bfloat16() for name, tensor in expected.items()})
 
 
+@distributed(world_sizes=(2,))
+def test_experts_that_were_fused_in_the_source_stay_fused(ctx):
+    with shared_folder(ctx) as folder:
+        if ctx.rank == 0:
+            build("qwen3_moe").save_pretrained(folder / "source", save_original_format=False)
+        dist.barrier()
+        expected = tensors(folder / "source")
+        assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+        model = fsdp2x.from_pretrained(folder / "source", progress=False)
+        same(dict(sorted(fsdp2x.full_tensors(model))), expected)
+        same(tensors(fsdp2x.save_hf(model, folder / "out")), expected)
+
+
 @distributed(world_sizes=(4,))
 def test_two_axes(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

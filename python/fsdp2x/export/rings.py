@@ -1,12 +1,13 @@
-"""Two slots of memory that buckets are gathered into in turn: shared between the ranks of a host, or private.
+"""Memory that buckets are gathered into in turn: two slots shared between the ranks of a host, or one of each rank.
 
-A bucket lies in its slot parameter by parameter, each whole and contiguous:
+A bucket lies in a slot parameter by parameter, each whole and contiguous:
 
     slot    | p0: rows of r0 r1 .. |pad| p1: rows of r0 r1 .. |pad| ...       bytes; every parameter starts aligned
 
 ``SharedRing``: one mapping for all ranks of the group. Each rank writes its rows into it, cast on the way, so a bucket
 is one copy per host. Tensors look through a second, copy-on-write mapping: what a rank writes to them stays its own.
-``GroupRing``: each rank has slots, and the bytes come through collectives of the process group.
+``GroupRing``: the bytes of the next bucket come through collectives of the process group into a receive buffer, and are
+sorted into the one slot when the bucket before is done with.
 
 For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
 the use ends. ``finish(k)`` is the only meeting: every rank has filled k, and is done with k-1, so that k+1 may go
@@ -59,21 +60,19 @@ def make_ring(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, t
 
 
 class GroupRing:
-    """Slots of this rank; the send and receive buffers are reused by every bucket."""
+    """One slot, one send and one receive buffer of this rank, reused by every bucket."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, receivers: list[bool]) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
         self._slot_bytes = slot_bytes
-        self._slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
+        self._slot: torch.Tensor | None = None
         self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
-        self._num_filled = self._num_finished = 0
         self._work: list = []
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry]) -> None:
         """Starts the gather of a bucket; at most one runs at a time."""
-        self._num_filled += 1
         if self.world == 1:
             return
         self._starts, end = [], 0
@@ -101,19 +100,17 @@ class GroupRing:
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
         """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
-        slot_index = self._num_finished % NUM_SLOTS
-        self._num_finished += 1
         for work in self._work:
             if work is not None:
                 work.wait()
         self._work = []
         if not self.receivers[self.rank]:
             return None
-        if self._slots[slot_index] is None:
-            self._slots[slot_index] = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
+        if self._slot is None:
+            self._slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
         tensors = []
         for index, (entry, start) in enumerate(zip(entries, place(entries)[0], strict=True)):
-            whole = entry.whole(self._slots[slot_index], start)
+            whole = entry.whole(self._slot, start)
             for rank in range(self.world):
                 begin, num_rows = entry.rows(rank, self.world)
                 if self.world == 1:

@@ -63,7 +63,7 @@ def stream(
 
     The values are those of the sharded parameters, at any time between two steps. Ranks of one host share memory: each
     writes its rows to where all read them. Otherwise a bucket is one collective of the process group. Extra memory: two
-    buckets (over a process group also the bytes on the wire), and what names="hf" un-fuses.
+    buckets (over a process group also this rank's part of one), and what names="hf" un-fuses.
 
     Collective: every rank must run the iterator to its end, with the same arguments but ``receive``.
 
