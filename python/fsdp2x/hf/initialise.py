@@ -127,14 +127,6 @@ def _marked(model: nn.Module, unmarked: set[int]) -> Iterator[None]:
             delattr(tensor, _MARK)
 
 
-def agreed_seed() -> int:
-    """Rank 0's seed of the moment, on every rank. Collective; draws nothing."""
-    seed = [torch.initial_seed()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(seed, src=0)
-    return seed[0]
-
-
 def check_buffers(model: nn.Module) -> None:
     """Raises on every rank when a buffer differs between ranks. Collective.
 

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.hf.initialise import agreed_seed, check_buffers, initialise
+from fsdp2x.hf.initialise import check_buffers, initialise
 from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source
 from fsdp2x.hf.recipes import Recipes, make_recipes
 from fsdp2x.hf.sources import RemoteTensor, Source
@@ -84,18 +84,21 @@ def load_hf(
             "transformers and shard the result"
         )
     targets = find_targets(model)
-    opened, mode = _open(paths, mode, what)
+    opened, mode, seed = _open(paths, mode, what)
     try:
         plan = together(lambda: _plan(model, base, targets, opened), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes)
-        together(lambda: materialize(model, targets), what=what)
         bar = _Bar(sum(target.num_bytes for target, _ in plan.steps), progress)
-        if mode == "each":
-            together(lambda: _read(plan.steps, bar), what=what)
-        else:
+
+        def fill() -> None:
+            materialize(model, targets)
+            if mode == "each":
+                _read(plan.steps, bar)
+
+        together(fill, what=what)
+        if mode == "broadcast":
             send_from_rank_0(plan.steps, bar, what)
         bar.close()
-        seed = agreed_seed()
         together(lambda: initialise(model, targets, plan.missing, seed), what=what)
         check_buffers(model)
         loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
@@ -115,34 +118,38 @@ class _Catalogue:
         self.tensors: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
 
 
-def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str]:
-    """Opens the files on the ranks that read; the others get the names and shapes from rank 0."""
+def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str, int]:
+    """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
+
+    Returns the files, the mode ("auto" decided), and rank 0's seed of the moment.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     opened: Checkpoint | None = None
 
-    def on_first() -> tuple[str, dict]:
+    def on_first() -> tuple[str, int, dict]:
         nonlocal opened
         opened = Checkpoint(paths)
         chosen = mode
         if mode == "auto":
             chosen = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
-        return chosen, {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
+        described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
+        return chosen, torch.initial_seed(), described
 
     try:
-        mode, described = on_rank_0(on_first, what=what)
+        mode, seed, described = on_rank_0(on_first, what=what)
         if mode == "broadcast":
-            return opened or _Catalogue(described), mode
-        opened = together(lambda: opened or Checkpoint(paths), what=what)
+            return opened or _Catalogue(described), mode, seed
 
-        def compare() -> None:
-            mine = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
-            if mine != described:
+        def on_each() -> None:
+            nonlocal opened
+            opened = opened or Checkpoint(paths)
+            if {name: (source.shape, source.dtype) for name, source in opened.tensors.items()} != described:
                 raise CheckpointError(
                     f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
                 )
 
-        together(compare, what=what)
-        return opened, mode
+        together(on_each, what=what)
+        return opened, mode, seed
     except BaseException:
         if opened is not None:
             opened.close()
