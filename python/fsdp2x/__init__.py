@@ -10,11 +10,14 @@ from fsdp2x.runtime import native  # noqa: F401
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import optim
+from fsdp2x import export, optim
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
 from fsdp2x.full_tensors import full_tensors
+from fsdp2x.hf.load import LoadReport, load_hf
+from fsdp2x.hf.pretrained import from_pretrained
+from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
 from fsdp2x.memory import memory_report
 from fsdp2x.module import (
@@ -31,19 +34,24 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "GradientReductionHandle",
+    "LoadReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
     "accumulate",
     "clip_grad_norm_",
     "describe",
+    "export",
+    "from_pretrained",
     "full_tensors",
     "fully_shard",
     "install",
+    "load_hf",
     "memory_report",
     "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",
+    "save_hf",
     "share_comm_ctx",
     "uninstall",
     "unsharded",

@@ -75,7 +75,7 @@ def _add_export(commands) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from .checkpoint import CheckpointError
-    from .hf import export_checkpoint
+    from .hf.export import export_checkpoint
 
     try:
         out = export_checkpoint(args.checkpoint, args.out, force=args.force)

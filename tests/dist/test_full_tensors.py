@@ -67,6 +67,7 @@ def test_tensors_are_copies(ctx):
 
 
 @distributed(world_sizes=(2,))
+@mock.patch.dict("os.environ", {"FSDP2X_TRANSPORT": "process_group"})
 def test_one_gather_for_many_parameters(ctx):
     model = shard(ctx, build("qwen3"), ("model.layers.0", "model.layers.1"))
     total_bytes = sum(param.numel() * 4 for param in model.parameters())
@@ -117,6 +118,7 @@ def test_shard_of_another_dim(ctx):
 
 
 @distributed(world_sizes=(4,))
+@mock.patch.dict("os.environ", {"FSDP2X_TRANSPORT": "process_group"})
 def test_two_axes(ctx):
     """HSDP: gathered over the shards only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

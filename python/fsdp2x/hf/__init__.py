@@ -1,5 +1,1 @@
-"""The way to and from HuggingFace files."""
-
-from .export import export, export_checkpoint
-
-__all__ = ["export", "export_checkpoint"]
+"""The way to and from HuggingFace files; README.md says which module does what."""

@@ -152,9 +152,7 @@ class GroupParams(GroupNames):
         local = _cut(full, ranks, dim)
         sharded = nn.Parameter(spec.wrap(local), requires_grad=owned.param.requires_grad)
         # What a tensor subclass keeps on its instances are its parts, not the user's.
-        attributes = {} if is_wrapper(full) else dict(owned.param.__dict__)
-        for key in (*_DTENSOR_SLOTS, _NUMBER):
-            attributes.pop(key, None)
+        attributes = {} if is_wrapper(full) else _user_attributes(owned.param)
         sharded.__dict__.update(attributes)
         number = _number(owned.param)
         keeps = keeps_dtype(owned.param, self._mp_policy)
@@ -219,6 +217,50 @@ class GroupParams(GroupNames):
                 if not sharded.is_wrapper and not sharded.is_alias:
                     self._move_in(sharded, local, offset, fresh)
         return fresh
+
+    def materialize(self) -> None:
+        """Gives parameters on the meta device memory in a new pool; their values are undefined, the pads are zero.
+
+        The ``nn.Parameter`` objects stay. Parameters of the group that have values keep them.
+
+        Raises:
+            NotImplementedError: a parameter on the meta device is a tensor subclass.
+        """
+        self.follow_modules()
+        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
+        if not any(local.is_meta for local in locals_):
+            return
+        for sharded, local in zip(self.params, locals_, strict=True):
+            if local.is_meta and sharded.is_wrapper:
+                kind, name = type(local).__name__, sharded.fqn or sharded.owners[0][1]
+                raise NotImplementedError(
+                    f"fsdp2x: parameter {name!r} is a {kind} on the meta device; call to_empty() on the model and fill "
+                    "it yourself"
+                )
+        layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
+        # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
+        pool = torch.empty(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=self.ranks.device)
+        if self._pin_memory:
+            pool = pool.pin_memory()
+        self.pool, self._dtypes, self._offsets = pool, [local.dtype for local in locals_], layout.shard_offsets
+        end = 0
+        with torch.inference_mode(False), torch.no_grad():
+            places = zip(self.params, locals_, self._offsets, strict=True)
+            for sharded, local, offset in sorted(places, key=lambda place: place[2]):
+                if sharded.is_wrapper or sharded.is_alias:
+                    continue
+                pool[end:offset].zero_()
+                end = offset + local.numel() * local.dtype.itemsize
+                pooled = _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype)
+                if not local.is_meta:
+                    pooled.copy_(local)
+                    torch_private.set_local_tensor(sharded.param, pooled)
+                    continue
+                fresh = nn.Parameter(sharded.spec.wrap(pooled), requires_grad=sharded.param.requires_grad)
+                fresh.__dict__.update(_user_attributes(sharded.param))
+                # A DTensor cannot change its device: what the object is made of is exchanged.
+                torch.utils.swap_tensors(sharded.param, fresh)
+            pool[end:].zero_()
 
     def _move_in(self, sharded: ShardedParam, local: torch.Tensor, offset: int, fresh: bool) -> None:
         expected = sharded.spec.local_shape
@@ -338,6 +380,10 @@ def _number(param: nn.Parameter) -> int:
 def original_number(param: nn.Parameter) -> int | None:
     """The number under which ``fully_shard`` knows the unsharded ``param``; None if it never saw it."""
     return param.__dict__.get(_NUMBER)
+
+
+def _user_attributes(param: nn.Parameter) -> dict:
+    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, _NUMBER)}
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:

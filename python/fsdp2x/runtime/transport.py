@@ -60,7 +60,7 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
         return _C.local_transport()
     reason, hello, is_observed = "the mesh is not on the CPU", None, False
     if on_cpu and transport != "process_group":
-        reason, hello, is_observed = _why_not_shared(ranks)
+        reason, hello, is_observed = why_not_shared(ranks.group)
     if transport == "shm" and reason is not None:
         raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
     if transport == "auto" and is_observed:
@@ -76,9 +76,10 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
     )
 
 
-def _why_not_shared(ranks: ShardGroup) -> tuple[str | None, dict | None, bool]:
+def why_not_shared(group: dist.ProcessGroup) -> tuple[str | None, dict | None, bool]:
     """Exchanges who runs where. Returns why memory cannot be shared (or None), rank 0's greeting, who is observed."""
-    if dist.get_backend(ranks.group) == "fake":
+    world = dist.get_world_size(group)
+    if dist.get_backend(group) == "fake":
         return "the process group is fake", None, False
     mine = {
         "host": _host_identity(),
@@ -88,15 +89,15 @@ def _why_not_shared(ranks: ShardGroup) -> tuple[str | None, dict | None, bool]:
         "token": secrets.token_bytes(32),
         "observed": torch_private.is_observed(),
     }
-    everyone: list[dict] = [{} for _ in range(ranks.world)]
+    everyone: list[dict] = [{} for _ in range(world)]
     with torch_private.unobserved():
-        dist.all_gather_object(everyone, mine, group=ranks.group)
+        dist.all_gather_object(everyone, mine, group=group)
     reason = None
     if len({other["host"] for other in everyone}) > 1:
         reason = "the ranks run on several hosts"
     elif len({other["uid"] for other in everyone}) > 1:
         reason = "the ranks belong to several users"
-    elif len({other["pid"] for other in everyone}) < ranks.world:
+    elif len({other["pid"] for other in everyone}) < world:
         reason = "several ranks are threads of one process"
     return reason, everyone[0], any(other["observed"] for other in everyone)
 

@@ -1,0 +1,96 @@
+"""All whole tensors of a sharded model: ``export.stream`` against one ``full_tensor()`` per parameter.
+
+    python benchmarks/bench_export.py [--hidden 512] [--layers 16] [--repeats 5] [--bucket-mib 16] [--json FILE]
+
+Starts its own 2 ranks; both ways read the same sharded Qwen3 in one run, alternating. Reported: milliseconds
+for the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import harness
+
+
+def build_model(hidden: int, layers: int) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
+
+
+def stock(model):
+    def step(timer: harness.PhaseTimer) -> None:
+        for param in model.parameters():
+            param.full_tensor()
+
+    return step
+
+
+def streamed(model, transport: str, bucket_bytes: int):
+    from fsdp2x.export import stream
+
+    def step(timer: harness.PhaseTimer) -> None:
+        for _ in stream(model, bucket_bytes=bucket_bytes, transport=transport):
+            pass
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=16)
+    parser.add_argument("--transports", nargs="+", choices=("shm", "process_group"), default=["shm", "process_group"])
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        return harness.launch(__file__, world=2, timeout_s=1800)
+    rank = harness.start_group()
+    import fsdp2x
+
+    model = fsdp2x.fully_shard(build_model(args.hidden, args.layers))
+    numbers = {
+        "parameters": sum(1 for _ in model.parameters()),
+        "bytes": sum(p.numel() * 4 for p in model.parameters()),
+    }
+    steps = {
+        "full_tensor": stock(model),
+        **{name: streamed(model, name, args.bucket_mib << 20) for name in args.transports},
+    }
+    samples = harness.alternate(steps, warmup=1, count=args.repeats)
+    results = {name: sample.summary() for name, sample in samples.items()}
+    if rank == 0:
+        rows = [["way", "ms", "GB/s", "ratio"]]
+        base = results["full_tensor"]["step"]["median_ms"]
+        for name, result in results.items():
+            took = result["step"]["median_ms"]
+            rows.append([name, f"{took:.1f}", f"{numbers['bytes'] / took / 1e6:.2f}", f"{base / took:.2f}x"])
+        print(f"{numbers['parameters']} parameters, {numbers['bytes'] / 1e9:.2f} GB\n{harness.table(rows)}", flush=True)
+        if args.json is not None:
+            harness.save(args.json, "export", {**numbers, **results})
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Seconds until a sharded model has the weights of safetensors files: fsdp2x against four other ways, in one run.
+
+    python benchmarks/bench_load.py [--hidden 512] [--layers 16] [--repeats 3] [--cold] [--json FILE]
+
+Starts its own 2 ranks and writes a Qwen3 (bf16) into a temporary folder first. Each sample is a fresh process per rank,
+which imports and joins its group before the clock starts: building the model on the meta device, sharding and loading.
+
+    fsdp2x            from_pretrained: each rank reads its rows
+    fsdp2x broadcast  the same, read by rank 0 and sent
+    every rank        each rank loads the whole with transformers, then shards with stock FSDP2
+    rank 0 broadcast  rank 0 loads the whole; torch's set_model_state_dict(broadcast_from_rank0=True)
+    accelerate        cpu_ram_efficient_loading: whole on rank 0, fsdp2_load_full_state_dict
+
+Also: peak of private memory over the start (MB, largest rank), bytes read through read calls (per cent of the files,
+largest rank; mapped files do not count). ``--cold`` drops the files from the page cache before each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import harness
+
+WAYS = ("fsdp2x", "fsdp2x broadcast", "every rank", "rank 0 broadcast", "accelerate")
+
+
+def write_model(folder: Path, hidden: int, layers: int) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="500MB")
+
+
+def shard_stock(model):
+    from bench_step import shard_stock as shard
+
+    return shard(model)
+
+
+def load(way: str, folder: str):
+    """One sharded model; every way ends with the same units and values."""
+    import transformers
+
+    import fsdp2x
+
+    if way.startswith("fsdp2x"):
+        mode = "broadcast" if way.endswith("broadcast") else "each"
+        return fsdp2x.from_pretrained(folder, mode=mode, progress=False)
+    cls = transformers.AutoModelForCausalLM
+    if way == "every rank":
+        return shard_stock(cls.from_pretrained(folder))
+    rank = dist.get_rank()
+    if way == "rank 0 broadcast":
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        state = cls.from_pretrained(folder).state_dict() if rank == 0 else {}
+        with torch.device("meta"):
+            model = cls.from_config(transformers.AutoConfig.from_pretrained(folder))
+        shard_stock(model)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        model.to_empty(device="cpu")
+        set_model_state_dict(model, state, options=options)
+        return model
+    return load_with_accelerate(cls, folder)
+
+
+def load_with_accelerate(cls: type, folder: str):
+    """accelerate's FSDP2 path, which it takes on devices only unless it is told so."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=True,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    model = cls.from_pretrained(folder)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))[0]
+
+
+class PeakMemory:
+    """Largest private memory of this process over what it had at the start, sampled every few milliseconds."""
+
+    def __enter__(self) -> PeakMemory:
+        self._start = self.peak = _private_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self.peak = max(self.peak, _private_bytes())
+
+    def __exit__(self, *exception) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, _private_bytes()) - self._start
+
+
+def _private_bytes() -> int:
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def _read_bytes() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def sample(way: str, folder: str) -> None:
+    """What one process of one sample does; rank 0 prints the result."""
+    if way == "accelerate":
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
+    rank = harness.start_group()
+    import accelerate  # noqa: F401
+    import transformers
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+
+    import fsdp2x  # noqa: F401
+
+    transformers.utils.logging.disable_progress_bar()
+    dist.barrier()
+    read, start = _read_bytes(), time.perf_counter()
+    with PeakMemory() as memory:
+        model = load(way, folder)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+    mine = {"seconds": seconds, "peak_bytes": memory.peak, "read_bytes": _read_bytes() - read}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    # The same bits everywhere: one weight tells.
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    check = float(weight.full_tensor().double().square().sum())
+    if rank == 0:
+        worst = {key: max(one[key] for one in everyone) for key in mine}
+        print("SAMPLE " + json.dumps({**worst, "check": check}), flush=True)
+    dist.destroy_process_group()
+
+
+def drop_from_cache(folder: Path) -> None:
+    for file in folder.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_samples(folder: Path, repeats: int, cold: bool, ways: list[str]) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {way: [] for way in ways}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for repeat in range(repeats):
+        for way in ways if repeat % 2 == 0 else reversed(ways):
+            if cold:
+                drop_from_cache(folder)
+            with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as logs:
+                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--log-dir={logs}"]
+                command = [sys.executable, *torchrun, __file__, "--sample", way, "--folder", str(folder)]
+                done = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True, check=False)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("SAMPLE ")]
+            if done.returncode or not lines:
+                raise RuntimeError(f"{way} failed:\n{done.stderr[-3000:]}")
+            found[way].append(json.loads(lines[0].removeprefix("SAMPLE ")))
+    checks = {one["check"] for samples in found.values() for one in samples}
+    if len(checks) != 1:
+        raise RuntimeError(f"the ways loaded different values: {checks}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--sample", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.sample is not None:
+        sample(args.sample, args.folder)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-model-") as made:
+        folder = Path(made)
+        write_model(folder, args.hidden, args.layers)
+        file_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        found = run_samples(folder, args.repeats, args.cold, args.ways)
+    rows = [["way", "ms", "fsdp2x is faster by", "peak private, MB", "read, % of the files"]]
+    results = {}
+    for way, samples in found.items():
+        results[way] = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
+    base = results[args.ways[0]]["seconds"]
+    for way, result in results.items():
+        rows.append(
+            [
+                way,
+                f"{1e3 * result['seconds']:.0f}",
+                f"{result['seconds'] / base:.2f}x",
+                f"{result['peak_bytes'] / 1e6:.0f}",
+                f"{100 * result['read_bytes'] / file_bytes:.0f}",
+            ]
+        )
+    print(f"{file_bytes / 1e6:.0f} MB, {'cold' if args.cold else 'warm'} page cache\n{harness.table(rows)}", flush=True)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"benchmark": "load", "file_bytes": file_bytes, "results": results}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Rank 0 reads, every rank gets its rows: one scatter for a bucket of parameters.
+
+What rank r is sent for a bucket; the same length for every rank, all starts aligned:
+
+    | flag |pad| rows of r of p0 |pad| rows of r of p1 |pad| ...        flag 1: rank 0 failed, nothing follows
+
+Rank 0 holds one bucket (or one larger parameter) at a time, the others their part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.checkpoint.agree import together
+from fsdp2x.export.entries import ALIGN_BYTES, aligned
+from fsdp2x.hf.sources import Source
+from fsdp2x.hf.targets import Target, check_ties
+
+BUCKET_BYTES = 16 << 20
+
+Box = tuple[list[int], list[int]]
+
+
+@torch.no_grad()
+def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: str) -> None:
+    """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group.
+
+    Raises:
+        CheckpointError: on every rank, when reading failed on rank 0.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
+    boxes: list[list[Box]] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(boxes, mine)
+    error: Exception | None = None
+    for bucket in _buckets(steps):
+        sizes = [_place(bucket, steps, boxes[other])[1] for other in range(world)]
+        sent = None
+        if rank == 0:
+            sent = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
+            try:
+                _read(bucket, steps, boxes, sent)
+            except Exception as failed:
+                error = failed
+                for part in sent:
+                    part[0] = 1
+        received = _scatter(sent, max(sizes))
+        if received[0]:
+            break
+        for index, start in zip(bucket, _place(bucket, steps, mine)[0], strict=True):
+            target = steps[index][0]
+            part = _view(received, start, target, mine[index])
+            if target.box() is None:
+                target.fill_from_whole(part)
+            else:
+                target.local.copy_(part)
+            bar.add(target.num_bytes)
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    together(tell, what=what)
+
+
+def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return sent[0]
+    # Without a CPU backend the bytes travel through the accelerator.
+    device = torch.device("cpu")
+    if "cpu" not in dist.get_backend_config():
+        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+        sent = None if sent is None else [part.to(device) for part in sent]
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    dist.scatter(received, sent, src=0)
+    return received.cpu()
+
+
+def _buckets(steps: list[tuple[Target, list[Source]]]) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    filled_bytes = 0
+    for index, (target, _) in enumerate(steps):
+        if not buckets or filled_bytes + target.num_bytes > BUCKET_BYTES:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(index)
+        filled_bytes += target.num_bytes
+    return buckets
+
+
+def _place(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
+    starts, end = [], ALIGN_BYTES
+    for index in bucket:
+        starts.append(end)
+        end += aligned(math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize)
+    return starts, end
+
+
+def _view(buffer: torch.Tensor, start: int, target: Target, box: Box) -> torch.Tensor:
+    num_bytes = math.prod(box[1]) * target.dtype.itemsize
+    return buffer[start : start + num_bytes].view(target.dtype).view(box[1])
+
+
+def _read(bucket: list[int], steps: list, boxes: list[list[Box]], sent: list[torch.Tensor]) -> None:
+    places = [_place(bucket, steps, boxes[rank])[0] for rank in range(len(sent))]
+    for position, index in enumerate(bucket):
+        target, sources = steps[index]
+        check_ties(target, sources, [0] * len(target.shape), target.shape)
+        done: dict[tuple, torch.Tensor] = {}
+        for rank, part in enumerate(sent):
+            box = boxes[rank][index]
+            view = _view(part, places[rank][position], target, box)
+            key = (tuple(box[0]), tuple(box[1]))
+            if key in done:
+                view.copy_(done[key])  # a replica
+            else:
+                sources[0].read(box[0], view)
+                done[key] = view

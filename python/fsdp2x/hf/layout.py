@@ -1,0 +1,108 @@
+"""Where each tensor will lie in which safetensors file, before any byte of it is there.
+
+All ranks compute the same layout from names, shapes and dtypes, so that each can write its part at its place:
+
+    file | header bytes (8) | header (JSON, padded to 8) | tensors, widest elements first, without gaps
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fsdp2x.hf.files import DTYPES
+from fsdp2x.hf.names import TensorSpec
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file: its header with padding, its whole size, and the byte offset of each tensor in it."""
+
+    name: str
+    header: bytes
+    num_bytes: int
+    offsets: dict[str, int] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``place[name]`` is (index of the file, byte offset)."""
+
+    files: list[WeightFile]
+    place: dict[str, tuple[int, int]]
+    index: dict | None  # contents of the index file; None for a single file
+
+
+def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: str) -> Layout:
+    """Distributes tensors over files of at most ``max_shard_size`` bytes (or one larger tensor), in their order.
+
+    Raises:
+        ValueError: a size that is no size, two tensors of one name, a dtype that safetensors does not know.
+    """
+    limit = parse_size(max_shard_size)
+    names = [spec.name for spec in specs]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"fsdp2x.save_hf: several weights would be written as {', '.join(twice)}")
+    unknown = [f"{spec.name} ({spec.dtype})" for spec in specs if spec.dtype not in _NAMES]
+    if unknown:
+        raise ValueError(f"fsdp2x.save_hf: safetensors cannot hold {', '.join(unknown)}; pass dtype or params")
+    parts: list[list[TensorSpec]] = [[]]
+    filled_bytes = 0
+    for spec in specs:
+        if parts[-1] and filled_bytes + spec.num_bytes > limit:
+            parts.append([])
+            filled_bytes = 0
+        parts[-1].append(spec)
+        filled_bytes += spec.num_bytes
+    if len(parts) == 1:
+        files = [_file(f"{stem}.safetensors", parts[0])]
+        index = None
+    else:
+        files = [
+            _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, 1)
+        ]
+        total = {
+            "total_parameters": sum(spec.shape.numel() for spec in specs),
+            "total_size": sum(spec.num_bytes for spec in specs),
+        }
+        weight_map = {name: file.name for file in files for name in file.offsets}
+        index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
+    place = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}
+    return Layout(files, place, index)
+
+
+def _file(name: str, specs: list[TensorSpec]) -> WeightFile:
+    # Wide elements first: every tensor is aligned to its element size, as the library itself writes them.
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    header: dict = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for spec in ordered:
+        offsets[spec.name] = end
+        header[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.num_bytes],
+        }
+        end += spec.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return WeightFile(name, head, len(head) + end, {key: len(head) + offset for key, offset in offsets.items()})
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of 5000, "5GB" (10^9), "1.5 GiB" (2^30).
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(size).upper())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f'fsdp2x.save_hf: max_shard_size must be bytes or a size such as "5GB", got {size!r}')
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))

@@ -1,0 +1,250 @@
+"""``load_hf``: the weights of HuggingFace files into a model that is sharded already, or not at all.
+
+Every rank plans alike from names and shapes; then either each rank reads its own rows, or rank 0 reads and sends each
+rank its rows, a bucket of parameters at a time. Between two meetings of the ranks nothing is collective, so an error
+anywhere is raised everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
+from fsdp2x.hf.broadcast import send_from_rank_0
+from fsdp2x.hf.files import Checkpoint
+from fsdp2x.hf.initialise import check_buffers, initialise
+from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source
+from fsdp2x.hf.recipes import Recipes, make_recipes
+from fsdp2x.hf.sources import RemoteTensor, Source
+from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
+
+logger = logging.getLogger("fsdp2x")
+
+
+@dataclass
+class LoadReport:
+    """What ``load_hf`` did. Names and meaning of the first three are transformers'; ``read_bytes`` is of this rank."""
+
+    missing_keys: set[str] = field(default_factory=set)
+    unexpected_keys: set[str] = field(default_factory=set)
+    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    read_bytes: int = 0
+
+
+def load_hf(
+    model: nn.Module,
+    path: str | Path | Sequence[str | Path],
+    *,
+    mode: Literal["auto", "each", "broadcast"] = "auto",
+    strict: bool = False,
+    ignore_mismatched_sizes: bool = False,
+    progress: bool = True,
+) -> LoadReport:
+    """Fills ``model`` in place from safetensors or ``.bin`` files, each rank its own rows, cast on the way.
+
+    The model may be on the meta device, sharded there (``with torch.device("meta")``, ``fully_shard``, ``load_hf``):
+    its shards then get their memory here, once. Dtypes are the model's: a float32 model keeps float32 masters of
+    bfloat16 files. Renamed and fused weights are mapped by transformers' tables for the model's class. Weights that no
+    file holds are reported and initialised as the class does it, the same on all ranks; so are non-persistent buffers
+    on the meta device. All buffers are compared between ranks. The model's train or eval mode stays.
+
+    Collective over the default process group, with the same arguments on every rank.
+
+    Args:
+        model: a transformers model, a PEFT model around one, or any module whose state dict has the files' names.
+        path: a folder, a weight file, an index; or several of them, such as a base model and an adapter.
+        mode: ``"each"``: every rank reads its rows from the files. ``"broadcast"``: rank 0 reads and sends, for files
+            that only it sees. ``"auto"``: each, but broadcast for ``.bin``, of which no part can be read alone.
+        strict: missing and unexpected names are an error.
+        ignore_mismatched_sizes: initialise weights whose shape differs, instead of raising.
+        progress: a bar on rank 0, where tqdm is installed.
+
+    Raises:
+        CheckpointError: on every rank: files that are missing, damaged or do not fit; tied weights that differ in the
+            files; a weight that is neither in a file nor initialised by the model's class.
+        ValueError: an unknown mode.
+    """
+    if mode not in ("auto", "each", "broadcast"):
+        raise ValueError(f'fsdp2x.load_hf: mode must be "auto", "each" or "broadcast", got {mode!r}')
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    what = f"loading {', '.join(map(str, paths))}"
+    base, _ = hf_base(model)
+    quantized = getattr(getattr(base, "config", None), "quantization_config", None)
+    if quantized is not None:
+        raise NotImplementedError(
+            "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them with "
+            "transformers and shard the result"
+        )
+    targets = find_targets(model)
+    opened, mode, seed = _open(paths, mode, what)
+    try:
+        plan = together(lambda: _plan(model, base, targets, opened), what=what)
+        report = _report(base, plan, what, strict, ignore_mismatched_sizes)
+        bar = _Bar(sum(target.num_bytes for target, _ in plan.steps), progress)
+
+        def fill() -> None:
+            materialize(model, targets)
+            if mode == "each":
+                _read(plan.steps, bar)
+
+        together(fill, what=what)
+        if mode == "broadcast":
+            send_from_rank_0(plan.steps, bar, what)
+        bar.close()
+        together(lambda: initialise(model, targets, plan.missing, seed), what=what)
+        check_buffers(model)
+        loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
+        if any(not is_adapter(name) for name in loaded):
+            remember_source(base, plan.recipes.conversions, loaded, paths[0])
+        report.read_bytes = opened.read_bytes if isinstance(opened, Checkpoint) else 0
+        return report
+    finally:
+        if isinstance(opened, Checkpoint):
+            opened.close()
+
+
+class _Catalogue:
+    """What a rank without files knows of them."""
+
+    def __init__(self, described: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.tensors: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
+
+
+def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str, int]:
+    """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
+
+    Returns the files, the mode ("auto" decided), and rank 0's seed of the moment.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    opened: Checkpoint | None = None
+
+    def on_first() -> tuple[str, int, dict]:
+        nonlocal opened
+        opened = Checkpoint(paths)
+        chosen = mode
+        if mode == "auto":
+            chosen = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
+        described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
+        return chosen, torch.initial_seed(), described
+
+    try:
+        mode, seed, described = on_rank_0(on_first, what=what)
+        if mode == "broadcast":
+            return opened or _Catalogue(described), mode, seed
+
+        def on_each() -> None:
+            nonlocal opened
+            opened = opened or Checkpoint(paths)
+            if {name: (source.shape, source.dtype) for name, source in opened.tensors.items()} != described:
+                raise CheckpointError(
+                    f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
+                )
+
+        together(on_each, what=what)
+        return opened, mode, seed
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+
+
+@dataclass
+class _Plan:
+    recipes: Recipes
+    steps: list[tuple[Target, list[Source]]] = field(default_factory=list)  # several sources: tied weights stored apart
+    missing: list[Target] = field(default_factory=list)
+
+
+def _plan(model: nn.Module, base: nn.Module, targets: list[Target], opened: Checkpoint | _Catalogue) -> _Plan:
+    shapes = {name: target.shape for target in targets for name in target.names}
+    plan = _Plan(make_recipes(base, opened.tensors, shapes))
+    # An adapter alone goes into a model whose base has its weights, and the other way round.
+    holds_base = any(not is_adapter(name) for name in plan.recipes.sources)
+    holds_adapter = any(is_adapter(name) for name in plan.recipes.sources)
+    for target in targets:
+        sources = [plan.recipes.sources[name] for name in target.names if name in plan.recipes.sources]
+        if sources:
+            plan.steps.append((target, sources))
+        elif target.tensor.is_meta or (holds_adapter if is_adapter(target.names[0]) else holds_base):
+            plan.missing.append(target)
+    return plan
+
+
+def _report(base: nn.Module, plan: _Plan, what: str, strict: bool, ignore_mismatched_sizes: bool) -> LoadReport:
+    """Says what does not fit, on rank 0 and in transformers' form; raises alike on every rank."""
+    recipes = plan.recipes
+    mismatched = {(name, *shapes) for name, shapes in recipes.mismatched.items()}
+    missing = {target.names[0] for target in plan.missing} - set(recipes.mismatched)
+    report = LoadReport(missing, set(recipes.unexpected), mismatched)
+    if is_transformers(base):
+        report = _as_transformers(base, report, what)
+    if mismatched and not ignore_mismatched_sizes:
+        told = "; ".join(f"{name} has {there} in the files and {here} here" for name, there, here in sorted(mismatched))
+        raise CheckpointError(f"{what}: shapes differ: {told}; pass ignore_mismatched_sizes=True to initialise them")
+    if strict and (report.missing_keys or report.unexpected_keys):
+        raise CheckpointError(
+            f"{what}: missing: {sorted(report.missing_keys)}; "
+            f"unexpected: {sorted(report.unexpected_keys)} (strict=True)"
+        )
+    return report
+
+
+def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadReport:
+    from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
+    info = LoadStateDictInfo(
+        missing_keys=report.missing_keys,
+        unexpected_keys=report.unexpected_keys,
+        mismatched_keys=report.mismatched_keys,
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    with original_classes(base):
+        # The class knows names that may be missing, or left over from older versions.
+        base._adjust_missing_and_unexpected_keys(info)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
+    return LoadReport(info.missing_keys, info.unexpected_keys, info.mismatched_keys)
+
+
+@torch.no_grad()
+def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
+    for target, sources in steps:
+        box = target.box()
+        start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
+        check_ties(target, sources, start, shape)
+        if box is None:
+            target.fill_from_whole(sources[0].whole(target.dtype))
+        else:
+            sources[0].read(start, target.local)
+        bar.add(target.num_bytes)
+
+
+class _Bar:
+    """tqdm on rank 0; nothing elsewhere, or without tqdm."""
+
+    def __init__(self, total_bytes: int, wanted: bool) -> None:
+        self._bar = None
+        if wanted and (not dist.is_initialized() or dist.get_rank() == 0):
+            try:
+                from tqdm.auto import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, leave=False)
+
+    def add(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

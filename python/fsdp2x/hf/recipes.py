@@ -1,0 +1,149 @@
+"""Which tensors of the files make up which weights of a model, by transformers' own tables of renamings and fusions.
+
+Reads names and shapes only. What transformers fuses while loading is described by sources, so that a rank can read its
+rows of the fused weight; a conversion that is not made of stacking, joining, cutting and turning is run on whole
+tensors by transformers itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.hf.names import is_transformers, original_classes
+from fsdp2x.hf.sources import Computed, Joined, Piece, Source, Stacked, Turned
+
+
+@dataclass
+class Recipes:
+    """``sources``: by name of the weight in the model. Names of the report are as in transformers'."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # file, model
+    conversions: list | None = None  # those that were used, which saving undoes
+
+
+def make_recipes(base: nn.Module, stored: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]]) -> Recipes:
+    """Recipes for the weights named in ``shapes`` (names in ``base``, and PEFT's names of adapter weights)."""
+    recipes = Recipes()
+    found = _converted(base, stored, shapes, recipes) if is_transformers(base) else dict(stored)
+    for name, source in found.items():
+        if name not in shapes:
+            recipes.unexpected.add(name)
+        elif tuple(source.shape) != tuple(shapes[name]):
+            recipes.mismatched[name] = (tuple(source.shape), tuple(shapes[name]))
+        else:
+            recipes.sources[name] = source
+    return recipes
+
+
+def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Recipes) -> dict[str, Source]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    with original_classes(base):
+        conversions = get_model_conversion_mapping(base)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix = base.base_model_prefix
+    found: dict[str, Source] = {}
+    collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if name not in shapes and key in shapes:
+            # An original name that the table would have changed without need.
+            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+        if pattern is None:
+            found[name] = stored[key]
+        elif name in shapes:
+            collected.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, key))
+        else:
+            targets = by_pattern[pattern].target_patterns
+            recipes.unexpected.update(name.replace(targets[0], target) for target in targets)
+    for name, (converter, members) in collected.items():
+        found.update(_Conversion(base, name, converter, members, stored).outputs())
+    recipes.conversions = [one for one in conversions if one.was_used()]
+    return found
+
+
+class _Conversion:
+    """One converter applied to the tensors that make up one weight, or several."""
+
+    def __init__(self, model, name: str, converter, members: list[tuple[str, str]], stored: Mapping[str, Source]):
+        self._model, self._name, self._converter = model, name, converter
+        self._members, self._stored = members, stored
+        self._made: dict[str, torch.Tensor] = {}
+
+    def outputs(self) -> dict[str, Source]:
+        dtype = next(self._stored[key].dtype for _, key in self._members)
+        # On the meta device, for the names and shapes of the results; transformers decides both.
+        made = self._run(lambda key: torch.empty(self._stored[key].shape, dtype=dtype, device="meta"))
+        try:
+            described = self._describe()
+        except _NotDescribable:
+            described = []
+        if [source.shape for source in described] == [tuple(tensor.shape) for tensor in made.values()]:
+            return dict(zip(made, described, strict=True))
+        return {
+            name: Computed(tuple(tensor.shape), dtype, lambda name=name: self._take(name))
+            for name, tensor in made.items()
+        }
+
+    def _run(self, tensor_of) -> dict[str, torch.Tensor]:
+        fresh = copy.deepcopy(self._converter)
+        for pattern, key in self._members:
+            fresh.add_tensor(self._name, key, pattern, tensor_of(key))
+        made = fresh.convert(self._name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made = self._run(lambda key: self._stored[key].whole())
+        return self._made.pop(name)
+
+    def _describe(self) -> list[Source]:
+        """The results as sources, in the converter's order."""
+        from transformers import core_model_loading as loading
+
+        values: dict[str, list[Source]] = {}
+        for pattern, key in self._members:
+            values.setdefault(pattern, []).append(self._stored[key])
+        converter = self._converter
+        for op in converter.operations:
+            if type(op) is loading.MergeModulelist:
+                values = {pattern: [Stacked(sources, op.dim)] for pattern, sources in values.items()}
+            elif type(op) is loading.Concatenate:
+                order = [pattern for pattern in converter.source_patterns if pattern in values]
+                values = {"": [Joined([source for pattern in order for source in values[pattern]], op.dim)]}
+            elif type(op) is loading.Chunk:
+                source = _only(values)
+                num = len(op.get_target_patterns(converter.target_patterns, config=self._model.config))
+                size = source.shape[op.dim]
+                if size % num:
+                    raise _NotDescribable
+                part = size // num
+                values = {str(i): [Piece(source, op.dim, i * part, part)] for i in range(num)}
+            elif type(op) is loading.Transpose and not op.check_dims:
+                values = {"": [Turned(_only(values), op.dim0, op.dim1)]}
+            else:
+                raise _NotDescribable
+        if any(len(sources) > 1 for sources in values.values()):
+            raise _NotDescribable
+        return [sources[0] for sources in values.values()]
+
+
+class _NotDescribable(Exception):
+    """An operation needs whole tensors."""
+
+
+def _only(values: dict[str, list[Source]]) -> Source:
+    if len(values) != 1 or len(next(iter(values.values()))) != 1:
+        raise _NotDescribable
+    return next(iter(values.values()))[0]

@@ -1,0 +1,146 @@
+"""fsdp2x.export.stream: buckets of whole tensors, bit for bit, in the same order everywhere, under the files' names."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Stack, build, tiny_lora, tiny_vlm
+from reference import same, shard
+
+TRANSPORTS = ("shm", "process_group")
+
+
+def collect(model, **options):
+    """All tensors, cloned, by name; checks what every bucket promises."""
+    found = {}
+    limit = options.get("bucket_bytes", 64 << 20)
+    for index, bucket in enumerate(fsdp2x.export.stream(model, **options)):
+        assert bucket.index == index
+        for spec, (name, tensor) in zip(bucket.specs, bucket.items(), strict=True):
+            assert (spec.name, spec.shape, spec.dtype) == (name, tensor.shape, tensor.dtype)
+            assert name not in found and tensor.is_contiguous() and not tensor.requires_grad
+            found[name] = tensor.clone()
+        parts = {name.partition(".experts.")[0] for name in bucket.names}
+        assert bucket.num_bytes <= limit or len(parts) == 1, "only what cannot be split exceeds the limit"
+    return found
+
+
+def values(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(1, 2, 3, 4))
+def test_equals_the_unsharded_model(ctx, transport):
+    model = Stack()
+    model.blocks[0].bfloat16()
+    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
+    expected = values(model)
+    shard(ctx, model, STACK_UNITS, ignored_params={model.norm.weight})
+    for bucket_bytes in (100, 64 << 20):
+        got = collect(model, names="model", transport=transport, bucket_bytes=bucket_bytes)
+        assert list(got) == list(expected), "not in the order of named_parameters()"
+        same(got, expected)
+    cast = {name: value.to(torch.float16) if value.is_floating_point() else value for name, value in expected.items()}
+    same(collect(model, names="model", transport=transport, dtype=torch.float16), cast)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "vlm"])
+@distributed(world_sizes=(2, 3))
+def test_names_and_layout_of_the_files(ctx, name):
+    """What transformers itself would write, of tied, untied, fused and renamed weights."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = tiny_vlm() if name == "vlm" else build(name)
+    expected = revert_weight_conversion(model, values(model))
+    fused = [key for key in dict(model.named_parameters()) if "experts." in key]
+    fsdp2x.fully_shard(model)
+    got = collect(model, bucket_bytes=3000)
+    same(dict(sorted(got.items())), {key: value.contiguous() for key, value in sorted(expected.items())})
+    assert bool(fused) == (name in ("mixtral", "qwen3_moe")) and not set(fused) & set(got)
+    everywhere = [None] * ctx.world
+    dist.all_gather_object(everywhere, list(got))
+    assert all(names == everywhere[0] for names in everywhere)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(3,))
+def test_ranks_may_decline_to_receive(ctx, transport):
+    expected = values(Stack())
+    model = shard(ctx, Stack(), STACK_UNITS)
+    for receivers in ({0}, {1, 2}, set()):
+        options = {"names": "model", "bucket_bytes": 300, "transport": transport, "receive": ctx.rank in receivers}
+        buckets = []
+        got = {}
+        for bucket in fsdp2x.export.stream(model, **options):
+            assert (bucket.tensors is not None) == (ctx.rank in receivers)
+            buckets.append(bucket.names)
+            got.update((name, tensor.clone()) for name, tensor in bucket.items())
+        assert sum(buckets, []) == list(expected) and len(buckets) > 2
+        same(got, expected if ctx.rank in receivers else {})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(2,))
+def test_memory_is_used_again_and_writes_stay_with_their_rank(ctx, transport):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    expected = values(model)
+    shard(ctx, model)
+    places = []
+    for bucket in fsdp2x.export.stream(model, bucket_bytes=256, transport=transport):
+        ((name, tensor),) = bucket.items()
+        torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0)
+        places.append(tensor.data_ptr())
+        if ctx.rank == 0:
+            tensor.zero_()
+        dist.barrier()
+    num_slots = 2 if transport == "shm" else 1
+    assert len(set(places)) == num_slots and places[:num_slots] * (6 // num_slots) == places
+    same(collect(model, transport=transport), expected)
+
+
+@distributed(world_sizes=(4,))
+def test_two_axes_and_tensor_parallel_parameters(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected = values(Stack())
+    model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
+    for transport in TRANSPORTS:
+        same(collect(model, transport=transport, bucket_bytes=200), expected)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    expected = values(model)
+    parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    same(collect(shard(ctx, model, mesh=mesh["replicate"]), bucket_bytes=50), expected)
+
+
+@distributed(world_sizes=(2,))
+def test_adapter_weights_have_the_names_of_adapter_files(ctx):
+    from peft import get_peft_model_state_dict
+
+    model = tiny_lora()
+    adapter = get_peft_model_state_dict(model)
+    base = {key for key, _ in build("llama").named_parameters()}
+    fsdp2x.fully_shard(model)
+    got = collect(model, params=lambda name, param: "lora_" in name)
+    same(dict(sorted(got.items())), dict(sorted(adapter.items())))
+    assert set(collect(model)) == set(adapter) | base
+
+
+@distributed(world_sizes=(2,))
+def test_refusals(ctx):
+    model = shard(ctx, nn.Linear(4, 4))
+    with pytest.raises(ValueError, match='names must be "hf" or "model", got .x.'):
+        fsdp2x.export.stream(model, names="x")
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got -1"):
+        fsdp2x.export.stream(model, bucket_bytes=-1)
+    with pytest.raises(ValueError, match="transport must be one of"):
+        fsdp2x.export.stream(model, transport="carrier pigeon")
+    with torch.device("meta"):
+        meta = shard(ctx, nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="no values yet: \\['weight', 'bias'\\]"):
+        fsdp2x.export.stream(meta)

@@ -1,0 +1,215 @@
+"""fsdp2x.save_hf: from files to shards and back gives the same bytes; a failed save leaves nothing behind."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2x
+from fsdp2x.checkpoint.agree import CheckpointError
+from harness import distributed
+from models import Stack, build, tiny_lora, tiny_vlm
+from reference import same
+
+NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
+
+
+@contextlib.contextmanager
+def shared_folder(ctx):
+    made = [tempfile.mkdtemp(prefix="fsdp2x-save-") if ctx.rank == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    try:
+        yield Path(made[0])
+        dist.barrier()
+    finally:
+        if ctx.rank == 0:
+            shutil.rmtree(made[0])
+
+
+def write_source(ctx, folder, name, **options):
+    if ctx.rank == 0:
+        model = tiny_vlm() if name == "vlm" else build(name, **options)
+        model.save_pretrained(folder, max_shard_size="6KB")
+    dist.barrier()
+
+
+def tensors(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@distributed(world_sizes=(2,))
+def test_round_trip(ctx, name):
+    import transformers
+
+    with shared_folder(ctx) as folder:
+        for dtype in (torch.float32, torch.bfloat16) if name in ("qwen3", "qwen3_moe") else (torch.float32,):
+            source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
+            write_source(ctx, source, name, **({} if name == "vlm" else {"dtype": dtype}))
+            model = fsdp2x.from_pretrained(source, progress=False)
+            for writers, size in (("all", "6KB"), ("one", "5GB")):
+                assert fsdp2x.save_hf(model, out, writers=writers, max_shard_size=size, force=True) == out
+                same(tensors(out), tensors(source))
+                assert (out / "model.safetensors.index.json").exists() == (size == "6KB")
+                config = transformers.AutoConfig.from_pretrained(out)
+                cls = getattr(transformers, config.architectures[0])
+                again, info = cls.from_pretrained(out, output_loading_info=True)
+                assert not info["missing_keys"] and not info["unexpected_keys"] and again.dtype == dtype
+            names = {"config.json", "model.safetensors"} | ({"generation_config.json"} if again.can_generate() else set())
+            assert {file.name for file in out.iterdir()} == names
+
+
+@distributed(world_sizes=(1, 3))
+def test_models_that_were_never_in_files(ctx):
+    """Uneven and empty shards; names as transformers would write them; not sharded at all."""
+    with shared_folder(ctx) as folder:
+        write_source(ctx, folder / "source", "mixtral")
+        expected = tensors(folder / "source")
+        model = build("mixtral")
+        fsdp2x.save_hf(model, folder / "plain")
+        same(tensors(folder / "plain"), expected)
+        fsdp2x.fully_shard(model)
+        for writers in ("auto", "one"):
+            fsdp2x.save_hf(model, folder / writers, writers=writers)
+            same(tensors(folder / writers), expected)
+        fsdp2x.save_hf(fsdp2x.fully_shard(Stack()), folder / "stack")
+        same(tensors(folder / "stack"), dict(sorted((name, p.detach()) for name, p in Stack().named_parameters())))
+        fsdp2x.save_hf(model, folder / "half", dtype=torch.bfloat16)
+        same(tensors(folder / "half"), {name: tensor.bfloat16() for name, tensor in expected.items()})
+
+
+@distributed(world_sizes=(2,))
+def test_experts_that_were_fused_in_the_source_stay_fused(ctx):
+    with shared_folder(ctx) as folder:
+        if ctx.rank == 0:
+            build("qwen3_moe").save_pretrained(folder / "source", save_original_format=False)
+        dist.barrier()
+        expected = tensors(folder / "source")
+        assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+        model = fsdp2x.from_pretrained(folder / "source", progress=False)
+        same(dict(sorted(fsdp2x.full_tensors(model))), expected)
+        same(tensors(fsdp2x.save_hf(model, folder / "out")), expected)
+
+
+@distributed(world_sizes=(4,))
+def test_two_axes(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with shared_folder(ctx) as folder:
+        write_source(ctx, folder / "source", "qwen3")
+        model = fsdp2x.fully_shard(build("qwen3"), mesh=mesh)
+        with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as pwrite:
+            fsdp2x.save_hf(model, folder / "out")
+        assert pwrite.called == (ctx.rank < 2), "replicas write nothing"
+        same(tensors(folder / "out"), tensors(folder / "source"))
+
+
+@distributed(world_sizes=(2,))
+def test_dtype_of_the_source_by_default(ctx):
+    with shared_folder(ctx) as folder:
+        write_source(ctx, folder / "source", "qwen3_moe", dtype=torch.bfloat16)
+        masters = fsdp2x.from_pretrained(folder / "source", dtype=torch.float32, progress=False)
+        fsdp2x.save_hf(masters, folder / "same")
+        same(tensors(folder / "same"), tensors(folder / "source"))
+        fsdp2x.save_hf(masters, folder / "full", dtype=torch.float32)
+        same(
+            tensors(folder / "full"),
+            {name: tensor.float() for name, tensor in tensors(folder / "source").items()},
+        )
+        assert '"float32"' in (folder / "full" / "config.json").read_text()
+
+
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+@distributed(world_sizes=(2,))
+def test_adapters(ctx):
+    from peft import PeftModel
+
+    with shared_folder(ctx) as folder:
+        write_source(ctx, folder / "base", "llama")
+        model = tiny_lora()
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param)
+        if ctx.rank == 0:
+            model.save_pretrained(folder / "source")
+        dist.barrier()
+        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+        fsdp2x.fully_shard(model)
+        fsdp2x.save_hf(model, folder / "out")
+        same(tensors(folder / "out"), tensors(folder / "source"))
+        again = PeftModel.from_pretrained(build("llama"), folder / "out")
+        same({name: param.detach() for name, param in again.named_parameters()}, expected)
+        fsdp2x.save_hf(model, folder / "whole", weights="base")
+        same(tensors(folder / "whole"), tensors(folder / "base"))
+        write_source(ctx, folder / "experts", "qwen3_moe")
+        loaded = fsdp2x.from_pretrained(folder / "experts", prepare=with_adapter, progress=False)
+        fsdp2x.save_hf(loaded, folder / "adapter")
+        fsdp2x.load_hf(loaded, folder / "adapter", strict=True, progress=False)
+        fsdp2x.save_hf(loaded, folder / "again", weights="base")
+        same(tensors(folder / "again"), tensors(folder / "experts"))
+
+
+@distributed(world_sizes=(2,))
+def test_a_failed_save_leaves_nothing_behind(ctx):
+    def refuses(pattern):
+        return pytest.raises(CheckpointError, match=pattern)
+
+    with shared_folder(ctx) as folder:
+        model = fsdp2x.fully_shard(build("qwen3_moe"))
+        out = fsdp2x.save_hf(model, folder / "out")
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        dist.barrier()
+        with refuses("out: exists already; choose another folder"):
+            fsdp2x.save_hf(model, out)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        full = OSError(28, "No space left on device")
+        for writers, broken in (("all", 1), ("all", 0), ("one", 0)):
+            writes = [0]
+
+            def pwrite(fd, data, offset, real=os.pwrite, writes=writes, broken=broken):
+                writes[0] += 1
+                if ctx.rank == broken and writes[0] > 3:
+                    raise full
+                return real(fd, data, offset)
+
+            with mock.patch.object(os, "pwrite", pwrite), refuses("saving to .*out: rank . *.*No space left|No space"):
+                fsdp2x.save_hf(model, out, force=True, writers=writers)
+            assert [file.name for file in folder.iterdir()] == ["out"]
+            assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+            dist.barrier()
+        if ctx.rank == 0:
+            (folder / ".tmp-save-out").mkdir()
+            (folder / ".tmp-save-out" / "leftover").write_text("of a killed run")
+        fsdp2x.save_hf(model, out, force=True)
+        same({"head": tensors(out)["lm_head.weight"]}, {"head": 2 * build("qwen3_moe").lm_head.weight.detach()})
+        assert [file.name for file in folder.iterdir()] == ["out"] and not (out / "leftover").exists()
+        dist.barrier()
+        for options, message in (
+            ({"writers": "two"}, "writers must be one of auto, all, one, got 'two'"),
+            ({"weights": "x"}, "weights must be one of auto, base, adapter, got 'x'"),
+            ({"weights": "adapter"}, "is no PEFT model"),
+            ({"max_shard_size": "big"}, "max_shard_size must be bytes or a size"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                fsdp2x.save_hf(model, out, **options)
+        with torch.device("meta"):
+            model = build("qwen3")
+        with pytest.raises(RuntimeError, match="have no values yet"):
+            fsdp2x.save_hf(fsdp2x.fully_shard(model), folder / "meta")
