@@ -206,21 +206,19 @@ void GroupTransport::fill_gaps(Group& group) {
   for (size_t i = 0; i < flags.size(); ++i) {
     if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
   }
-  const at::Tensor flag_values = at::from_blob(flags.data(), {static_cast<int64_t>(flags.size())}, at::kFloat)
-                                     .to(at::TensorOptions().dtype(torch_dtype(type)).device(device_));
-  for (int rank = 0; rank < layout.world(); ++rank) {
-    const size_t start = static_cast<size_t>(rank) * segment;
-    for (size_t i = 0; i < flags.size(); ++i) {
-      const ParamPlace& place = layout.params()[i];
-      if (scratch.filled[i] || !place.shape.trainable) continue;
-      as_type(mine.reduction.memory, at::kByte, start + place.reduce_segment_offset,
-              static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(type))
-          .zero_();
-    }
-    as_type(mine.reduction.memory, torch_dtype(type), start + layout.reduce_segment_bytes(),
-            flags.size() * dtype_bytes(type))
-        .copy_(flag_values);
+  const auto element = static_cast<int64_t>(dtype_bytes(type));
+  const int64_t world = layout.world();
+  // One row per rank, so that the cost does not grow with their number by more than the bytes.
+  const at::Tensor rows =
+      as_type(mine.reduction.memory, torch_dtype(type), 0, segment * static_cast<size_t>(world)).view({world, -1});
+  for (size_t i = 0; i < flags.size(); ++i) {
+    const ParamPlace& place = layout.params()[i];
+    if (scratch.filled[i] || !place.shape.trainable) continue;
+    rows.narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel).zero_();
   }
+  const auto num_flags = static_cast<int64_t>(flags.size());
+  rows.narrow(1, static_cast<int64_t>(layout.reduce_segment_bytes()) / element, num_flags)
+      .copy_(at::from_blob(flags.data(), {num_flags}, at::kFloat));
 }
 
 void GroupTransport::begin_reduce(Group& group) {
