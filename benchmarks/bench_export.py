@@ -54,6 +54,18 @@ def streamed(model, transport: str, bucket_bytes: int):
     return step
 
 
+def rows_of(results: dict) -> list[list[str]]:
+    """The table: medians for the whole model, and how many times faster than ``full_tensor()`` each way is."""
+    rows = [["way", "parameters", "GB", "ms", "GB/s", "ratio"]]
+    sides = {name: result for name, result in results.items() if isinstance(result, dict)}
+    base = sides["full_tensor"]["step"]["median_ms"]
+    for name, result in sides.items():
+        took = result["step"]["median_ms"]
+        size = [str(results["parameters"]), f"{results['bytes'] / 1e9:.2f}"]
+        rows.append([name, *size, f"{took:.1f}", f"{results['bytes'] / took / 1e6:.2f}", f"{base / took:.2f}x"])
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
@@ -80,12 +92,8 @@ def main() -> int:
     samples = harness.alternate(steps, warmup=1, count=args.repeats)
     results = {name: sample.summary() for name, sample in samples.items()}
     if rank == 0:
-        rows = [["way", "ms", "GB/s", "ratio"]]
-        base = results["full_tensor"]["step"]["median_ms"]
-        for name, result in results.items():
-            took = result["step"]["median_ms"]
-            rows.append([name, f"{took:.1f}", f"{numbers['bytes'] / took / 1e6:.2f}", f"{base / took:.2f}x"])
-        print(f"{numbers['parameters']} parameters, {numbers['bytes'] / 1e9:.2f} GB\n{harness.table(rows)}", flush=True)
+        print(f"{numbers['parameters']} parameters, {numbers['bytes'] / 1e9:.2f} GB", flush=True)
+        print(harness.table(rows_of({**numbers, **results})), flush=True)
         if args.json is not None:
             harness.save(args.json, "export", {**numbers, **results})
     dist.destroy_process_group()

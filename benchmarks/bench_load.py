@@ -194,6 +194,18 @@ def run_samples(folder: Path, repeats: int, cold: bool, ways: list[str]) -> dict
     return found
 
 
+def rows_of(results: dict) -> list[list[str]]:
+    """The table: medians of each way, and how many times as long as the first (fsdp2x) it takes."""
+    rows = [["way", "files, MB", "cache", "ms", "times fsdp2x", "peak private, MB", "read, % of the files"]]
+    file_bytes = results["file_bytes"]
+    base = next(iter(results["ways"].values()))["seconds"]
+    for way, result in results["ways"].items():
+        numbers = [f"{1e3 * result['seconds']:.0f}", f"{result['seconds'] / base:.2f}x"]
+        numbers += [f"{result['peak_bytes'] / 1e6:.0f}", f"{100 * result['read_bytes'] / file_bytes:.0f}"]
+        rows.append([way, f"{file_bytes / 1e6:.0f}", results["cache"], *numbers])
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
@@ -213,25 +225,12 @@ def main() -> int:
         write_model(folder, args.hidden, args.layers)
         file_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         found = run_samples(folder, args.repeats, args.cold, args.ways)
-    rows = [["way", "ms", "fsdp2x is faster by", "peak private, MB", "read, % of the files"]]
-    results = {}
+    results = {"file_bytes": file_bytes, "cache": "cold" if args.cold else "warm", "ways": {}}
     for way, samples in found.items():
-        results[way] = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
-    base = results[args.ways[0]]["seconds"]
-    for way, result in results.items():
-        rows.append(
-            [
-                way,
-                f"{1e3 * result['seconds']:.0f}",
-                f"{result['seconds'] / base:.2f}x",
-                f"{result['peak_bytes'] / 1e6:.0f}",
-                f"{100 * result['read_bytes'] / file_bytes:.0f}",
-            ]
-        )
-    print(f"{file_bytes / 1e6:.0f} MB, {'cold' if args.cold else 'warm'} page cache\n{harness.table(rows)}", flush=True)
+        results["ways"][way] = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
+    print(harness.table(rows_of(results)), flush=True)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"benchmark": "load", "file_bytes": file_bytes, "results": results}) + "\n")
+        harness.save(args.json, "load", results)
     return 0
 
 

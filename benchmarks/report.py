@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bench_collectives
+import bench_export
 import bench_host
+import bench_load
 import bench_memory
 import bench_optimizer
 import bench_step
@@ -30,6 +32,8 @@ TITLES = {
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
+    "load": "From HuggingFace files to shards",
+    "export": "Whole tensors of a sharded model",
 }
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
@@ -37,6 +41,8 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "host": bench_host.rows_of,
     "collectives": bench_collectives.rows_of,
     "memory": bench_memory.rows_of,
+    "load": bench_load.rows_of,
+    "export": bench_export.rows_of,
 }
 
 
@@ -135,12 +141,29 @@ def plot_memory(axes, record: dict) -> None:
     axes.set_ylabel("MiB, peak, all ranks")
 
 
+def plot_ways(axes, record: dict) -> None:
+    """Seconds of each way to load or export, ours first."""
+    results = record["results"]
+    if record["benchmark"] == "load":
+        seconds = {way: result["seconds"] for way, result in results["ways"].items()}
+    else:
+        ways = {way: result for way, result in results.items() if isinstance(result, dict)}
+        seconds = {way: result["step"]["median_ms"] / 1e3 for way, result in ways.items()}
+    ours = ("fsdp2x", "shm", "process_group")
+    for place, (way, value) in enumerate(seconds.items()):
+        axes.bar([place], [value], 0.6, label=way, color=OURS if way.startswith(ours) else STOCK)
+    axes.set_xticks(range(len(seconds)), list(seconds), fontsize=7)
+    axes.set_ylabel("s")
+
+
 PLOTS = {
     "step": plot_pairs,
     "optimizer": plot_pairs,
     "host": plot_host,
     "collectives": plot_collectives,
     "memory": plot_memory,
+    "load": plot_ways,
+    "export": plot_ways,
 }
 
 

@@ -22,6 +22,8 @@ FULL = {
     "collectives_cpu_2ranks": ["bench_collectives.py"],
     "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],
     "memory_cpu_2ranks": ["bench_memory.py"],
+    "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
+    "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "24"],
 }
 QUICK = {
     "step_cpu_2ranks": ["bench_step.py", "--cases", "comm", "many", "--steps", "5"],
