@@ -27,7 +27,7 @@ from fsdp2x.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp2x.optim import clip_grad_norm_
+from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.rebind import rebind_optimizer
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "fully_shard",
     "install",
     "load_hf",
+    "local_optimizer",
     "memory_report",
     "optim",
     "rebind_optimizer",

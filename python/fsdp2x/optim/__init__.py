@@ -2,6 +2,7 @@
 
 from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.clip import clip_grad_norm_
+from fsdp2x.optim.local_optimizer import local_optimizer
 from fsdp2x.optim.sgd import SGD
 
-__all__ = ["SGD", "AdamW", "clip_grad_norm_"]
+__all__ = ["SGD", "AdamW", "clip_grad_norm_", "local_optimizer"]

@@ -1,0 +1,141 @@
+"""Any element-wise torch optimizer over the local shards, without DTensor dispatch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.local import local_tensor, refuse_sparse
+from fsdp2x.optim.sgd import SGD
+from fsdp2x.runtime import torch_private
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+# Their updates look at more than one element: rows and columns, the whole matrix, or all parameters together.
+_NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Makes ``optimizer`` step over the local shards of its DTensor parameters; returns the same object.
+
+        optimizer = fsdp2x.local_optimizer(torch.optim.NAdam(model.parameters(), lr=1e-3))
+
+    For optimizers whose update of an element depends on that element's gradient and state alone, of torch or of others:
+    such a step needs no collective, and DTensor's dispatch, most of the cost of a step over many small parameters, is
+    left out. Parameter groups, schedulers, step hooks, ``state_dict`` (DTensors, as torch's; DCP works) and closures
+    stay as they were; ``step`` computes bit for bit what it did. Parameters that are not DTensors are stepped as
+    before. ``fsdp2x.optim.AdamW`` and ``SGD`` do this already, in one call, and are returned unchanged.
+
+    Raises:
+        NotImplementedError: an optimizer of torch that is not element-wise (Adafactor, LBFGS, Muon, SparseAdam); in
+            ``step``, a state that is neither a scalar nor of its parameter's shape.
+        TypeError: not a ``torch.optim.Optimizer``.
+        ValueError: in ``step``, a gradient or a state that is cut otherwise than its parameter.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"fsdp2x.local_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, (_LocalStep, AdamW, SGD)):
+        return optimizer
+    kind = type(optimizer)
+    for name in _NOT_ELEMENT_WISE:
+        if isinstance(optimizer, getattr(torch.optim, name, ())):
+            raise NotImplementedError(
+                f"fsdp2x.local_optimizer: torch.optim.{name} is not element-wise, a step over shards would compute "
+                "something else; use it as it is"
+            )
+    step = kind.step
+    # Step hooks belong around ours, where parameter groups hold the parameters, so torch's wrapper is taken off here
+    # and put on again around the new class's step.
+    whole_step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, kind), {"_whole_step": whole_step})
+    optimizer.__class__.step = _LocalStep.step_locally
+    optimizer._patch_step_function()
+    return optimizer
+
+
+class _LocalStep:
+    """The step of a class made by ``local_optimizer``. Nothing is remembered between steps."""
+
+    @torch.no_grad()
+    def step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
+        state: defaultdict[Tensor, dict] = defaultdict(dict)
+        stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]
+        try:
+            self.state = state
+            for group, params in zip(self.param_groups, stand_ins, strict=True):
+                group["params"] = params
+            self._whole_step()
+        finally:
+            self.state = whole_state
+            for group, params in zip(self.param_groups, whole_params, strict=True):
+                group["params"] = params
+        for params, locals_ in zip(whole_params, stand_ins, strict=True):
+            for param, local in zip(params, locals_, strict=True):
+                if local is not param:
+                    local.grad = None
+                if local in state:
+                    _take_over(self, param, local, whole_state[param], state[local])
+        return loss
+
+
+def _stand_in(param: Tensor, whole_state: dict, state: dict) -> Tensor:
+    """The tensor that is stepped for ``param``, with its gradient and state."""
+    if not isinstance(param, DTensor):
+        if param in whole_state:
+            state[param] = whole_state[param]
+        return param
+    local = local_tensor(param)
+    grad = param.grad
+    if grad is not None:
+        refuse_sparse("local_optimizer", grad)
+    local.grad = _cut_alike(param, grad, "gradient")
+    if param in whole_state:
+        state[local] = {name: _cut_alike(param, value, name) for name, value in whole_state[param].items()}
+    return local
+
+
+def _cut_alike(param: DTensor, value: Any, name: str) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    if value.device_mesh != param.device_mesh or value.placements != param.placements:
+        raise ValueError(
+            f"fsdp2x.local_optimizer: the {name} of a parameter of shape {tuple(param.shape)} has placements "
+            f"{value.placements}, its parameter {param.placements}; redistribute it, or use the optimizer as it is"
+        )
+    return local_tensor(value)
+
+
+def _take_over(optimizer: torch.optim.Optimizer, param: Tensor, local: Tensor, whole: dict, state: dict) -> None:
+    """Brings what a step put into the state of ``local`` into the state of ``param``, as DTensors."""
+    if local is param:
+        if whole is not state:
+            whole.update(state)
+        return
+    for name in [name for name in whole if name not in state]:
+        del whole[name]
+    for name, value in state.items():
+        known = whole.get(name)
+        if isinstance(known, DTensor) and torch_private.local_tensor(known) is value:
+            continue
+        if isinstance(value, Tensor) and value.ndim > 0:
+            if value.shape != local.shape:
+                raise NotImplementedError(
+                    f"fsdp2x.local_optimizer: {type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} "
+                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use the optimizer as "
+                    "it is"
+                )
+            value = DTensor.from_local(
+                value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
+        whole[name] = value
