@@ -103,10 +103,14 @@ def why_not_shared(group: dist.ProcessGroup) -> tuple[str | None, dict | None, b
 
 
 def _host_identity() -> str:
-    """Equal for processes that can hand each other file descriptors: same boot, same network namespace."""
+    """Equal for processes that can hand each other file descriptors: same boot, same network namespace.
+
+    FSDP2X_HOST, any name, tells ranks apart that are not to share memory although they could: containers with memory
+    limits of their own, NUMA nodes, or a test that plays several hosts.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{os.environ.get('FSDP2X_HOST', '')}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
