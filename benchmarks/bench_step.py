@@ -1,12 +1,13 @@
 """One training step (forward, backward, AdamW, zero_grad) of fsdp2x against FSDP2 and DDP, alternating in one run.
 
-    python benchmarks/bench_step.py [--cases comm many compute] [--steps 15] [--transport auto] [--json FILE]
+    python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--transport auto] [--json FILE]
 
 Starts its own 2 ranks. All models have the same weights and inputs, the sharded ones the same units (fsdp2x's plan),
 and every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with ``torch.optim.AdamW``, the
 others with the latter. DDP does not shard: it is the speed that sharding is said to cost.
 Cases: ``comm`` (Qwen3, hidden 512, 12 layers, 16 tokens), ``many`` (hidden 64, 48 layers, 8 tokens), ``compute``
-(hidden 512, 12 layers, 512 tokens). fp32, one thread a rank.
+(hidden 512, 12 layers, 512 tokens), ``moe`` (Qwen3-MoE, 8 experts of which 2 are used), ``lora`` (rank 8 on the
+attention of ``comm``, the rest frozen). fp32, one thread a rank.
 """
 
 from __future__ import annotations
@@ -33,31 +34,42 @@ class Case:
     layers: int
     tokens: int
     intermediate: int
+    kind: str = "dense"
 
 
 CASES = {
     "comm": Case(hidden=512, layers=12, tokens=16, intermediate=1536),
     "many": Case(hidden=64, layers=48, tokens=8, intermediate=176),
     "compute": Case(hidden=512, layers=12, tokens=512, intermediate=1536),
+    "moe": Case(hidden=256, layers=8, tokens=32, intermediate=512, kind="moe"),
+    "lora": Case(hidden=512, layers=12, tokens=16, intermediate=1536, kind="lora"),
 }
 
 
 def build_model(case: Case) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=case.hidden,
-        intermediate_size=case.intermediate,
-        num_hidden_layers=case.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=case.hidden // 8,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.intermediate,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": case.hidden // 8,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config)
+    if case.kind == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": case.intermediate // 2}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    if case.kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    return model
 
 
 def shard_stock(model: nn.Module) -> nn.Module:
