@@ -51,9 +51,9 @@ Root& Group::root() const { return *unit->root; }
 
 void Group::begin_gather() {
   ++root().counters.gathers;
+  call(calls.gather_slowly);  // before the pool is read: it refreshes aliases
   gathered_from_ = holds_post_forward_ ? post_forward.get() : this;
   gathered_from_->transport->begin_gather(*gathered_from_);
-  call(calls.gather_slowly);  // after the segment, with which it may have travelled
 }
 
 void Group::finish_gather() {

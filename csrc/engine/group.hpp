@@ -28,7 +28,7 @@ struct GroupCalls {
   PyRef all_reduce_hook;  // (tensor): the user's, on the reduced rows
   PyRef all_gather;       // instead of the transport's, with the same arguments; process group only
   PyRef reduce_scatter;   // likewise
-  PyRef gather_slowly;    // (): starts the all-gathers of extensions, unless all_gather took them along
+  PyRef gather_slowly;    // (): refreshes aliases; starts the gathers of extensions unless all_gather will
   PyRef finish_slowly;    // (): fills their unsharded parameters
   PyRef free_slowly;      // ()
 };

@@ -43,7 +43,6 @@ class _SlowGathers:
     def __init__(self, group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
         self._group = weakref.ref(group)
         self._mp_policy = mp_policy
-        self._begun = False
         self._work: Any = None
 
     def _extended(self):
@@ -57,7 +56,6 @@ class _SlowGathers:
             pairs += param.extension.begin(local, param.owners[0][0], self._mp_policy)
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
-        self._begun = True
 
     @torch.no_grad()
     def all_gather(self, gather: Gather, output: torch.Tensor, source: torch.Tensor) -> Any:
@@ -67,13 +65,15 @@ class _SlowGathers:
 
     @torch.no_grad()
     def begin(self) -> bool:
-        self._group().refresh_aliases()
-        if not self._begun:
-            self._begin(functools.partial(all_gather, self._group().ranks.group), [])
+        """Before the engine reads its pool."""
+        group = self._group()
+        group.refresh_aliases()
+        engine = group.engine
+        if not (engine.transport_name == "process_group" and group.ranks.world > 1 and engine.slot_bytes > 0):
+            self._begin(functools.partial(all_gather, group.ranks.group), [])
         return True
 
     def _wait(self) -> None:
-        self._begun = False
         if self._work is not None and hasattr(self._work, "wait"):
             self._work.wait()
         self._work = None
