@@ -17,23 +17,14 @@ import torch
 import torch.distributed as dist
 
 import harness
+from bench_step import qwen3_sizes
 
 
 def build_model(hidden: int, layers: int) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=hidden // 8,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(Qwen3Config(**qwen3_sizes(hidden, layers, 3 * hidden, vocab=4096)))
 
 
 def stock(model):

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import harness
+from bench_step import qwen3_sizes, shard_stock
 
 WAYS = ("fsdp2x", "fsdp2x broadcast", "every rank", "rank 0 broadcast", "accelerate")
 
@@ -40,25 +41,9 @@ WAYS = ("fsdp2x", "fsdp2x broadcast", "every rank", "rank 0 broadcast", "acceler
 def write_model(folder: Path, hidden: int, layers: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=hidden // 8,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    config = Qwen3Config(**qwen3_sizes(hidden, layers, 3 * hidden, vocab=8192), dtype="bfloat16")
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="500MB")
-
-
-def shard_stock(model):
-    from bench_step import shard_stock as shard
-
-    return shard(model)
 
 
 def load(way: str, folder: str):

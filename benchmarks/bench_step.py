@@ -46,20 +46,25 @@ CASES = {
 }
 
 
-def build_model(case: Case) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": case.hidden,
-        "intermediate_size": case.intermediate,
-        "num_hidden_layers": case.layers,
+def qwen3_sizes(hidden: int, layers: int, intermediate: int, vocab: int) -> dict[str, object]:
+    """Arguments of the configs of all benchmarks' models."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": case.hidden // 8,
+        "head_dim": hidden // 8,
         "tie_word_embeddings": False,
         "use_cache": False,
     }
+
+
+def build_model(case: Case) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = qwen3_sizes(case.hidden, case.layers, case.intermediate, vocab=512)
     torch.manual_seed(0)
     if case.kind == "moe":
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": case.intermediate // 2}

@@ -119,6 +119,18 @@ class Stack(nn.Module):
 STACK_UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 
+class Twice(nn.Module):
+    """One unit runs twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.other = Mlp(), Mlp()
+
+    def forward(self, x):
+        return self.block(self.other(self.block(x)))
+
+
 def inputs(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> torch.Tensor:
     """Another input for each rank and step."""
     generator = torch.Generator().manual_seed(100 * step + rank + 1)

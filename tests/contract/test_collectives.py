@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
-from models import STACK_UNITS, Mlp, Stack, inputs
+from models import STACK_UNITS, Stack, Twice, inputs
 from reference import full, same, shard, shard_stock
 
 KINDS = {
@@ -141,18 +141,6 @@ class Checkpointed(Stack):
 def test_checkpoints_outside_the_units(ctx, reentrant):
     ours, stock = both(ctx, lambda: Checkpointed(reentrant), STACK_UNITS, lambda model: counts_of(ctx, model))
     assert ours == stock
-
-
-class Twice(nn.Module):
-    """One unit runs twice in a forward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.block, self.other = Mlp(), Mlp()
-
-    def forward(self, x):
-        return self.block(self.other(self.block(x)))
 
 
 @distributed(world_sizes=(2,))

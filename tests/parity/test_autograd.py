@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
-from models import STACK_UNITS, Mlp, Stack, inputs
+from models import STACK_UNITS, Mlp, Stack, Twice, inputs
 from reference import (
     TORCH_MINOR,
     both_transports,
@@ -86,16 +86,6 @@ def test_checkpoint_around_several_units(ctx, reentrant, reshard):
             return x
 
     parity(ctx, Whole(), lambda m: steps(ctx, m), STACK_UNITS, reshard_after_forward=reshard)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.block, self.other = Mlp(), Mlp()
-
-    def forward(self, x):
-        return self.block(self.other(self.block(x)))
 
 
 @distributed(world_sizes=(2, 3))

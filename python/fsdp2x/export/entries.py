@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2x.runtime.native import _C
+
 ALIGN_BYTES = 64
 
 
@@ -50,10 +52,8 @@ class Entry:
 
     def rows(self, rank: int, world: int) -> tuple[int, int]:
         """First row and number of rows of ``rank``: chunks of ceil(d/W), the last short or empty."""
-        size = self.param.shape[self.shard_dim]
-        chunk = -(-size // world)
-        begin = min(rank * chunk, size)
-        return begin, min(size - begin, chunk)
+        begin, end = _C.shard_rows(self.param.shape[self.shard_dim], world, rank)
+        return begin, end - begin
 
     def shape(self, num_rows: int) -> list[int]:
         return [num_rows if dim == self.shard_dim else size for dim, size in enumerate(self.param.shape)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from fsdp2x.optim.local import local_tensors, number, refuse_sparse, refuse_unsupported
+from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
 from fsdp2x.runtime.native import _C
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -90,14 +90,10 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         left_over = _C.adamw_step([_settings(group) for group in self.param_groups], self.state, self._make_state)
-        for index in sorted({group for group, _ in left_over}):
-            group = self.param_groups[index]
-            self._step_by_torch(group, [group["params"][i] for g, i in left_over if g == index])
+        for group, params in by_group(self.param_groups, left_over):
+            self._step_by_torch(group, params)
         return loss
 
     def _moments_dtype_of(self, param: Tensor) -> torch.dtype:

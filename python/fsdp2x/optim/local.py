@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,6 +21,20 @@ def refuse_unsupported(name: str, settings: dict) -> None:
             raise NotImplementedError(
                 f"fsdp2x.optim.{name}: {key}=True is not supported; pass {key}=False, or use torch.optim.{name}"
             )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, run with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def by_group(groups: list[dict], left_over: list[tuple[int, int]]) -> Iterator[tuple[dict, list[Tensor]]]:
+    """Each group with its parameters among ``left_over``, the (group, index) that a step of the engine left as is."""
+    for index in sorted({group for group, _ in left_over}):
+        yield groups[index], [groups[index]["params"][i] for group, i in left_over if group == index]
 
 
 def number(value: float | Tensor) -> float:

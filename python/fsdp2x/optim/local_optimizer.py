@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.optim.adamw import AdamW
-from fsdp2x.optim.local import local_tensor, refuse_sparse
+from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
 from fsdp2x.optim.sgd import SGD
 from fsdp2x.runtime import torch_private
 
@@ -64,10 +64,7 @@ class _LocalStep:
 
     @torch.no_grad()
     def step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
         state: defaultdict[Tensor, dict] = defaultdict(dict)
         stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
-from fsdp2x.runtime.transport import all_gather
+from fsdp2x.runtime.transport import all_gather, wait
 
 
 def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -74,8 +74,7 @@ class _SlowGathers:
         return True
 
     def _wait(self) -> None:
-        if self._work is not None and hasattr(self._work, "wait"):
-            self._work.wait()
+        wait(self._work)
         self._work = None
 
     def finish(self) -> bool:
@@ -137,7 +136,7 @@ def _custom_gather(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, so
     mine = theirs.narrow(0, group.rank() * source.numel(), source.numel())
     mine.copy_(source)
     work = comm(output_tensor=theirs, input_tensor=mine, group=group, async_op=False)
-    _finish(work)
+    wait(work)
     output.copy_(theirs)
     return None
 
@@ -148,11 +147,6 @@ def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, s
     theirs_out = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     work = comm(output_tensor=theirs_out, input_tensor=theirs_in, group=group, op=op, async_op=False)
-    _finish(work)
+    wait(work)
     output.copy_(theirs_out)
     return None
-
-
-def _finish(work: Any) -> None:
-    if work is not None and hasattr(work, "wait"):
-        work.wait()

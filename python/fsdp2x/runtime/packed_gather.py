@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fsdp2x.runtime.transport import wait
+
 # Inputs of other dtypes travel as bytes, each from a multiple of this on.
 _ALIGN_BYTES = 16
 
@@ -46,9 +48,7 @@ class _Unpack:
 
     def wait(self) -> bool:
         if self._columns:
-            # Synchronous collectives return nothing to wait for.
-            if self._work is not None and hasattr(self._work, "wait"):
-                self._work.wait()
+            wait(self._work)
             for start, (output, source) in zip(self._starts, self._columns, strict=True):
                 rows = self._staging[:, start : start + source.numel()]
                 output.view(self._staging.shape[0], source.numel()).copy_(rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 # Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
-REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+_REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 # Dtypes of gradients that the engine can sum.
 REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -44,7 +44,7 @@ def layout_shapes(
         NotImplementedError: a parameter that cannot be cast to ``param_dtype``.
     """
     params = list(params)
-    reduce = param_dtype if reduce_dtype is None and REDUCES_IN_PARAM_DTYPE else reduce_dtype
+    reduce = param_dtype if reduce_dtype is None and _REDUCES_IN_PARAM_DTYPE else reduce_dtype
     if reduce is None:
         for param in params:
             if param.dtype in REDUCIBLE:

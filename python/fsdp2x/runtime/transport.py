@@ -71,7 +71,7 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
     return _C.group_transport(
         functools.partial(all_gather, ranks.group),
         functools.partial(_reduce_scatter, ranks.group),
-        _wait,
+        wait,
         ranks.device,
     )
 
@@ -126,7 +126,8 @@ def _reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torc
     return scatter(output, source, op=op, group=group, async_op=True)
 
 
-def _wait(work) -> bool:
+def wait(work) -> bool:
+    """Waits for what a collective returned."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.
     if work is not None and hasattr(work, "wait"):
         work.wait()
