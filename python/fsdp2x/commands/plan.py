@@ -1,0 +1,72 @@
+"""`fsdp2x plan`: the memory of a run, foretold."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from fsdp2x.commands.mistakes import mistake
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="foretell the memory of a run",
+        description=(
+            "Units, padding, bytes at rest and at the peak of a step on rank 0, and bytes sent in a step, for a model "
+            "that is built without weights. Activations come on top. Exit status 1: it does not fit --memory."
+        ),
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
+    command.add_argument("--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--replicas", type=int, default=1, metavar="R", help="copies of the shards (HSDP); divides N")
+    command.add_argument("--dtype", choices=dtypes, help="of the parameters; default the config's")
+    command.add_argument("--param-dtype", "--param_dtype", choices=dtypes, help="of computation; default --dtype")
+    command.add_argument("--reduce-dtype", "--reduce_dtype", choices=dtypes, help="in which gradients are summed")
+    command.add_argument(
+        "--reshard-after-forward",
+        "--reshard_after_forward",
+        type=_bool_or_int,
+        metavar="true|false|M",
+        help="free parameters after forward, or keep them sharded over M ranks; default: all but the last unit",
+    )
+    command.add_argument(
+        "--auto-wrap",
+        "--auto_wrap",
+        type=_auto_wrap,
+        metavar="false|CLASS,..",
+        help="modules that form units; default: the model's own plan",
+    )
+    command.add_argument(
+        "--transport", choices=("process_group", "shm"), help="shm: all ranks of a group on one host share memory"
+    )
+    command.add_argument("--optimizer", choices=("adamw", "sgd", "sgd_momentum", "none"))
+    command.add_argument("--memory", metavar="SIZE", help="memory of one rank, such as 80GiB: says whether it fits")
+    command.add_argument("--json", action="store_true", help="everything as one JSON object")
+    command.set_defaults(run=_plan)
+
+
+def _bool_or_int(text: str) -> bool | int:
+    return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
+
+
+def _auto_wrap(text: str) -> bool | list[str]:
+    return False if text == "false" else text.split(",")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from fsdp2x.memory.plan import PlanError, Request, make_plan, parse_bytes
+    from fsdp2x.train import ConfigError
+
+    names = {field.name for field in dataclasses.fields(Request)}
+    try:
+        memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
+        options = {name: value for name, value in vars(args).items() if name in names}
+        plan = make_plan(Request(**options, memory_bytes=memory_bytes))
+    except (ConfigError, PlanError) as error:
+        return mistake(error)
+    print(json.dumps(plan.to_dict(), indent=1) if args.json else plan)
+    return 1 if plan.fits is False else 0

@@ -1,0 +1,35 @@
+"""`fsdp2x train`: a training run from a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp2x.commands.mistakes import mistake
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a model",
+        description="Train as a YAML file says; under torchrun on all its ranks, else in this process alone.",
+    )
+    command.add_argument("config", metavar="CONFIG.yaml")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: train.steps=100"
+    )
+    command.add_argument(
+        "--resume_from", "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
+    )
+    command.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from fsdp2x.checkpoint import CheckpointError
+    from fsdp2x.train import ConfigError, load_config, train
+
+    try:
+        config = load_config(args.config, args.overrides, resume_from=args.resume_from)
+        train(config)
+    except (ConfigError, CheckpointError) as error:
+        return mistake(error)
+    return 0
