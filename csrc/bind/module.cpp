@@ -244,6 +244,7 @@ void bind_unit(py::module_& m) {
       .def_readwrite("requires_all_reduce", &UnitOptions::requires_all_reduce)
       .def_readwrite("reduce_unused_params", &UnitOptions::reduce_unused_params)
       .def_readwrite("unshard_in_backward", &UnitOptions::unshard_in_backward)
+      .def_readwrite("keep_unsharded_storage", &UnitOptions::keep_unsharded_storage)
       .def_readwrite("cast_forward_inputs", &UnitOptions::cast_forward_inputs)
       .def_readwrite("param_dtype", &UnitOptions::param_dtype)
       .def_readwrite("output_dtype", &UnitOptions::output_dtype)

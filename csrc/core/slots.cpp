@@ -37,7 +37,7 @@ Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
   return best->slot;
 }
 
-void SlotLedger::release(int id) {
+SlotLedger::Entry& SlotLedger::owned_entry(int id) {
   if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
     throw Error("slot ledger: slot " + std::to_string(id) + " does not exist, there are " +
                 std::to_string(slots_.size()) + "; owned now: " + owners());
@@ -47,6 +47,17 @@ void SlotLedger::release(int id) {
     throw Error("slot ledger: slot " + std::to_string(id) + " was released twice, its last owner was '" + entry.owner +
                 "'; owned now: " + owners());
   }
+  return entry;
+}
+
+Slot SlotLedger::reuse(int id) {
+  Entry& entry = owned_entry(id);
+  ++entry.slot.num_uses;
+  return entry.slot;
+}
+
+void SlotLedger::release(int id) {
+  Entry& entry = owned_entry(id);
   entry.owned = false;
   owned_bytes_ -= entry.slot.bytes;
 }

@@ -24,6 +24,8 @@ class SlotLedger {
   // The free slot with the smallest capacity that fits `bytes` and is not more than twice as large, the lowest id among
   // equals; otherwise a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
   Slot acquire(size_t bytes, const std::string& owner);
+  // Another use of a slot by its owner, who never gave it back. Throws when the slot is not owned.
+  Slot reuse(int id);
   // Throws when the slot is not owned.
   void release(int id);
 
@@ -42,6 +44,8 @@ class SlotLedger {
     std::string owner;
     bool owned = false;
   };
+  Entry& owned_entry(int id);
+
   size_t page_bytes_;
   std::vector<Entry> slots_;
   size_t arena_bytes_ = 0;

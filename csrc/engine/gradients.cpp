@@ -32,6 +32,7 @@ at::Tensor BlockPool::take(size_t bytes) {
 }
 
 void BlockPool::give_back(at::Tensor block) {
+  if (!keeps_) return;
   const size_t bytes = block.nbytes();
   free_.emplace(bytes, std::move(block));
 }

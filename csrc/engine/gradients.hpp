@@ -13,17 +13,19 @@
 
 namespace fsdp2x {
 
-// Free blocks of all units of one root, by size. Blocks are kept for the next step.
+// Free blocks of all units of one root, by size, kept for the next step unless a transport keeps nothing either.
 class BlockPool {
  public:
   explicit BlockPool(at::Device device) : device_(device) {}
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor block);
   void clear() { free_.clear(); }
+  void keep_nothing() { keeps_ = false; }
   size_t num_allocations() const { return num_allocations_; }
 
  private:
   at::Device device_;
+  bool keeps_ = true;
   std::multimap<size_t, at::Tensor> free_;
   size_t num_allocations_ = 0;
 };

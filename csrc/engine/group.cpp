@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/error.hpp"
@@ -88,6 +89,23 @@ void Group::free() {
   }
   holds_post_forward_ = false;
   release_slot();
+}
+
+const Slot& Group::open_slot(SlotLedger& ledger) {
+  gather.slot = gather.kept.id >= 0 ? ledger.reuse(gather.kept.id)
+                                    : ledger.acquire(std::max<size_t>(layout.slot_bytes(), 1), name);
+  return gather.slot;
+}
+
+bool Group::close_slot(SlotLedger& ledger) {
+  const Slot slot = gather.slot;
+  gather = GatherSlot();
+  if (options().keep_unsharded_storage) {
+    gather.kept = slot;
+    return false;
+  }
+  ledger.release(slot.id);
+  return true;
 }
 
 void Group::release_slot() {

@@ -47,6 +47,10 @@ class Group {
   void free_after_forward();
   void drop_post_forward();
   void cancel_gather();
+  // For transports: a slot of `ledger` for the next gather, the kept one if there is one; and the end of its use, true
+  // when it went back to the ledger.
+  const Slot& open_slot(SlotLedger& ledger);
+  bool close_slot(SlotLedger& ledger);
   // `group` has the layout of the smaller world in the compute dtype, a pool and a transport, and no parameters;
   // `sharded` are the parameters to register meanwhile, over its pool.
   void set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded);

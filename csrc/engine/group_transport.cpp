@@ -38,7 +38,7 @@ bool is_local(const Group& group) { return group.layout.world() == 1 || group.la
 }  // namespace
 
 GroupTransport::GroupTransport(Collectives collectives, at::Device device)
-    : collectives_(std::move(collectives)), device_(device), gather_ledger_(kAlignBytes) {}
+    : collectives_(std::move(collectives)), device_(device), frugal_(device.is_cpu()), gather_ledger_(kAlignBytes) {}
 
 GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return groups_[group.index]; }
 
@@ -58,13 +58,20 @@ at::Tensor GroupTransport::take(size_t bytes) {
     return memory;
   }
   ++num_allocations_;
-  const auto rounded = static_cast<int64_t>(size_class(bytes));
-  return at::empty({rounded}, at::TensorOptions().dtype(at::kByte).device(device_));
+  const size_t rounded = frugal_ ? bytes : size_class(bytes);
+  memory_bytes_ += rounded;
+  peak_memory_bytes_ = std::max(peak_memory_bytes_, memory_bytes_);
+  return at::empty({static_cast<int64_t>(rounded)}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
 void GroupTransport::give_back(at::Tensor& memory) {
   if (!memory.defined()) return;
   const size_t bytes = memory.nbytes();
+  if (frugal_) {
+    memory_bytes_ -= bytes;
+    memory = at::Tensor();
+    return;
+  }
   free_.emplace(bytes, std::exchange(memory, at::Tensor()));
 }
 
@@ -81,10 +88,9 @@ at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type
 }
 
 void GroupTransport::open_slot(Group& group) {
-  group.gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
-  const auto id = static_cast<size_t>(group.gather.slot.id);
+  const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
   if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
-  slot_memory_[id] = take(group.gather.slot.bytes);
+  if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather.slot.bytes);
   group.gather.write = group.gather.read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
@@ -129,11 +135,8 @@ void GroupTransport::release_gather(Group& group) {
   PerGroup& mine = per_group(group);
   wait(mine.gather);
   give_back(mine.gather.memory);
-  if (const int id = group.gather.slot.id; id >= 0) {
-    gather_ledger_.release(id);
-    give_back(slot_memory_[static_cast<size_t>(id)]);
-  }
-  group.gather = GatherSlot();
+  const int id = group.gather.slot.id;
+  if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
 }
 
 GroupTransport::ReducePlan& GroupTransport::plan_of(Group& group) {
@@ -158,6 +161,9 @@ std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) { return
 
 void GroupTransport::open_scratch(Group& group) {
   group.root().finish_pending();  // its staging serves this unit, too
+  if (frugal_) {
+    for (auto& [index, other] : groups_) wait(other.gather);
+  }
   PerGroup& mine = per_group(group);
   mine.plan = &plan_of(group);
   mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
@@ -283,7 +289,7 @@ TransportStats GroupTransport::stats() const {
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
-  for (const auto& [bytes, memory] : free_) stats.scratch_bytes += bytes;
+  stats.scratch_bytes = peak_memory_bytes_;
   stats.num_allocations = num_allocations_;
   stats.owners = gather_ledger_.owners();
   return stats;

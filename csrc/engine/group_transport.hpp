@@ -23,6 +23,7 @@ class GroupTransport final : public Transport {
   GroupTransport(Collectives collectives, at::Device device);
 
   const char* name() const override { return "process_group"; }
+  bool is_frugal() const override { return frugal_; }
   void register_group(Group& group) override;
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
@@ -70,12 +71,18 @@ class GroupTransport final : public Transport {
 
   Collectives collectives_;
   at::Device device_;
+  // On the CPU collectives copy what they are given (gloo does), and stock FSDP2 runs them one at a time. So as not to
+  // need more memory than stock, free memory goes back at once, and gathers that are on their way end before a unit's
+  // gradients take memory.
+  const bool frugal_;
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> slot_memory_;     // by slot, undefined while the slot is free
   std::multimap<size_t, at::Tensor> free_;  // serves slots, gathers and reductions
   uint32_t num_groups_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
+  size_t memory_bytes_ = 0;  // of what was taken and not freed
+  size_t peak_memory_bytes_ = 0;
   std::map<uint32_t, PerGroup> groups_;
 };
 

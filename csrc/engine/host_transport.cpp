@@ -74,7 +74,7 @@ std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const 
 void HostTransport::begin_gather(Group& group) {
   const ReleaseGil released;
   GatherSlot& gather = group.gather;
-  gather.slot = gather_ledger_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name);
+  group.open_slot(gather_ledger_);
   gather.sequence = ++gather_sequence_;
   if (!group_) {
     gather.write = gather.read = private_memory(gather_memory_, gather.slot);
@@ -102,8 +102,7 @@ void HostTransport::finish_gather(Group& group) {
 void HostTransport::release_gather(Group& group) {
   const Slot& slot = group.gather.slot;
   if (group_) group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
-  gather_ledger_.release(slot.id);
-  group.gather = GatherSlot();
+  group.close_slot(gather_ledger_);
 }
 
 void HostTransport::discard_writes(std::byte* data, size_t bytes) {

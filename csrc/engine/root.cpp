@@ -27,6 +27,10 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
       transports_.push_back(transports[i]);
     }
     transports[i]->register_group(*unit->groups[i]);
+    if (transports[i]->is_frugal()) {
+      is_frugal_ = true;
+      blocks.keep_nothing();
+    }
   }
 }
 
@@ -88,7 +92,7 @@ void Root::prefetch_forward(Unit& unit) {
     }
     return;
   }
-  if (inside_backward()) return;
+  if (inside_backward() || is_frugal_) return;
   this_sequence_.push_back(unit.weak_from_this());
   const auto is_unit = [&unit](const std::weak_ptr<Unit>& weak) { return weak.lock().get() == &unit; };
   const auto found = std::find_if(last_sequence_.begin() + static_cast<std::ptrdiff_t>(sequence_cursor_),
@@ -168,6 +172,7 @@ void Root::reduce(Unit& unit) {
   for (const auto& group : unit.groups) {
     if (group->scratch.open) post(unit.shared_from_this(), *group);
   }
+  if (is_frugal_) finish_pending();
 }
 
 void Root::post(const std::shared_ptr<Unit>& unit, Group& group) {

@@ -84,6 +84,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
   std::vector<std::weak_ptr<Unit>> this_sequence_;
   size_t sequence_cursor_ = 0;
+  bool is_frugal_ = false;  // some transport is
   bool callback_queued_ = false;
   uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;

@@ -17,6 +17,7 @@ class Group;
 // The gather slot a group owns between begin_unshard and reshard.
 struct GatherSlot {
   Slot slot;
+  Slot kept;  // stays with the group between reshard and the next unshard (UnitOptions::keep_unsharded_storage)
   uint64_t sequence = 0;
   std::byte* write = nullptr;  // the engine's view
   std::byte* read = nullptr;   // the tensors' view
@@ -49,6 +50,8 @@ class Transport {
  public:
   virtual ~Transport() = default;
   virtual const char* name() const = 0;
+  // Frugal: a reduction is waited for at once, no gather runs ahead by a guess, no memory is kept for the next step.
+  virtual bool is_frugal() const { return false; }
   // Gives the group its index; in the same order on every rank.
   virtual void register_group(Group& group) = 0;
 

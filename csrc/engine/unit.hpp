@@ -28,6 +28,7 @@ struct UnitOptions {
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
   bool unshard_in_backward = true;
+  bool keep_unsharded_storage = false;  // the same memory at every unshard
   bool cast_forward_inputs = true;
   std::optional<at::ScalarType> param_dtype;   // inputs are cast to it
   std::optional<at::ScalarType> output_dtype;  // outputs are cast to it

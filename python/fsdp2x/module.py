@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.state import UnitState, get_state
 
 
@@ -224,6 +225,42 @@ class FSDPModule(_TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: do not gather this unit in backward (an embedding's backward does not read its weight)."""
         self._set_option("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True: unsharded parameters lie at the same addresses at every unshard, at the cost of a slot for each unit.
+
+        Between reshard and unshard the memory is kept, but a parameter used outside its unit stays an error. Acts from
+        the next reshard on. Call it alike on every rank.
+
+        Raises:
+            NotImplementedError: a unit with an int ``reshard_after_forward``, which gathers into two places.
+        """
+        for state in self._states(recurse):
+            if keep and state.post_forward_world is not None:
+                raise NotImplementedError(
+                    f"fsdp2x.FSDPModule.set_keep_unsharded_storage: unit '{state.name}' reshards to "
+                    f"{state.post_forward_world} ranks after forward and gathers into two places; use "
+                    "reshard_after_forward=True or False"
+                )
+        self._set_option("keep_unsharded_storage", bool(keep), recurse)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """True: gradients are reduced over a process group of their own, so that gathers need not wait for them.
+
+        Collective over the shard ranks at the first call with True; units of one mesh share the new group. No effect on
+        shared memory, whose gathers and reductions never wait for each other.
+
+        Raises:
+            RuntimeError: called during forward or backward.
+        """
+        for state in self._states(recurse):
+            if state.root is not None and (state.root.in_forward or state.root.in_backward):
+                raise RuntimeError("set_separate_reduce_scatter_group cannot be called during forward or backward")
+            state.comms.separate_reduction = bool(enable)
+            for group in state.groups:
+                if enable:
+                    reduction_group(group.ranks)
+            state.apply_comms()
 
     def set_post_optim_event(self, event: Any) -> None:
         """No effect on the CPU, where the optimizer has finished when its step returns.

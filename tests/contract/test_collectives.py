@@ -225,9 +225,6 @@ def test_gradients_are_those_of_stock(ctx, make, width):
     both(ctx, make, STACK_UNITS, lambda model: counts_of(ctx, model, width=width))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="forward prefetch follows the order of the last forward; a wrong guess is one gather too many"
-)
 @distributed(world_sizes=(2,))
 def test_an_order_that_changes(ctx):
     ours, stock = both(ctx, Alternating, STACK_UNITS, lambda model: counts_of(ctx, model, ((True, True),) * 6))

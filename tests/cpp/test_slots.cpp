@@ -30,6 +30,19 @@ TEST(Slots, NewSlotsFollowEachOtherInWholePages) {
   EXPECT_EQ(ledger.owned_bytes(), 3 * kPage);
 }
 
+TEST(Slots, AnOwnerMayUseItsSlotAgain) {
+  SlotLedger ledger(kPage);
+  const Slot first = ledger.acquire(1, "kept");
+  const Slot again = ledger.reuse(first.id);
+  EXPECT_EQ(again.id, first.id);
+  EXPECT_EQ(again.offset, first.offset);
+  EXPECT_EQ(again.num_uses, 2u);
+  EXPECT_EQ(ledger.num_owned(), 1u);
+  ledger.release(first.id);
+  EXPECT_THROW(ledger.reuse(first.id), Error);
+  EXPECT_EQ(ledger.acquire(1, "next").num_uses, 3u);
+}
+
 TEST(Slots, ReusesTheSmallestFreeSlotThatFits) {
   SlotLedger ledger(kPage);
   const int large = ledger.acquire(4 * kPage, "large").id;

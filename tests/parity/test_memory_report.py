@@ -89,11 +89,10 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False) -> None:
     )
     trained = [group for group in groups if any(param.param.requires_grad for param in group.params)]
     assert plan.gradient_bytes == sum(group.engine.gradient_pool_bytes or group.pool.numel() for group in trained)
-    # Over a process group the slots' memory is among the scratches'; shared memory is not the allocator's.
-    slots = {"shm": 0, "process_group": plan.scratch_bytes}.get(
-        plan.transport, plan.gather_slot_bytes + plan.scratch_bytes
-    )
-    expected = plan.gradient_bytes + plan.after_forward_bytes + slots + (plan.optimizer_bytes or 0)
+    # Over a process group nothing is kept; shared memory is not the allocator's.
+    slots = 0 if plan.transport == "shm" else plan.gather_slot_bytes + plan.scratch_bytes
+    kept_for_next = 0 if plan.transport == "process_group" else plan.gradient_bytes + slots
+    expected = kept_for_next + plan.after_forward_bytes + (plan.optimizer_bytes or 0)
     assert expected <= kept, f"{kept} instead of {expected}\n{plan}"
     if plan.transport != "process_group":  # gloo frees what it takes for itself in threads that are not watched
         assert kept <= expected + SLACK_BYTES, f"{kept} instead of {expected}\n{plan}"

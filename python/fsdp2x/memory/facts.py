@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import collect
-from fsdp2x.runtime.mesh import post_forward_group
+from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, keeps_dtype
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
@@ -40,6 +40,7 @@ class Ranks:
     rank: int
     transport: str  # "local", "shm" or "process_group"
     replicas: int = 1
+    on_cpu: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,17 +192,19 @@ def _group_of_state(state: UnitState, group: GroupParams) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     if state.post_forward_world is not None:
         small = post_forward_group(ranks, state.post_forward_world)
-        small_ranks = Ranks(small.group, small.world, small.rank, _transport_of(state, group))
+        small_ranks = _ranks(small, _transport_of(state, group), replicas=1)
     return group_facts(
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
         state.mp_policy,
-        Ranks(
-            group.ranks.group, group.ranks.world, group.ranks.rank, _transport_of(state, group), group.ranks.replicas
-        ),
+        _ranks(ranks, _transport_of(state, group), ranks.replicas),
         small_ranks=small_ranks,
         reduces_unused=state.live_options().reduce_unused_params,
     )
+
+
+def _ranks(ranks: ShardGroup, transport: str, replicas: int) -> Ranks:
+    return Ranks(ranks.group, ranks.world, ranks.rank, transport, replicas, ranks.device.type == "cpu")
 
 
 def _transport_of(state: UnitState, group: GroupParams) -> str:
@@ -280,7 +283,8 @@ def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
         )
     if reshard in (1, ranks.world):
         return None
-    return Ranks(("after forward", ranks.key), reshard, ranks.rank % reshard, ranks.transport)
+    rank = ranks.rank % reshard
+    return Ranks(("after forward", ranks.key), reshard, rank, ranks.transport, on_cpu=ranks.on_cpu)
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:

@@ -78,6 +78,11 @@ class HostLedger:
         return self._world > 1 or group.reduces_unused
 
     @property
+    def overlaps(self) -> bool:
+        """Whether gathers run ahead in forward, and reductions beside the next unit."""
+        return True
+
+    @property
     def may_wait(self) -> bool:
         """Whether what was posted in the root's callback may have to wait for peers that are behind."""
         return self._world > 1
@@ -100,7 +105,8 @@ class HostLedger:
 
 
 class GroupLedger:
-    """A process group: slots, gathers and reductions take their memory from one free list, which is never emptied."""
+    """A process group: slots, gathers and reductions take their memory from one free list, which is never emptied; on
+    the CPU there is none, and a reduction is waited for at once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather = SlotLedger(ALIGN_BYTES)
@@ -108,8 +114,10 @@ class GroupLedger:
         self._free: list[int] = []
         self._gathering: dict[GroupFacts, int] = {}
         self._reducing: dict[GroupFacts, list[int]] = {}
-        self.scratch_bytes = 0  # all memory there is, that of the slots included
+        self.scratch_bytes = 0  # the most memory there ever was, that of the slots included
+        self._memory_bytes = 0
         self._world = ranks.world
+        self.overlaps = not ranks.on_cpu
 
     def _take(self, num_bytes: int) -> int:
         fitting = [free for free in self._free if num_bytes <= free <= 2 * num_bytes]
@@ -118,9 +126,16 @@ class GroupLedger:
             return min(fitting)
         # In steps of a sixteenth, so that what like units need fits each other.
         power = 1 << max(num_bytes - 1, 0).bit_length()
-        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES))
-        self.scratch_bytes += rounded
+        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES)) if self.overlaps else num_bytes
+        self._memory_bytes += rounded
+        self.scratch_bytes = max(self.scratch_bytes, self._memory_bytes)
         return rounded
+
+    def _give_back(self, *sizes: int) -> None:
+        if self.overlaps:
+            self._free += sizes
+        else:
+            self._memory_bytes -= sum(sizes)
 
     def _is_local(self, group: GroupFacts) -> bool:
         return self._world == 1 or group.gather_segment_bytes == 0
@@ -138,15 +153,15 @@ class GroupLedger:
     def finish_gather(self, group: GroupFacts) -> None:
         if not self._is_local(group):
             self._open_slot(group)
-            self._free.append(self._gathering.pop(group))
+            self._give_back(self._gathering.pop(group))
 
     def release_gather(self, group: GroupFacts) -> None:
         if group in self._gathering:
-            self._free.append(self._gathering.pop(group))
+            self._give_back(self._gathering.pop(group))
         if group in self._slots:
             slot, num_bytes = self._slots.pop(group)
             self._gather.release(slot)
-            self._free.append(num_bytes)
+            self._give_back(num_bytes)
 
     def open_scratch(self, group: GroupFacts) -> None:
         self._reducing[group] = [self._take(group.reduce_segment_bytes * self._world)]
@@ -156,7 +171,7 @@ class GroupLedger:
             self._reducing[group].append(self._take(group.reduce_segment_bytes))
 
     def finish_reduce(self, group: GroupFacts) -> None:
-        self._free += self._reducing.pop(group)
+        self._give_back(*self._reducing.pop(group))
 
     def needs_empty_reduction(self, group: GroupFacts) -> bool:
         return group.reduces_unused

@@ -64,6 +64,7 @@ class Replay:
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
                 self._ledgers.setdefault(ranks.key, make_ledger(ranks))
+        self._overlaps = all(ledger.overlaps for ledger in self._ledgers.values())
         self._events = list(self._walk(root))
         self._last: list[_Unit] = []
         self._pending: list[tuple[_Unit, GroupFacts]] = []
@@ -151,7 +152,7 @@ class Replay:
                 unit.keeps_rows = False
                 self._unshard(unit)
                 sequence.append(unit)
-                if unit in self._last[cursor:]:
+                if unit in self._last[cursor:] and self._overlaps:
                     cursor = self._last.index(unit, cursor) + 1
                     if cursor < len(self._last):
                         self._last[cursor].keeps_rows = False
@@ -186,6 +187,8 @@ class Replay:
                     self._finish_pending()
                     for group in list(unit.open):
                         self._post(unit, group)
+                    if not self._overlaps:
+                        self._finish_pending()
         for unit in reversed(self._units):
             if unit.facts.reshards_after_backward:
                 self._reshard(unit)

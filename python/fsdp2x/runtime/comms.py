@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
-from fsdp2x.runtime.transport import all_gather, wait
+from fsdp2x.runtime.transport import all_gather, reduce_scatter, wait
 
 
 def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -103,6 +104,7 @@ class CustomComms:
         self.all_gather: Any = None
         self.reduce_scatter: Any = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.separate_reduction = False  # over a process group of its own
 
     @property
     def is_custom(self) -> bool:
@@ -119,9 +121,14 @@ class CustomComms:
                 gather = gather or functools.partial(all_gather, group.ranks.group)
                 gather = functools.partial(group.slow_gathers.all_gather, gather)
             engine.all_gather = gather
-            engine.reduce_scatter = self.reduce_scatter and functools.partial(
-                _custom_scatter, self.reduce_scatter, group.ranks.group
-            )
+            engine.reduce_scatter = self._reduction_of(group)
+
+    def _reduction_of(self, group: GroupParams) -> Callable[..., Any] | None:
+        """None: the transport's own."""
+        ranks = reduction_group(group.ranks) if self.separate_reduction else group.ranks.group
+        if self.reduce_scatter is not None:
+            return functools.partial(_custom_scatter, self.reduce_scatter, ranks)
+        return functools.partial(reduce_scatter, ranks) if self.separate_reduction else None
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], rows: torch.Tensor) -> bool:

@@ -75,6 +75,23 @@ def post_forward_group(ranks: ShardGroup, world: int) -> ShardGroup:
     return made[key]
 
 
+# By shard group; gone with it.
+_reduction_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
+    """A second process group over the ranks of ``ranks.group``; None without one. Collective at the first call."""
+    if ranks.group is not None and ranks.group not in _reduction_groups:
+        # Replicas make only the group of their own shards, so nobody else may be waited for.
+        _reduction_groups[ranks.group] = dist.new_group(
+            dist.get_process_group_ranks(ranks.group),
+            timeout=torch_private.group_timeout(ranks.group),
+            use_local_synchronization=True,
+            group_desc="fsdp_reduce_scatter",
+        )
+    return _reduction_groups.get(ranks.group) if ranks.group is not None else None
+
+
 def from_mesh_info(info: Any) -> ShardGroup:
     """From the ``mesh_info`` that a ``shard_placement_fn`` returned in torch's ``ShardPlacementResult``."""
     return _make(

@@ -70,7 +70,7 @@ def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
         return _C.shm_transport(ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds())
     return _C.group_transport(
         functools.partial(all_gather, ranks.group),
-        functools.partial(_reduce_scatter, ranks.group),
+        functools.partial(reduce_scatter, ranks.group),
         wait,
         ranks.device,
     )
@@ -120,7 +120,8 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
     return gather(output, source, group=group, async_op=True)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+    """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     return scatter(output, source, op=op, group=group, async_op=True)
