@@ -1,0 +1,151 @@
+"""Ulysses over 2 ranks, alone and times data parallel: gradients and three steps of one process on whole samples."""
+
+import copy
+
+import pytest
+import torch
+
+import fsdp2x
+import sequences
+from fsdp2x.sequence import (
+    apply_ulysses,
+    count_label_tokens,
+    init_sequence_mesh,
+    mean_over_ranks,
+    micro_batches,
+    token_mean_loss,
+)
+from harness import distributed
+from reference import changes, grads, only_fsdp2x, params, same
+
+EXACT = {"rtol": 1e-5, "atol": 1e-5}
+KINDS = {
+    "plain": [12, 12],  # a batch without padding
+    "uneven": [9, 11, 5],  # rows of different lengths, padded, and the batch padded again to a multiple of the ranks
+    "packed": [9, 5, 13, 8, 3],  # two rows of several samples, accumulated
+}
+PAPER_MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe", "qwen2_vl")
+OTHER_MODELS = (
+    *("llama_kv1", "llama_kv3", "qwen2_window", "gemma2", "gemma3"),
+    *("gpt_oss", "mixtral", "deepseek_v3", "olmo2", "qwen3_vl"),
+)
+full = pytest.mark.full
+
+
+def data_of(model, kind, data_rank, step):
+    """Every data-parallel rank has other samples, of other lengths."""
+    lengths = [length + data_rank if kind != "plain" else length for length in KINDS[kind]]
+    return sequences.make_samples(model, lengths, seed=100 * step + 10 * data_rank)
+
+
+def micro_batches_of(kind, samples, size):
+    if kind == "packed":
+        return list(micro_batches(samples, 24, group=torch.distributed.group.WORLD))
+    return [sequences.collate(samples)]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def check_three_steps(ctx, name, kind, shard=None, transport="auto", prepare=lambda model: None):
+    only_fsdp2x(ctx)
+    mesh = init_sequence_mesh(2, "cpu")
+    reference = sequences.build(name)
+    ours = copy.deepcopy(reference)
+    prepare(ours)
+    fsdp2x.fully_shard(ours, mesh=mesh.shard if shard is None else shard(mesh), transport=transport)
+    context = apply_ulysses(ours, mesh.sequence)
+    optimizers = sgd(reference), sgd(ours)
+    losses = []
+    for step in range(3):
+        everyone = [data_of(reference, kind, rank, step) for rank in range(mesh.data.size())]
+        expected = sequences.reference_step(reference, [sample for samples in everyone for sample in samples])
+        batches = micro_batches_of(kind, everyone[mesh.data.get_local_rank()], context.size)
+        shards = [context.shard_inputs(batch) for batch in batches]
+        num_tokens = count_label_tokens(part.next_labels for part in shards)
+        loss = torch.zeros(())
+        for index, part in enumerate(shards):
+            with fsdp2x.accumulate(ours, last=index == len(shards) - 1):
+                one = token_mean_loss(ours(**part.inputs).logits, part.next_labels, num_tokens)
+                one.backward()
+            loss += one.detach()
+        same(mean_over_ranks(loss), expected, f"loss of step {step}", **EXACT)
+        found, wanted = grads(ours), grads(reference)
+        same({k: v for k, v in found.items() if v is not None}, drop_none(wanted, found), f"step {step}", **EXACT)
+        assert max(grad.abs().max() for grad in wanted.values() if grad is not None) > 0.05
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(expected)
+    same(params(ours), params(reference), "parameters after 3 steps", **EXACT)
+    assert changes(losses)
+
+
+def drop_none(wanted, found):
+    """Experts that no rank used have a gradient of zero on one side and none on the other."""
+    for name, grad in found.items():
+        if (grad is None) != (wanted[name] is None):
+            other = grad if grad is not None else wanted[name]
+            assert other.abs().max() == 0, name
+    return {
+        name: wanted[name] if wanted[name] is not None else torch.zeros_like(grad)
+        for name, grad in found.items()
+        if grad is not None
+    }
+
+
+@distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PAPER_MODELS)
+def test_two_ranks(ctx, name, kind):
+    check_three_steps(ctx, name, kind)
+
+
+@distributed(world_sizes=(4,), timeout=180)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "qwen2_vl") else pytest.param(name, marks=full) for name in PAPER_MODELS]
+)
+def test_two_ranks_times_two_data_parallel(ctx, name, kind):
+    check_three_steps(ctx, name, kind)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=full), "uneven", pytest.param("packed", marks=full)])
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_kinds_of_attention(ctx, name, kind):
+    """kv heads that ranks share, windows in some layers, soft caps, sinks, wide keys, deep visual features."""
+    check_three_steps(ctx, name, kind)
+
+
+@full
+@distributed(world_sizes=(4,), timeout=180)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_kinds_of_attention_times_two_data_parallel(ctx, name, kind):
+    check_three_steps(ctx, name, kind)
+
+
+@distributed(world_sizes=(4,), timeout=180)
+def test_hsdp_replicates_over_data_and_shards_over_the_sequence(ctx):
+    check_three_steps(ctx, "llama", "packed", shard=lambda mesh: mesh.grid)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=full)])
+def test_gradient_checkpointing(ctx, reentrant):
+    """The recomputation in backward exchanges heads again, with the layout of its own micro-batch."""
+
+    def prepare(model):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+
+    check_three_steps(ctx, "mistral", "packed", prepare=prepare)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_over_the_process_group(ctx):
+    check_three_steps(ctx, "qwen3", "uneven", transport="process_group")
