@@ -45,7 +45,7 @@ def micro_batches_of(kind, samples, size):
 
 
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
 
 def check_three_steps(ctx, name, kind, shard=None, transport="auto", prepare=lambda model: None):
@@ -95,25 +95,36 @@ def drop_none(wanted, found):
     }
 
 
+def grid(names, normal):
+    """All kinds for all names; those that `normal` does not choose run with --full."""
+    return [
+        pytest.param(name, kind, marks=() if normal(name, kind) else full, id=f"{name}-{kind}")
+        for name in names
+        for kind in KINDS
+    ]
+
+
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PAPER_MODELS)
+@pytest.mark.parametrize(("name", "kind"), grid(PAPER_MODELS, lambda name, kind: kind != "plain" or name == "llama"))
 def test_two_ranks(ctx, name, kind):
     check_three_steps(ctx, name, kind)
 
 
 @distributed(world_sizes=(4,), timeout=180)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", [name if name in ("llama", "qwen2_vl") else pytest.param(name, marks=full) for name in PAPER_MODELS]
+    ("name", "kind"), grid(PAPER_MODELS, lambda *chosen: chosen in (("llama", "packed"), ("qwen2_vl", "uneven")))
 )
 def test_two_ranks_times_two_data_parallel(ctx, name, kind):
     check_three_steps(ctx, name, kind)
 
 
+NORMAL_OTHERS = ("llama_kv1", "llama_kv3", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_vl")
+
+
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=full), "uneven", pytest.param("packed", marks=full)])
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@pytest.mark.parametrize(
+    ("name", "kind"), grid(OTHER_MODELS, lambda name, kind: kind == "uneven" and name in NORMAL_OTHERS)
+)
 def test_other_kinds_of_attention(ctx, name, kind):
     """kv heads that ranks share, windows in some layers, soft caps, sinks, wide keys, deep visual features."""
     check_three_steps(ctx, name, kind)
@@ -121,8 +132,7 @@ def test_other_kinds_of_attention(ctx, name, kind):
 
 @full
 @distributed(world_sizes=(4,), timeout=180)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@pytest.mark.parametrize(("name", "kind"), grid(OTHER_MODELS, lambda *_: True))
 def test_other_kinds_of_attention_times_two_data_parallel(ctx, name, kind):
     check_three_steps(ctx, name, kind)
 

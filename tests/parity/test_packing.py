@@ -1,0 +1,174 @@
+"""Packed rows under fully_shard against one process that runs one sample at a time, with uneven and missing data."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp2x
+import sequences
+from fsdp2x.sequence import (
+    count_label_tokens,
+    mean_over_ranks,
+    micro_batches,
+    pack_by_budget,
+    pack_samples,
+    token_log_probs,
+    token_mean_loss,
+    use_varlen_attention,
+)
+from harness import distributed
+from reference import both_transports, grads, only_fsdp2x, params, same
+
+EXACT = {"rtol": 1e-5, "atol": 1e-5}
+# Lengths of each rank's samples: from several rows to none at all.
+UNEVEN = [[9, 5, 13, 8, 3, 11, 7], [4], []]
+full = pytest.mark.full
+
+
+def step(model, rows, prepare=lambda row: row):
+    """Forward and backward of a step; returns its loss."""
+    num_tokens = count_label_tokens(row.next_labels for row in rows)
+    loss = torch.zeros(())
+    for index, row in enumerate(rows):
+        with fsdp2x.accumulate(model, last=index == len(rows) - 1):
+            one = token_mean_loss(model(**prepare(row.inputs)).logits, row.next_labels, num_tokens)
+            one.backward()
+        loss += one.detach()
+    return mean_over_ranks(loss)
+
+
+def check_steps(ctx, name, lengths, transport="auto", steps=3, pad_to_multiple_of=1):
+    only_fsdp2x(ctx)
+    reference = sequences.build(name)
+    ours = fsdp2x.fully_shard(copy.deepcopy(reference), transport=transport)
+    use_varlen_attention(ours)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9) for model in (reference, ours)]
+    for number in range(steps):
+        everyone = [
+            sequences.make_samples(reference, part, seed=100 * number + 10 * r) for r, part in enumerate(lengths)
+        ]
+        expected = sequences.reference_step(reference, [sample for samples in everyone for sample in samples])
+        group = dist.group.WORLD
+        rows = list(micro_batches(everyone[ctx.rank], 20, group=group, pad_to_multiple_of=pad_to_multiple_of))
+        same(step(ours, rows), expected, f"loss of step {number}", **EXACT)
+        wanted = grads(reference)
+        for param_name, grad in grads(ours).items():
+            other = wanted[param_name]
+            if grad is None or other is None:
+                assert all(one is None or not one.any() for one in (grad, other)), param_name
+            else:
+                same(grad, other, f"step {number}, {param_name}", **EXACT)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(params(ours), params(reference), "parameters", **EXACT)
+    return rows
+
+
+@distributed(world_sizes=(3,), timeout=120)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=full) for n in ("gemma2", "gpt_oss", "qwen3_moe"))])
+@both_transports
+def test_ranks_with_less_data_run_empty_rows(ctx, name, transport):
+    """Two ranks end with rows of padding, which take part in every gather and reduction."""
+    rows = check_steps(ctx, name, UNEVEN, transport, pad_to_multiple_of=4)
+    assert len(rows) == 3 and sum(not row.sample_ids for row in rows) == (0, 2, 3)[ctx.rank]
+
+
+@distributed(world_sizes=(1, 2), timeout=120)
+@pytest.mark.parametrize(
+    "name", ["mistral", "qwen3_moe", *(pytest.param(n, marks=full) for n in ("gemma3", "mixtral"))]
+)
+def test_packed_is_one_sample_at_a_time(ctx, name):
+    check_steps(ctx, name, UNEVEN[: ctx.world])
+
+
+@distributed(world_sizes=(2,))
+def test_an_untouched_model_understands_packed_rows(ctx):
+    """transformers' own masks read the same positions: no call of ours is needed, only slower and with a mask."""
+    only_fsdp2x(ctx)
+    reference = sequences.build("qwen3")
+    ours = fsdp2x.fully_shard(copy.deepcopy(reference))
+    samples = sequences.make_samples(reference, [9, 5, 6], seed=1)
+    expected = sequences.reference_step(reference, samples)
+    loss = step(ours, list(micro_batches(samples if ctx.rank == 0 else [], 20, group=dist.group.WORLD)))
+    same(loss, expected, "loss", **EXACT)
+    same(grads(ours), grads(reference), "gradients", **EXACT)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_packed_rows(ctx, temperature):
+    only_fsdp2x(ctx)
+    reference = sequences.build("gemma2")
+    ours = fsdp2x.fully_shard(copy.deepcopy(reference))
+    use_varlen_attention(ours)
+    samples = sequences.make_samples(reference, [9, 5, 13, 8, 3], seed=ctx.rank)
+    row = pack_samples(samples, pad_to_multiple_of=16)
+    packed = token_log_probs(ours(**row.inputs).logits, row.next_labels, temperature=temperature)
+    for sample, got in zip(samples, row.unpack(packed), strict=True):
+        logits = reference(input_ids=sample["input_ids"][None]).logits[0] / temperature
+        targets = sample["labels"][1:]
+        expected = logits[:-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+        same(got[:-1], torch.where(targets == -100, 0.0, expected), "log-probabilities", **EXACT)
+        assert got[-1] == 0
+
+
+@distributed(world_sizes=(2,))
+def test_gradient_checkpointing(ctx):
+    """Two rows in one backward: each layer is recomputed with the layout of its own row."""
+    only_fsdp2x(ctx)
+    results = []
+    for checkpointed in (False, True):
+        model = sequences.build("mistral").train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        fsdp2x.fully_shard(model)
+        use_varlen_attention(model)
+        samples = sequences.make_samples(model, [9, 5, 13, 8, 3], seed=ctx.rank)
+        rows = list(micro_batches(samples, 20, group=dist.group.WORLD))
+        assert len(rows) > 1
+        sum(token_mean_loss(model(**row.inputs).logits, row.next_labels, 30.0) for row in rows).backward()
+        results.append(grads(model))
+    same(results[1], results[0], "gradients", **EXACT)
+
+
+# ---- agreement of ranks
+
+
+@distributed(world_sizes=(3,))
+def test_ranks_agree_on_the_number_of_bins(ctx):
+    lengths = [[5] * 7, [5], []][ctx.rank]
+    bins = pack_by_budget(lengths, 10, group=dist.group.WORLD)
+    assert len(bins) == 4 and sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert len(pack_by_budget(lengths, 10, num_bins=6 if ctx.rank == 2 else 0, group=dist.group.WORLD)) == 6
+
+
+@distributed(world_sizes=(3,))
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"input_ids": [1] * 21}, "rank 1: pack_by_budget: sample 1 has 21 tokens, more than max_tokens=20"),
+        ({"input_ids": [1, 2], "labels": [1]}, r"rank 1: pack_samples: sample 1 has labels \[1\] for 2 tokens"),
+        ({"labels": [1]}, "rank 1: pack_samples: sample 1 needs input_ids"),
+    ],
+    ids=["long", "labels", "no_ids"],
+)
+def test_one_ranks_bad_sample_is_an_error_on_every_rank(ctx, bad, said):
+    samples = [{"input_ids": [1, 2]}] + ([bad] if ctx.rank == 1 else [])
+    with pytest.raises(ValueError, match=said):
+        list(micro_batches(samples, 20, group=dist.group.WORLD))
+    assert len(list(micro_batches(samples[:1], 20, group=dist.group.WORLD))) == 1
+
+
+@distributed(world_sizes=(2,))
+def test_bins_are_the_same_in_every_process(ctx):
+    """Ranks of one sequence-parallel group pack the same samples and must get the same rows."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 60, (200,), generator=generator).tolist()
+    mine = pickle.dumps(pack_by_budget(lengths, 100))
+    everyone = [None] * ctx.world
+    dist.all_gather_object(everyone, mine)
+    assert everyone[0] == everyone[1]
