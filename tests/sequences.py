@@ -12,7 +12,7 @@ import models
 VOCAB = models.VOCAB
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": VOCAB, "head_dim": 4}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 64, "use_cache": False}
-_DENSE = {**_SIZES, **_TOKENS, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.0}
+DENSE = {**_SIZES, **_TOKENS, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.0}
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
 _MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
@@ -52,16 +52,16 @@ def build(name: str, **overrides) -> nn.Module:
     module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     configs = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
     found = getattr(configs, f"{prefix}TextConfig", None) or getattr(configs, f"{prefix}Config")
-    arguments = {**_DENSE, **arguments, **overrides}
+    arguments = {**DENSE, **arguments, **overrides}
     config = found(**{key: value for key, value in arguments.items() if value is not None})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(module, f"{prefix}ForCausalLM")(config)
-    _enliven(model)
+    enliven(model)
     return model
 
 
-def _enliven(model: nn.Module) -> None:
+def enliven(model: nn.Module) -> None:
     """Larger weights than the initialiser's: attention that is nearly uniform would hide mistakes in it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def _qwen2_vl(**overrides) -> nn.Module:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration
 
-    text = {**_DENSE, "head_dim": None, "rope_parameters": _MROPE, **overrides}
+    text = {**DENSE, "head_dim": None, "rope_parameters": _MROPE, **overrides}
     text = {key: value for key, value in text.items() if value is not None}
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     return _vision_model(Qwen2VLForConditionalGeneration, Qwen2VLConfig, text, vision)
@@ -91,7 +91,7 @@ def _qwen3_vl(**overrides) -> nn.Module:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
-    text = {**_DENSE, "rope_parameters": _MROPE, **overrides}
+    text = {**DENSE, "rope_parameters": _MROPE, **overrides}
     sizes = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
     vision = {**sizes, "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     return _vision_model(Qwen3VLForConditionalGeneration, Qwen3VLConfig, text, vision)
@@ -104,7 +104,7 @@ def _vision_model(model_class, config_class, text: dict, vision: dict) -> nn.Mod
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config)
-    _enliven(model)
+    enliven(model)
     return model
 
 

@@ -217,6 +217,29 @@ def test_whole_sequences_while_disabled(ctx):
     assert reference.config._attn_implementation == ours.config._attn_implementation == "eager"
 
 
+@distributed(world_sizes=(2,), timeout=180)
+def test_compiled_blocks(ctx):
+    """Attention stays outside of the graphs; rows of another length and layout compile at most once more each."""
+    reference, ours, context, _ = setup(ctx, "mistral")
+    torch._dynamo.reset()
+    try:
+        for layer in ours.model.layers:
+            layer.compile(backend="aot_eager")
+        for lengths in ([9, 5, 4], [7, 6, 5], [3, 15], [6, 6]):
+            reference.zero_grad()
+            ours.zero_grad()
+            samples = sequences.make_samples(reference, lengths)
+            sequences.reference_step(reference, samples)
+            shard = context.shard_inputs(pack_samples(samples))
+            num_tokens = count_label_tokens(shard.next_labels)
+            token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, num_tokens).backward()
+            same(grads(ours), grads(reference), f"gradients of {lengths}", **EXACT)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    finally:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+
 # ---- errors
 
 
