@@ -1,0 +1,15 @@
+"""Mixtures of experts: experts as units of their own, grouped GEMM, and expert parallelism. See README.md."""
+
+from fsdp2x.moe.grouped import use_grouped_gemm
+from fsdp2x.moe.parallel import expert_parallel
+from fsdp2x.moe.structure import ExpertGroup, find_experts
+from fsdp2x.moe.units import apply_expert_patch, shard_experts
+
+__all__ = [
+    "ExpertGroup",
+    "apply_expert_patch",
+    "expert_parallel",
+    "find_experts",
+    "shard_experts",
+    "use_grouped_gemm",
+]

@@ -1,0 +1,176 @@
+"""``expert_parallel``: each rank of a mesh axis owns some experts of every block, sharded once more over the others.
+
+    mesh (efsdp 2, ep 2), 8 experts             ep 0                ep 1
+                                     efsdp 0    rows 0..1 of 0..3   rows 4..5 of 4..7
+                                     efsdp 1    rows 2..3 of 0..3   rows 6..7 of 4..7
+
+Tokens of the ranks in a row (one ep group) go to their experts' owners and back; the ranks in a column hold the same
+experts and reduce their gradients. Each expert unit divides by the number of all ranks, like every other unit.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2x.api import fully_shard
+from fsdp2x.hf.names import unsharded_class
+from fsdp2x.moe.dispatch import dispatch
+from fsdp2x.moe.structure import ExpertGroup, find_experts
+from fsdp2x.moe.units import touch
+
+_STATE = "_fsdp2x_expert_parallel"
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **options: Any) -> int:
+    """Spreads fused experts over the axis ``ep`` of ``mesh`` and shards them over the rest; returns how many blocks.
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+        fsdp2x.moe.expert_parallel(model, mesh)
+        fsdp2x.fully_shard(model, auto_wrap=True)          # everything else, over all ranks
+
+    Every rank trains on tokens of its own. The experts' parameters become DTensors of their whole shape, ``Shard(0)``
+    on ``ep`` and sharded over the other axes as well (along dim 1 where the experts of a rank cannot be shared evenly
+    and the columns can), units of their own. Gradients are the mean over all ranks of the mesh, as those of the other
+    units; ``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim`` see both. How experts multiply (``use_grouped_gemm``) stays.
+
+    Args:
+        model: not sharded yet, with the same weights on every rank; may be on the meta device.
+        mesh: named axes (efsdp, ep), or (replicate, efsdp, ep); all ranks that train the model.
+        ep: name of the axis whose ranks share the experts of a block.
+        options: arguments of ``fully_shard`` for the expert units: ``mp_policy`` (the same as elsewhere),
+            ``reshard_after_forward``, ``transport``, ``timeout``.
+
+    Raises:
+        ValueError: the mesh has no such axis, or not two or three; no fused experts; their number is not divisible.
+        NotImplementedError: a parameter that is not one row per expert.
+        RuntimeError: experts are sharded already.
+    """
+    names = mesh.mesh_dim_names or ()
+    if ep not in names or mesh.ndim not in (2, 3):
+        raise ValueError(
+            f"fsdp2x.expert_parallel: the mesh must have two or three named axes, one of them {ep!r}, such as "
+            f"init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r})); got {mesh}"
+        )
+    groups = find_experts(model)
+    if not groups or not all(group.is_fused for group in groups):
+        what = "has no experts" if not groups else f"keeps the experts {groups[0].name} in a list of modules"
+        raise ValueError(
+            f"fsdp2x.expert_parallel: {type(model).__name__} {what}; fused experts are needed (transformers 5), whose "
+            "weights have one row per expert"
+        )
+    for group in groups:
+        _check(group, mesh[ep].size())
+    others = tuple(name for name in names if name != ep)
+    data_mesh = mesh[others] if len(others) > 1 else mesh[others[0]]
+    for group in groups:
+        _own_part(group, mesh[ep])
+        fully_shard(
+            group.experts,
+            mesh=data_mesh,
+            auto_wrap=False,
+            shard_placement_fn=_placement(group, data_mesh.size(-1)),
+            **options,
+        )
+        group.experts.set_gradient_divide_factor(mesh.size())
+    return len(groups)
+
+
+def _check(group: ExpertGroup, world: int) -> None:
+    if isinstance(group.experts, FSDPModule) or any(isinstance(p, DTensor) for p in group.experts.parameters()):
+        raise RuntimeError(f"fsdp2x.expert_parallel: {group.name} is sharded already; call it before fully_shard")
+    if group.num_experts % world:
+        raise ValueError(
+            f"fsdp2x.expert_parallel: {group.name} has {group.num_experts} experts, which {world} ranks cannot share "
+            "evenly; choose a size of the axis that divides it"
+        )
+    for name, param in group.experts.named_parameters():
+        if "." in name or param.shape[0] != group.num_experts:
+            raise NotImplementedError(
+                f"fsdp2x.expert_parallel: {group.name}.{name} of shape {tuple(param.shape)} is not one row per expert "
+                f"({group.num_experts}); such models can be sharded by fully_shard or shard_experts"
+            )
+
+
+@dataclass(frozen=True)
+class _State:
+    group: dist.ProcessGroup
+    num_experts: int
+    num_local: int
+
+
+def _own_part(group: ExpertGroup, mesh: DeviceMesh) -> None:
+    """Parameters become DTensors of which this rank keeps its experts; forward sends the tokens around."""
+    experts, world = group.experts, mesh.size()
+    num_local = group.num_experts // world
+    first = mesh.get_local_rank() * num_local
+    for name, param in experts.named_parameters():
+        local = param.detach()[first : first + num_local].clone()
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
+        experts._parameters[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
+    setattr(experts, _STATE, _State(mesh.get_group(), group.num_experts, num_local))
+    experts.forward = types.MethodType(_forward, experts)
+
+
+def _placement(group: ExpertGroup, world: int):
+    """Rows of experts; of columns where there are fewer experts than ranks to share them."""
+    num_local = getattr(group.experts, _STATE).num_local
+    params = list(group.experts.parameters())
+    along_columns = num_local % world and all(p.dim() > 1 and p.shape[1] % world == 0 for p in params)
+    return (lambda param: Shard(1)) if along_columns else None
+
+
+def _forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    state: _State = getattr(self, _STATE)
+    local = _local_twin(self, state)
+
+    def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        if rows.shape[0] == 0:
+            # Backward must still come by here: the peers wait in its all-to-all, and the unit in its reduction.
+            return rows + touch(local.params)
+        ones = rows.new_ones(rows.shape[0], 1)
+        return local.forward(local.module, rows, numbers.unsqueeze(1), ones)
+
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    top_k = top_k_index.shape[-1]
+    out = dispatch(
+        tokens,
+        top_k_index.reshape(-1, top_k),
+        top_k_weights.reshape(-1, top_k),
+        state.num_experts,
+        state.group,
+        run,
+    )
+    return out.view(*hidden_states.shape[:-1], out.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Twin:
+    module: nn.Module
+    forward: Any
+    params: list[torch.Tensor]
+
+
+def _local_twin(experts: nn.Module, state: _State) -> _Twin:
+    """The experts as their class wrote them, for the local ones only: plain tensors in place of the DTensors."""
+    cls = unsharded_class(experts)
+    twin = object.__new__(cls)
+    twin.__dict__.update(experts.__dict__)
+    twin.__dict__.pop("forward", None)
+    params = {name: param.to_local() for name, param in experts._parameters.items() if param is not None}
+    twin.__dict__["_parameters"] = {name: None for name, param in experts._parameters.items() if param is None}
+    twin.__dict__.update(params)
+    for name, value in experts.__dict__.items():
+        if "expert" in name and type(value) is int and value == state.num_experts:
+            twin.__dict__[name] = state.num_local
+    return _Twin(twin, cls.forward, list(params.values()))
