@@ -10,15 +10,17 @@ from fsdp2x.runtime import native  # noqa: F401
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import export, optim
+from fsdp2x import export, moe, optim
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
+from fsdp2x.freeze import freeze_module_prefix
 from fsdp2x.full_tensors import full_tensors
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.pretrained import from_pretrained
 from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
+from fsdp2x.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.memory import memory_report
 from fsdp2x.module import (
     FSDPModule,
@@ -29,6 +31,8 @@ from fsdp2x.module import (
 )
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.rebind import rebind_optimizer
+from fsdp2x.tiled_mlp import apply_tiled_mlp
+from fsdp2x.vision import shard_vision_language
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -39,20 +43,27 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "accumulate",
+    "add_lora",
+    "apply_tiled_mlp",
     "clip_grad_norm_",
     "describe",
     "export",
+    "freeze_module_prefix",
     "from_pretrained",
     "full_tensors",
     "fully_shard",
     "install",
+    "load_adapter",
     "load_hf",
     "local_optimizer",
     "memory_report",
+    "moe",
     "optim",
     "rebind_optimizer",
     "register_fsdp_forward_method",
+    "save_adapter",
     "save_hf",
+    "shard_vision_language",
     "share_comm_ctx",
     "uninstall",
     "unsharded",

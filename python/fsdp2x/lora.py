@@ -148,7 +148,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
     configs = getattr(model, "peft_config", None)
     if not configs:
         raise ValueError(
-            f"fsdp2x.load_adapter: {type(model).__name__} has no adapter; fsdp2x.lora.add_lora(model, "
+            f"fsdp2x.load_adapter: {type(model).__name__} has no adapter; fsdp2x.add_lora(model, "
             f"{str(folder)!r}), called before fully_shard, makes the one that the folder describes"
         )
     (name, config), *others = configs.items()
@@ -160,7 +160,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
         if (here or None) != (there or None):
             raise ValueError(
                 f"fsdp2x.load_adapter: {key} is {there!r} in {folder} and {here!r} in the model's adapter {name!r}; "
-                "make the model's adapter from the folder with fsdp2x.lora.add_lora(model, folder)"
+                "make the model's adapter from the folder with fsdp2x.add_lora(model, folder)"
             )
     return load_hf(model, folder, strict=True, progress=False)
 

@@ -1,20 +1,25 @@
 """``shard_vision_language``: vision-language models whose ranks need not all have an image in a step.
 
 Gathers must be the same on every rank, but a rank without an image never runs the vision tower. So the tower is left to
-the root's unit, which every rank gathers once at the root's forward and keeps until backward ends; ranks without its
-gradients count as zero. Where every rank always has an image, the tower's blocks can be units of their own.
+the root's unit, which every rank gathers once at the root's forward and keeps until backward ends. Over a
+process group a rank that did not run a trainable tower hands in zeros for it, so that the root is reduced on every rank
+at the same point; they hang on the text embedding, through which every backward comes. Where every rank always has an
+image, the tower's blocks can be units of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.api import fully_shard
 from fsdp2x.hf.names import clean_name
+from fsdp2x.module import FSDPModule
 from fsdp2x.wrap import plan_units
 
 _USUAL_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "image_encoder")
@@ -31,7 +36,8 @@ def shard_vision_language(
     """``fully_shard`` for a vision-language model: the language model as usual, the tower so that it may be skipped.
 
     Inputs of the tower are never cast, neither by its units nor by the root: its first layer knows its dtype, and
-    coordinates stay float32. Frozen towers and trainable ones, on every transport.
+    coordinates stay float32. Frozen towers and trainable ones, on every transport. When no rank has an image in a step,
+    a trainable tower's ``.grad`` stays None over shared memory and is zero over a process group.
 
     Args:
         model: the whole model, not sharded yet.
@@ -48,9 +54,12 @@ def shard_vision_language(
         ``model``.
 
     Raises:
-        ValueError: no tower found, or ``tower`` names none.
+        ValueError: no tower found, or ``tower`` names none; a trainable tower, and a model without
+            ``get_input_embeddings``.
     """
     towers = _find_towers(model, tower)
+    if not every_rank_has_images:
+        _Absent(model, [model.get_submodule(path) for path in towers])
     uncast = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     for plan in plan_units(model):
         paths = [clean_name(name) for name in plan.names]
@@ -66,6 +75,64 @@ def shard_vision_language(
         own = {**options, "reshard_after_forward": reshard, "mp_policy": uncast if any(inside) else mp_policy}
         fully_shard(modules[0] if len(modules) == 1 else modules, auto_wrap=False, **own)
     return fully_shard(model, auto_wrap=False, mp_policy=uncast, **options)
+
+
+class _Absent:
+    """Which towers ran in the forward that goes on; forward hooks of the towers and the embedding write and read it."""
+
+    def __init__(self, model: nn.Module, towers: list[nn.Module]) -> None:
+        self._towers = towers
+        self._model = weakref.ref(model)
+        self._ran: set[int] = set()
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        if embedding is None:
+            raise ValueError(
+                f"fsdp2x.shard_vision_language: {type(model).__name__} has no get_input_embeddings(), on which ranks "
+                "without images rely; use every_rank_has_images=True"
+            )
+        model.register_forward_pre_hook(self._begin)
+        embedding.register_forward_hook(self._connect)
+        for tower in towers:
+            tower.register_forward_hook(self._see)
+
+    def _begin(self, *_: Any) -> None:
+        self._ran = set()
+
+    def _see(self, tower: nn.Module, *_: Any) -> None:
+        self._ran.add(id(tower))
+
+    def _connect(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+        model = self._model()
+        if not torch.is_grad_enabled() or not isinstance(model, FSDPModule) or not _reduces_in_order(model):
+            return None
+        params = [(id(tower), param) for tower in self._towers for param in tower.parameters() if param.requires_grad]
+        if not params:
+            return None
+        owners, tensors = zip(*params, strict=True)
+        return _ZerosWhereAbsent.apply(self._ran, owners, output, *tensors)
+
+
+def _reduces_in_order(root: FSDPModule) -> bool:
+    """Whether the root's reduction is a collective among those of the other units, instead of keyed by unit."""
+    groups = root._get_fsdp_state().groups
+    return any(group.ranks.has_replicate_axis or group.engine.transport_name != "shm" for group in groups)
+
+
+class _ZerosWhereAbsent(torch.autograd.Function):
+    """``output`` as it is; in backward zeros for the parameters of towers that have not run by then."""
+
+    @staticmethod
+    def forward(ctx: Any, ran: set[int], owners: tuple[int, ...], output: torch.Tensor, *params: torch.Tensor):
+        ctx.ran, ctx.owners, ctx.params = ran, owners, params
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = (
+            None if owner in ctx.ran else torch.zeros_like(param)
+            for owner, param in zip(ctx.owners, ctx.params, strict=True)
+        )
+        return None, None, grad, *zeros
 
 
 def _find_towers(model: nn.Module, tower: str | list[str] | None) -> list[str]:

@@ -53,7 +53,7 @@ def test_errors(tmp_path):
         add_lora(build("llama"), 3)
     with pytest.raises(ValueError, match="has no adapter_config.json"):
         add_lora(build("llama"), tmp_path)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapter; fsdp2x.lora.add_lora"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapter; fsdp2x.add_lora"):
         load_adapter(build("llama"), tmp_path)
     with pytest.raises(ValueError, match='weights="adapter", but LlamaForCausalLM is no PEFT model'):
         save_adapter(build("llama"), tmp_path / "out")

@@ -5,7 +5,7 @@ Gathers and reductions must come in the same order on all ranks, but a rank runs
 * Fused experts are one module that every rank runs: one unit. Without any token it would leave no trace in the graph,
   so a rank with no token gets an output that depends on the weights and is empty.
 * Experts in a list are called one by one, those with tokens only, in ascending order. The block as one unit needs
-  nothing. With a unit for each expert, an expert that is passed over runs on no rows at its turn:
+  nothing but that trace. With a unit for each expert, an expert that is passed over runs on no rows at its turn:
 
       rank 0    e0(5 rows)  e1(0 rows)  e2(9 rows)  e3(0 rows)
       rank 1    e0(0 rows)  e1(2 rows)  e2(0 rows)  e3(7 rows)      gathers, backwards and reductions in one order
@@ -69,6 +69,7 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
             allow_no_tokens(group.experts)
             units = [group.experts]
         elif per == "block":
+            group.block.register_forward_hook(_connect)
             units = [group.block]
         else:
             take_turns(group)
@@ -146,6 +147,18 @@ def touch(params: Any) -> torch.Tensor | float:
 
 
 # ---- lists of experts
+
+
+def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
+    """Before the unit's own hook: an output without graph (no tokens, no expert ran) depends on the block's weights.
+
+    Otherwise backward would pass the unit by on this rank, and the others would gather it alone.
+    """
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    if first.requires_grad or not torch.is_grad_enabled():
+        return None
+    first = first + touch([*block.parameters(), *(one for one in args if isinstance(one, torch.Tensor))])
+    return (first, *rest) if isinstance(output, tuple) else first
 
 
 def take_turns(group: ExpertGroup) -> None:

@@ -1,0 +1,212 @@
+"""Mixtures of experts whatever the routing: disjoint experts, no tokens, one token; units of experts; grouped GEMM."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2x
+import models
+from fsdp2x import moe
+from harness import dist_run, distributed
+from moe_models import ListMoe, fused, rows
+from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def three_steps(ctx, reference, ours, loss_of):
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=5e-3) for model in (reference, ours)]
+    for step in range(3):
+        mean_of_ranks(reference, lambda m, rank, s=step: loss_of(m, rank, s), ctx.world)
+        loss_of(ours, ctx.rank, step).backward()
+        expected, found = grads(reference), grads(ours)
+        for name, grad in expected.items():
+            # Experts that nobody's token chose: None or zero, by how the experts are written.
+            if grad is None or found[name] is None:
+                assert not any(one is not None and one.any() for one in (grad, found[name])), name
+                found[name] = expected[name] = None
+        same(found, expected, f"gradients of step {step}", **TOLERANCE)
+        for model, optimizer in zip((reference, ours), optimizers, strict=True):
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            optimizer.step()
+            optimizer.zero_grad()
+    same(params(ours), params(reference), "parameters", **TOLERANCE)
+
+
+def list_loss(steer):
+    """A loss of a ListMoe whose tokens of rank r all choose expert steer(rank)."""
+
+    def loss_of(model, rank, step):
+        hooks = []
+        chosen = steer(rank, step)
+        for layer in model.layers if chosen is not None else ():
+            bias = 50.0 * nn.functional.one_hot(torch.tensor(chosen), 4).float()
+            hooks.append(layer.mlp.gate.register_forward_hook(lambda module, args, out, bias=bias: out + bias))
+        loss = model(rows(rank, step, 0 if chosen is None else 1 if step == 1 else 5)).square().sum() / 7
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+    return loss_of
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("per", ["layer", "block", "expert"])
+@both_transports
+def test_disjoint_experts_on_the_ranks(ctx, transport, per):
+    """A list of experts: rank r's tokens all go to expert r, then r + 1 with one token, then rank 0 has none."""
+    only_fsdp2x(ctx)
+    reference = ListMoe()
+    ours = copy.deepcopy(reference)
+    if per != "layer":
+        assert moe.shard_experts(ours, per=per, transport=transport) == (2 if per == "block" else 8)
+    fsdp2x.fully_shard(ours, auto_wrap=["ListLayer"] if per == "layer" else False, transport=transport)
+    steer = list_loss(lambda rank, step: None if (rank, step) == (0, 2) else (rank + step) % 4)
+    three_steps(ctx, reference, ours, steer)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_experts_wrapped_by_hand_and_patched(ctx, transport):
+    """The patch comes before or after sharding; activation checkpointing runs the block again; evaluation works."""
+    from torch.utils.checkpoint import checkpoint
+
+    only_fsdp2x(ctx)
+    for when in ("before", "after"):
+        reference = ListMoe(top_k=2)
+        ours = copy.deepcopy(reference)
+        if when == "before":
+            assert moe.apply_expert_patch(ours) == 2
+        for layer in ours.layers:
+            for expert in layer.mlp.experts:
+                fsdp2x.fully_shard(expert, transport=transport)
+        fsdp2x.fully_shard(ours, transport=transport)
+        if when == "after":
+            assert moe.apply_expert_patch(ours) == 2
+            for layer in ours.layers:
+                block = layer.mlp
+                block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+        three_steps(ctx, reference, ours, list_loss(lambda rank, step: (2 * rank + step) % 4))
+        with torch.no_grad():
+            same(ours(rows(ctx.rank)), reference(rows(ctx.rank)), **TOLERANCE)
+
+
+def unpatched(ctx):
+    from datetime import timedelta
+
+    model = ListMoe()
+    for layer in model.layers:
+        for expert in layer.mlp.experts:
+            fsdp2x.fully_shard(expert, transport="shm", timeout=timedelta(seconds=20))
+    fsdp2x.fully_shard(model, transport="shm", timeout=timedelta(seconds=20))
+    try:
+        list_loss(lambda rank, step: rank)(model, ctx.rank, 0).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_the_patch_shared_memory_says_which_experts():
+    messages = [outcome.value for outcome in dist_run(unpatched, 2)]
+    assert all("experts.0" in message and "experts.1" in message for message in messages), messages
+
+
+@distributed(world_sizes=(1,))
+def test_experts_in_another_order_are_refused(ctx):
+    only_fsdp2x(ctx)
+    model = ListMoe()
+    moe.shard_experts(model, per="expert")
+    fsdp2x.fully_shard(model, auto_wrap=False)
+    block = model.layers[0].mlp
+    block.forward = lambda x: (block.experts[2](x) + block.experts[0](x), None)
+    with pytest.raises(RuntimeError, match="expert 0 of layers.0.mlp.experts was called after expert 2; .*per=.block"):
+        model(rows(0))
+
+
+def steered(model, rank, step, experts, num_tokens=9):
+    """The loss of a transformers model whose router sends this rank's tokens to two experts only."""
+    hooks = []
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+
+        def choose(module, args, out, experts=experts):
+            logits, scores, _ = out
+            chosen = torch.tensor(experts).expand(scores.shape[0], -1)
+            return logits, logits.softmax(-1).gather(1, chosen), chosen
+
+        hooks.append(gate.register_forward_hook(choose))
+    batch = models.batch("qwen3_moe", 10 * step + rank, size=1, length=num_tokens)
+    # One token has no next one to predict.
+    loss = model(input_ids=batch["input_ids"]).logits.square().mean()
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("own_units", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@both_transports
+def test_fused_experts(ctx, transport, implementation, own_units):
+    """Rank r uses two experts, another pair each step; in step 1 on a micro-batch of one token."""
+    only_fsdp2x(ctx)
+    reference = fused()
+    assert moe.use_grouped_gemm(reference, implementation == "grouped_mm") == implementation
+    ours = copy.deepcopy(reference)
+    if own_units:
+        assert moe.shard_experts(ours, transport=transport) == 2
+        assert all(isinstance(layer.mlp.experts, fsdp2x.FSDPModule) for layer in ours.model.layers)
+    fsdp2x.fully_shard(ours, auto_wrap=True, transport=transport)
+    assert moe.apply_expert_patch(ours) == 0
+    pairs = ((0, 1), (2, 3), (1, 2))
+
+    def loss_of(model, rank, step):
+        return steered(model, rank, step, pairs[(rank + step) % 3], num_tokens=1 if step == 1 else 9)
+
+    three_steps(ctx, reference, ours, loss_of)
+
+
+class Blocks(nn.Module):
+    """MoE blocks of transformers without the attention, which cannot run on no tokens."""
+
+    def __init__(self, implementation):
+        super().__init__()
+        model = fused()
+        moe.use_grouped_gemm(model, implementation == "grouped_mm")
+        self.blocks = nn.ModuleList(layer.mlp for layer in model.model.layers)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("own_units", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@both_transports
+def test_a_rank_without_tokens(ctx, transport, implementation, own_units):
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    reference = Blocks(implementation)
+    ours = copy.deepcopy(reference)
+    if own_units:
+        moe.shard_experts(ours, transport=transport)
+    fsdp2x.fully_shard(ours, auto_wrap=["Qwen3MoeSparseMoeBlock"], transport=transport)
+
+    def loss_of(model, rank, step):
+        num_tokens = 0 if rank == step else 6
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return model(torch.randn(1, num_tokens, 16, generator=generator)).square().sum() / 7
+
+    three_steps(ctx, moe_ready(reference), ours, loss_of)
+
+
+def moe_ready(model):
+    """The plain model, which on its own could not run the grouped product on no tokens."""
+    moe.apply_expert_patch(model)
+    return model

@@ -1,0 +1,131 @@
+"""Vision-language models: ranks with and without images in one step, frozen and trainable towers, uncast inputs."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp2x
+import models
+from fsdp2x.freeze import freeze_module_prefix
+from fsdp2x.vision import shard_vision_language
+from harness import distributed
+from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
+
+IMAGE_TOKEN = 36
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def tiny_vlm():
+    model = models.tiny_vlm()
+    model.config.image_token_id = IMAGE_TOKEN
+    return model
+
+
+def batch(rank, step, image):
+    """Text, with an image of 4 x 4 patches (4 tokens after merging) in front when `image`."""
+    generator = torch.Generator().manual_seed(100 * step + rank + 1)
+    ids = torch.randint(3, IMAGE_TOKEN, (1, 9), generator=generator)
+    if not image:
+        return {"input_ids": ids, "labels": ids.clone()}
+    ids = torch.cat([torch.full((1, 4), IMAGE_TOKEN), ids], dim=1)
+    labels = ids.masked_fill(ids == IMAGE_TOKEN, -100)
+    kinds = (ids == IMAGE_TOKEN).int()
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "mm_token_type_ids": kinds,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+def three_steps(ctx, reference, ours, images, absent=None):
+    """`images(step, rank)` says who has one; `absent`: the gradient of a tower that no rank used."""
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3) for model in (reference, ours)
+    ]
+    for step in range(3):
+        mean_of_ranks(reference, lambda m, rank, s=step: m(**batch(rank, s, images(s, rank))).loss, ctx.world)
+        ours(**batch(ctx.rank, step, images(step, ctx.rank))).loss.backward()
+        expected = grads(reference)
+        for name, param in reference.named_parameters():
+            if absent is not None and param.requires_grad and param.grad is None:
+                param.grad = expected[name] = torch.full_like(param, absent)
+        same(grads(ours), expected, f"gradients of step {step}", **TOLERANCE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(params(ours), params(reference), "parameters", **TOLERANCE)
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("frozen", [True, False])
+@both_transports
+def test_an_image_on_one_rank_only(ctx, transport, frozen):
+    """Rank 0, then another, then nobody has an image; a frozen tower stays bit for bit as it was."""
+    only_fsdp2x(ctx)
+    reference = tiny_vlm()
+    if frozen:
+        assert freeze_module_prefix(reference, "visual") > 0
+    ours = copy.deepcopy(reference)
+    before = {name: param.detach().clone() for name, param in ours.named_parameters() if "visual" in name}
+    shard_vision_language(ours, transport=transport)
+    assert not any(isinstance(module, fsdp2x.FSDPModule) for module in ours.model.visual.modules())
+    images = (lambda rank: rank == 0), (lambda rank: rank == ctx.world - 1), (lambda rank: False)
+    absent = 0.0 if transport == "process_group" else None
+    three_steps(ctx, reference, ours, lambda step, rank: images[step](rank), absent)
+    after = params(ours)
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == frozen, name
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_units_of_the_tower_where_all_ranks_have_images(ctx, transport):
+    """The merger trains, the blocks below it are frozen, in one unit and in their own."""
+    only_fsdp2x(ctx)
+    reference = tiny_vlm()
+    freeze_module_prefix(reference, "visual.blocks")
+    ours = copy.deepcopy(reference)
+    shard_vision_language(ours, every_rank_has_images=True, transport=transport)
+    assert all(isinstance(block, fsdp2x.FSDPModule) for block in ours.model.visual.blocks)
+    three_steps(ctx, reference, ours, lambda step, rank: True)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("every_rank_has_images", [True, False])
+def test_inputs_of_the_tower_are_not_cast(ctx, every_rank_has_images):
+    only_fsdp2x(ctx)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, seen = tiny_vlm(), {}
+    visual = model.model.visual
+
+    def look(name):
+        return lambda module, args, kwargs: seen.update({name: (args, kwargs)})
+
+    shard_vision_language(model, mp_policy=policy, every_rank_has_images=every_rank_has_images)
+    model.model.register_forward_pre_hook(look("root"), with_kwargs=True)
+    visual.blocks[0].register_forward_pre_hook(look("block"), with_kwargs=True)
+    model.model.language_model.layers[0].register_forward_pre_hook(look("layer"), with_kwargs=True)
+    model(**batch(ctx.rank, 0, True)).loss.backward()
+
+    def dtypes(name):
+        args, kwargs = seen[name]
+        flat = [*args, *kwargs.values(), *kwargs.get("position_embeddings", ())]
+        return {one.dtype for one in flat if isinstance(one, torch.Tensor) and one.is_floating_point()}
+
+    assert dtypes("root") == {torch.float32}, "the pixels as they came; the tower chooses its dtype itself"
+    assert torch.float32 in dtypes("block"), "the rotary embeddings stay float32"
+    assert dtypes("layer") == {torch.bfloat16}
+    assert all(grad.isfinite().all() for grad in grads(model).values() if grad is not None)
+
+
+@distributed(world_sizes=(1,))
+def test_towers_that_are_not_there(ctx):
+    with pytest.raises(ValueError, match="Qwen2VLForConditionalGeneration has no module 'vision_model'"):
+        shard_vision_language(tiny_vlm(), tower="vision_model")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no module named visual, .*pass tower="):
+        shard_vision_language(models.build("llama"))
