@@ -1,27 +1,90 @@
 """Learning rate as a function of the step, and which parameters decay."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from fsdp2x.train.config import OptimizerConfig, ScheduleConfig
-from fsdp2x.train.schedule import Schedule, decay_groups, lr_factor, make_optimizer
+from fsdp2x.train.config import ConfigError, OptimizerConfig, ScheduleConfig
+from fsdp2x.train.schedule import Schedule, Shape, decay_groups, lr_factor, make_optimizer, make_shape
 
-SHAPE = {"kind": "cosine", "warmup_steps": 10, "decay_steps": 110, "min_lr_ratio": 0.1}
+SHAPE = Shape(kind="cosine", warmup_steps=10, decay_steps=110, min_lr_ratio=0.1)
+
+
+def shape(**changes):
+    return dataclasses.replace(SHAPE, **changes)
 
 
 def test_warm_up_then_cosine_then_floor():
-    assert [lr_factor(s, **SHAPE) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
-    assert lr_factor(60, **SHAPE) == pytest.approx(0.1 + 0.9 * 0.5)
-    assert lr_factor(35, **SHAPE) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert lr_factor(110, **SHAPE) == pytest.approx(0.1)
-    assert lr_factor(1000, **SHAPE) == pytest.approx(0.1)
+    assert [lr_factor(s, SHAPE) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
+    assert lr_factor(60, SHAPE) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(35, SHAPE) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert lr_factor(110, SHAPE) == pytest.approx(0.1)
+    assert lr_factor(1000, SHAPE) == pytest.approx(0.1)
 
 
 def test_constant_and_no_warm_up():
-    assert lr_factor(500, kind="constant", warmup_steps=0, decay_steps=10, min_lr_ratio=0.0) == 1.0
-    assert lr_factor(3, kind="cosine", warmup_steps=3, decay_steps=3, min_lr_ratio=0.2) == pytest.approx(0.2)
+    assert lr_factor(500, Shape("constant", 0, 10, 0.0)) == 1.0
+    assert lr_factor(3, Shape("cosine", 3, 3, 0.2)) == pytest.approx(0.2)
+
+
+def test_linear():
+    assert [lr_factor(s, shape(kind="linear")) for s in (10, 35, 60, 110, 111)] == pytest.approx(
+        [1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.5, 0.1, 0.1]
+    )
+
+
+def test_inverse_sqrt_falls_from_the_warm_up_and_not_below_the_floor():
+    got = [lr_factor(s, shape(kind="inverse_sqrt", decay_steps=10000)) for s in (10, 40, 90, 1000, 9999, 10001)]
+    assert got == pytest.approx([1.0, 0.5, 1 / 3, 0.1, 0.1, 0.1])
+    assert lr_factor(16, shape(kind="inverse_sqrt", warmup_steps=0)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("decay", "half"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_wsd_is_stable_until_its_decay(decay, half):
+    wsd = shape(kind="wsd", wsd_decay_steps=40, wsd_decay=decay)
+    assert [lr_factor(s, wsd) for s in (5, 10, 50, 70)] == [0.5, 1.0, 1.0, 1.0]
+    assert lr_factor(90, wsd) == pytest.approx(0.1 + 0.9 * half)
+    assert lr_factor(110, wsd) == pytest.approx(0.1)
+    assert lr_factor(111, wsd) == 0.1
+
+
+def test_warm_up_may_start_above_zero():
+    assert lr_factor(5, shape(warmup_start_ratio=0.2)) == pytest.approx(0.2 + 0.8 * 0.5)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_against_the_schedulers_of_transformers(kind):
+    """Theirs count from 0 and end at 0; the rate of our step s is theirs after s calls."""
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    if kind == "wsd":
+        theirs = transformers.get_wsd_schedule(
+            optimizer, num_warmup_steps=10, num_decay_steps=40, num_stable_steps=60, decay_type="linear"
+        )
+    else:
+        make = getattr(transformers, f"get_{kind}_schedule_with_warmup")
+        theirs = make(optimizer, num_warmup_steps=10, num_training_steps=110)
+    ours = shape(kind=kind, min_lr_ratio=0.0, wsd_decay_steps=40)
+    for step in range(1, 111):
+        optimizer.step()
+        theirs.step()
+        assert lr_factor(step, ours) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+
+
+def test_the_shape_of_a_run():
+    config = ScheduleConfig(kind="wsd", warmup_ratio=0.1, min_lr=0.05)
+    made = make_shape(config, 0.5, 200)
+    assert (made.warmup_steps, made.decay_steps, made.wsd_decay_steps) == (20, 200, 20)
+    assert made.min_lr_ratio == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match=r"schedule.min_lr: got 0.9, expected at most optimizer.lr=0.5"):
+        make_shape(ScheduleConfig(min_lr=0.9), 0.5, 10)
+    with pytest.raises(ConfigError, match=r"schedule.wsd_decay_steps: got 8, expected at most 7"):
+        make_shape(ScheduleConfig(kind="wsd", warmup_steps=3, wsd_decay_steps=8), 0.5, 10)
 
 
 def make(num_steps=20, **shape):
@@ -62,4 +125,21 @@ def test_advance_sets_every_group_and_resumes():
 def test_a_changed_shape_is_told():
     _, _, schedule = make(warmup_steps=4)
     _, _, other = make(num_steps=30, warmup_steps=5)
-    assert other.load_state_dict(schedule.state_dict()) == ["warmup_steps was 4, is 5", "decay_steps was 20, is 30"]
+    assert other.load_state_dict(schedule.state_dict()) == [
+        "warmup_steps was 4, is 5",
+        "decay_steps was 20, is 30",
+        "wsd_decay_steps was 2, is 3",
+    ]
+
+
+def test_which_optimizer():
+    import fsdp2x
+
+    model = torch.nn.Linear(3, 4)
+    decays = decay_groups(model)
+    for wanted, kind in (("auto", fsdp2x.optim.AdamW), ("fsdp2x", fsdp2x.optim.AdamW), ("foreach", torch.optim.AdamW)):
+        assert type(make_optimizer(model, OptimizerConfig(implementation=wanted), decays)) is kind
+    sgd = make_optimizer(model, OptimizerConfig(name="sgd", momentum=0.9), decays)
+    assert type(sgd) is fsdp2x.optim.SGD and sgd.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(ConfigError, match="optimizer.momentum: got 0.9, expected 0, since optimizer.name is adamw"):
+        OptimizerConfig(momentum=0.9)

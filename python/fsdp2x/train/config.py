@@ -1,7 +1,8 @@
 """The typed training configuration: one frozen dataclass per section, each field with its help text.
 
-Only names, types, defaults and checks of single values live here. Reading YAML, overrides and other spellings of
-the same settings is `parse.py`'s job, so that a new spelling never touches these classes.
+Only names, types, defaults and checks of single values live here. Reading YAML and overrides is `parse.py`'s job,
+other spellings of the same settings are `dialects/`'s, so that a new spelling never touches these classes. What
+depends on the number of ranks is worked out by `resolve.py` when the run begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class ConfigError(ValueError):
 
 
 DType = Literal["float32", "bfloat16", "float16"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -45,8 +47,22 @@ class ModelConfig:
     attn_implementation: str | None = setting(
         None, "attention of transformers: eager, sdpa, ...; unset takes the model's own choice"
     )
+    load: Literal["whole", "rows"] = setting(
+        "whole", "with model.path: every rank reads the whole model, or only the rows of its shards"
+    )
+    freeze: list[str] = setting(
+        [], "prefixes of parameter names that are not trained; one that matches none is an error"
+    )
+    tiled_mlp: int = setting(0, "compute gated MLPs in so many pieces of the sequence, to save memory; 0 does not")
+    expert_patch: bool = setting(
+        False, "keep collectives independent of routing when each expert is a unit of its own (module-list experts)"
+    )
+    grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
     def __post_init__(self) -> None:
+        require(self.tiled_mlp >= 0, "model.tiled_mlp", self.tiled_mlp, "a number of pieces, or 0")
+        if self.load == "rows" and self.path is None:
+            raise ConfigError("model.load: got 'rows', which reads weights from files, but model.path is not set")
         if (self.config is None) == (self.path is None):
             got = "neither" if self.config is None else "both"
             raise ConfigError(f"model: got {got} of model.config and model.path, expected exactly one of them")
@@ -54,6 +70,20 @@ class ModelConfig:
             require(
                 "model_type" in self.config, "model.config", sorted(self.config), "a mapping with the key model_type"
             )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters; on when `rank` is positive."""
+
+    rank: int = setting(0, "rank of the adapters; 0 trains the model itself")
+    alpha: float = setting(16.0, "scale of the adapters: their output is multiplied by alpha / rank")
+    dropout: float = setting(0.0, "dropout before the adapters")
+    target_modules: list[str] = setting(["all-linear"], "names of the modules that get adapters")
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "lora.rank", self.rank, "zero or more")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "a fraction in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -66,10 +96,17 @@ class DataConfig:
     max_bytes: int | None = setting(
         None, "stop reading after so many bytes of text (files in order of a seeded shuffle)"
     )
-    tokenizer: str = setting("bytes", "'bytes', or a local directory with a HuggingFace tokenizer")
+    tokenizer: str = setting(
+        "bytes",
+        "'bytes', 'characters' (those that occur in data.files), or a local directory with a HuggingFace tokenizer",
+    )
     block_size: int = setting(512, "tokens per training example")
     held_out: float = setting(0.05, "fraction of the blocks kept for evaluation; whole files as far as possible")
     shuffle: bool = setting(True, "visit the blocks in a new seeded order every epoch")
+    packing: bool = setting(
+        False, "lines of text are samples, packed by data.max_tokens without seeing each other, instead of cut blocks"
+    )
+    max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
     def __post_init__(self) -> None:
         require(len(self.files) > 0, "data.files", self.files, "at least one file, folder or glob")
@@ -78,17 +115,21 @@ class DataConfig:
         require(
             self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", self.max_bytes, "a positive number or null"
         )
+        require(
+            self.max_tokens is None or self.max_tokens >= 2, "data.max_tokens", self.max_tokens, "at least 2, or null"
+        )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw"] = setting("adamw", "optimizer; adamw is torch.optim.AdamW")
+    name: Literal["adamw", "sgd"] = setting("adamw", "optimizer")
     lr: float = setting(3e-4, "peak learning rate")
     betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's decay rates of the two moments")
     eps: float = setting(1e-8, "AdamW's epsilon")
     weight_decay: float = setting(0.1, "decay of parameters with two or more dims; norms and biases get none")
-    implementation: Literal["auto", "foreach", "fused", "for_loop"] = setting(
-        "auto", "which of torch's loops updates the parameters"
+    momentum: float = setting(0.0, "momentum of sgd")
+    implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
+        "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
     )
 
     def __post_init__(self) -> None:
@@ -96,37 +137,74 @@ class OptimizerConfig:
         require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
         require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
+        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "a number in [0, 1)")
+        require(
+            self.momentum == 0 or self.name == "sgd",
+            "optimizer.momentum",
+            self.momentum,
+            "0, since optimizer.name is adamw",
+        )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    kind: Literal["cosine", "constant"] = setting("cosine", "shape of the learning rate after the warm-up")
+    """The formulas are in `schedule.lr_factor`."""
+
+    kind: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = setting(
+        "cosine", "shape of the learning rate after the warm-up; wsd: stable, then a decay over wsd_decay_steps"
+    )
     warmup_steps: int = setting(0, "steps over which the rate rises linearly to its peak")
-    decay_steps: int | None = setting(None, "step at which the lowest rate is reached; unset means train.steps")
+    warmup_ratio: float = setting(0.0, "the same as a fraction of the run's steps; used when warmup_steps is 0")
+    warmup_start_ratio: float = setting(0.0, "rate at the start of the warm-up, as a fraction of the peak")
+    decay_steps: int | None = setting(None, "step at which the lowest rate is reached; unset means the run's last")
     min_lr_ratio: float = setting(0.1, "lowest rate as a fraction of the peak")
+    min_lr: float | None = setting(None, "lowest rate itself; replaces min_lr_ratio")
+    wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset means a tenth of decay_steps")
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting("linear", "shape of wsd's decay")
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "zero or more")
-        require(
-            self.decay_steps is None or self.decay_steps > 0,
-            "schedule.decay_steps",
-            self.decay_steps,
-            "a positive number or null",
-        )
-        require(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "a fraction in [0, 1]")
+        for name in ("warmup_ratio", "warmup_start_ratio", "min_lr_ratio"):
+            require(0 <= getattr(self, name) <= 1, f"schedule.{name}", getattr(self, name), "a fraction in [0, 1]")
+        for name in ("decay_steps", "wsd_decay_steps"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"schedule.{name}", value, "a positive number or null")
+        require(self.min_lr is None or self.min_lr >= 0, "schedule.min_lr", self.min_lr, "zero or more, or null")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    strategy: Strategy | None = setting(
+        None, "mesh and resharding by name; unset follows fsdp_size and reshard_after_forward (see strategy.py)"
+    )
+    fsdp_size: int | None = setting(
+        None,
+        "ranks of one shard group; more than one and fewer than all: replicas of such groups (HSDP), else all ranks",
+    )
+    sequence_parallel: int = setting(1, "consecutive ranks that share each sequence (Ulysses)")
+    expert_parallel: int = setting(1, "ranks over which the experts of a layer are spread")
+    expert_fsdp_size: int | None = setting(
+        None, "ranks over which each expert is sharded; unset: the rest of the world"
+    )
+    world_size: int | None = setting(None, "ranks this config was written for; another number is told, not refused")
     reshard_after_forward: bool | int | None = setting(
         None, "free the gathered parameters after forward; unset is fully_shard's own rule"
     )
-    param_dtype: DType | None = setting(None, "dtype of computation; unset computes in model.dtype")
+    param_dtype: DType | Literal["auto"] | None = setting(
+        None,
+        "dtype of computation; unset computes in model.dtype; auto: bfloat16 on GPUs that have it, float16 on others, "
+        "model.dtype on CPUs",
+    )
     reduce_dtype: DType | None = setting(
         None, "dtype in which gradients are summed; unset takes that of the parameters, param_dtype before torch 2.15"
     )
     auto_wrap: bool | list[str] | None = setting(
         None, "which modules form units: null by the model's own plan, or class names, or false"
+    )
+    expert_units: list[str] = setting([], "class names of modules that become units of their own inside their layer")
+    offload: bool = setting(False, "keep shards and optimizer state in CPU memory (CPUOffloadPolicy)")
+    accumulate: Literal["nothing", "reduce_scatter"] = setting(
+        "nothing", "what backwards before a step's last one communicate; reduce_scatter takes less memory"
     )
     transport: Literal["auto", "shm", "process_group"] = setting(
         "auto", "how shards and gradients travel between ranks"
@@ -136,22 +214,62 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "a positive number of seconds")
+        for name in ("sequence_parallel", "expert_parallel"):
+            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "a number of ranks, at least 1")
+        for name in ("world_size", "expert_fsdp_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"parallel.{name}", value, "a number of ranks, or null")
+
+
+@dataclass(frozen=True)
+class ScalerConfig:
+    """Scaling of the loss for float16 gradients; a step whose gradients overflow on any rank is skipped on all."""
+
+    enabled: bool | None = setting(None, "unset: when parallel.param_dtype is float16")
+    init_scale: float = setting(65536.0, "first scale")
+    growth_factor: float = setting(2.0, "the scale is multiplied by it after growth_interval good steps")
+    backoff_factor: float = setting(0.5, "the scale is multiplied by it after a skipped step")
+    growth_interval: int = setting(2000, "good steps in a row before the scale grows")
+
+    def __post_init__(self) -> None:
+        require(self.init_scale > 0, "scaler.init_scale", self.init_scale, "a positive number")
+        require(self.growth_factor > 1, "scaler.growth_factor", self.growth_factor, "more than 1")
+        require(0 < self.backoff_factor < 1, "scaler.backoff_factor", self.backoff_factor, "a fraction in (0, 1)")
+        require(self.growth_interval >= 1, "scaler.growth_interval", self.growth_interval, "at least 1")
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    steps: int = setting(1000, "optimizer steps in the whole run, counted from step 1")
-    batch_size: int = setting(8, "blocks per rank and micro-batch")
-    accumulation: int = setting(1, "micro-batches per optimizer step")
+    mode: Literal["train", "evaluate"] = setting(
+        "train", "evaluate: no gradients and no optimizer, the loss on held-out text (on all when held_out is 0)"
+    )
+    steps: int | None = setting(
+        None, "optimizer steps in the whole run, counted from step 1; unset: 1000, or by epochs"
+    )
+    epochs: int | None = setting(None, "passes over the training text; with steps, the shorter run counts")
+    batch_size: int | None = setting(
+        None, "blocks per rank and micro-batch; unset: 8, or what global_batch_size leaves"
+    )
+    accumulation: int | None = setting(
+        None, "micro-batches per optimizer step; unset: 1, or what global_batch_size and batch_size leave"
+    )
+    global_batch_size: int | None = setting(None, "blocks per optimizer step over all ranks; must divide evenly")
+    eval_batch_size: int | None = setting(None, "blocks per rank in evaluation; unset: as in training")
+    global_eval_batch_size: int | None = setting(None, "the same over all ranks; must divide evenly")
     clip: float | None = setting(1.0, "largest norm of the whole gradient; null does not clip")
     seed: int = setting(0, "seed of the weights, of the data order and of each rank's generators")
     eval_every: int = setting(0, "evaluate on held-out text every so many steps and at the end; 0 never")
     eval_blocks: int | None = setting(None, "evaluate on at most so many held-out blocks; unset takes all")
     activation_checkpointing: bool = setting(False, "recompute the activations of each block in backward")
+    compile: bool = setting(False, "torch.compile of each block")
+    compile_backend: str = setting("inductor", "backend of torch.compile")
+    deterministic: bool = setting(False, "deterministic algorithms only: two runs are bitwise equal")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation"):
-            require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "a positive number")
+        positive = ("steps", "epochs", "batch_size", "accumulation", "global_batch_size", "eval_batch_size")
+        for name in (*positive, "global_eval_batch_size"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"train.{name}", value, "a positive number")
         require(self.clip is None or self.clip > 0, "train.clip", self.clip, "a positive number or null")
         require(self.eval_every >= 0, "train.eval_every", self.eval_every, "zero or more")
         require(
@@ -168,6 +286,7 @@ class CheckpointConfig:
     save_last: bool = setting(True, "save after the last step")
     keep: int = setting(2, "how many checkpoints stay on disk")
     resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints whose latest one is taken")
+    folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output")
 
     def __post_init__(self) -> None:
         require(self.save_every >= 0, "checkpoint.save_every", self.save_every, "zero or more")
@@ -179,10 +298,27 @@ class LoggingConfig:
     output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/")
     every: int = setting(1, "log every so many steps")
     tensorboard: bool = setting(False, "also write TensorBoard events")
+    tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output")
+    wandb: bool = setting(False, "also log to Weights & Biases; needs the package wandb")
+    wandb_options: dict = setting({}, "arguments of wandb.init: project, name, dir, id, resume, mode, ...")
     progress: Literal["auto", "on", "off"] = setting("auto", "progress bar of rank 0; auto shows it on a terminal")
+    report: bool = setting(False, "list every parameter with its placement, global and local shape")
+    memory_snapshot: int | None = setting(
+        None,
+        "after so many steps write memory/: on GPUs torch's snapshot of allocations, on CPUs planned and real bytes",
+    )
+    profile_start: int | None = setting(None, "first step of the window that torch.profiler records")
+    profile_end: int | None = setting(None, "last step of the window; unset: profile_start")
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "logging.every", self.every, "at least 1")
+        for name in ("memory_snapshot", "profile_start", "profile_end"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"logging.{name}", value, "a step, counted from 1, or null")
+        if self.profile_end is not None:
+            first = self.profile_start
+            require(first is not None, "logging.profile_end", self.profile_end, "logging.profile_start as well")
+            require(first <= self.profile_end, "logging.profile_end", self.profile_end, f"{first} or more")
 
 
 @dataclass(frozen=True)
@@ -191,9 +327,11 @@ class TrainConfig:
 
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    scaler: ScalerConfig = dataclasses.field(default_factory=ScalerConfig)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -22,6 +22,7 @@ class World:
     rank: int
     size: int
     local_rank: int
+    local_size: int
     device: torch.device
     backend: str
     pids: list[int]
@@ -55,6 +56,8 @@ def open_world(device: str, timeout_s: float) -> World:
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched or dist.is_initialized() else 0
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))) if launched else 1
+    if dist.is_initialized() and not launched:
+        local_size = dist.get_world_size()
     chosen, backend = choose_device(device, local_rank, local_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -68,6 +71,7 @@ def open_world(device: str, timeout_s: float) -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=local_rank,
+        local_size=local_size,
         device=chosen,
         backend=dist.get_backend(),
         pids=lost_ranks.pids,

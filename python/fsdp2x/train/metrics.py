@@ -1,4 +1,4 @@
-"""Where rank 0 reports: metrics.jsonl always, TensorBoard on request, and a progress bar or plain log lines."""
+"""Where rank 0 reports: metrics.jsonl always, TensorBoard and other loggers on request, a progress bar or log lines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +25,24 @@ class Metrics:
     ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on other ranks.
     """
 
-    def __init__(self, output: Path, *, main: bool, tensorboard: bool, progress: str, num_steps: int, first_step: int):
+    def __init__(
+        self,
+        output: Path,
+        *,
+        main: bool,
+        tensorboard: bool | str | Path,
+        progress: str,
+        num_steps: int,
+        first_step: int,
+        loggers: Sequence[Logger] = (),
+    ):
+        """`tensorboard`: whether, or the folder of its events. `loggers` are called as `wandb.log` is."""
         self.main = main
         self._file = self._board = self._bar = None
+        self._loggers: Sequence[Logger] = ()
         if not main:
             return
+        self._loggers = loggers
         output.mkdir(parents=True, exist_ok=True)
         path = output / "metrics.jsonl"
         _end_last_line(path)
@@ -34,7 +50,8 @@ class Metrics:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=first_step + 1)
+            folder = output / "tensorboard" if tensorboard is True else Path(tensorboard).expanduser()
+            self._board = SummaryWriter(str(folder), purge_step=first_step + 1)
         if progress == "on" or (progress == "auto" and sys.stderr.isatty()):
             from tqdm import tqdm
 
@@ -48,10 +65,14 @@ class Metrics:
             line["loss_hex"] = float(values["loss"]).hex()
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._board is not None and event in ("train", "eval"):
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
+        if event not in ("train", "eval"):
+            return
+        numbers = {f"{event}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        for log in self._loggers:
+            log(numbers, step=step)
 
     def train(self, step: int, **values: Any) -> None:
         """One optimizer step: shown on the bar, or as a log line."""
@@ -86,7 +107,39 @@ class Metrics:
             self._board.close()
         if self._file is not None:
             self._file.close()
+        for log in self._loggers:
+            if hasattr(log, "finish"):
+                log.finish()
         self._file = self._board = self._bar = None
+        self._loggers = ()
+
+
+class Logger(Protocol):
+    """`wandb.log`'s shape: called on rank 0 with numbers by name (`train/loss`) and the step.
+
+    An object with a method `finish` is told when the run ends.
+    """
+
+    def __call__(self, values: dict[str, float], *, step: int) -> Any: ...
+
+
+class WandbLogger:
+    """A Weights & Biases run; raises `ConfigError` when the package is missing."""
+
+    def __init__(self, options: dict[str, Any], config: dict[str, Any]):
+        try:
+            import wandb
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "logging.wandb: the package wandb is not installed; `pip install wandb`, or set it to false"
+            ) from None
+        self._run = wandb.init(**{"config": config, **options})
+
+    def __call__(self, values: dict[str, float], *, step: int) -> None:
+        self._run.log(values, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,16 +1,22 @@
-"""The model of a run: built from a HuggingFace config or a local directory, and sharded."""
+"""The model of a run: built from a HuggingFace config or a local directory, changed as the config says, and sharded."""
 
 from __future__ import annotations
 
 import datetime
 import difflib
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .config import ConfigError, ModelConfig, ParallelConfig
+from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
+from .optional import part
+from .resolve import DTYPES
+from .strategy import MeshPlan
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Spellings of earlier transformers that its configs still take, but no longer list.
 OLDER_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "num_labels", "tokenizer_class"}
@@ -24,26 +30,33 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     if config.path is not None:
-        folder = Path(config.path).expanduser()
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
+        check_folder(config.path)
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, use_safetensors=True, **options
+            str(Path(config.path).expanduser()), local_files_only=True, use_safetensors=True, **options
         )
     else:
         hf_config = make_hf_config(config.config, tokenizer)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, **options)
+    check_vocabulary(model, tokenizer)
+    return model
+
+
+def check_folder(path: str) -> None:
+    if not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"model.path: got {path!r}, expected a local directory with a config.json")
+
+
+def check_vocabulary(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
     num_rows = model.get_input_embeddings().weight.shape[0]
     if num_rows < tokenizer.vocab_size:
         raise ConfigError(
             f"model: its vocabulary has {num_rows} entries, the tokenizer {tokenizer.vocab_size}; raise vocab_size"
         )
-    return model
 
 
-def make_hf_config(settings: dict, tokenizer: Tokenizer) -> Any:
-    """A transformers config; vocabulary and end-of-text ids follow the tokenizer unless they are given."""
+def make_hf_config(settings: dict, tokenizer: Tokenizer | None) -> Any:
+    """A transformers config; vocabulary and end-of-text ids follow the tokenizer, if any, unless they are given."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -59,10 +72,35 @@ def make_hf_config(settings: dict, tokenizer: Tokenizer) -> Any:
             raise ConfigError(
                 f"unknown key model.config.{key}; the nearest known one of {model_type} is {_nearest(key, known)}"
             )
-    settings.setdefault("vocab_size", tokenizer.vocab_size)
+    if tokenizer is not None:
+        settings.setdefault("vocab_size", tokenizer.vocab_size)
     for name in ("bos_token_id", "eos_token_id"):
-        settings.setdefault(name, tokenizer.eos_id)
+        settings.setdefault(name, tokenizer.eos_id if tokenizer is not None else None)
     return AutoConfig.for_model(model_type, **settings)
+
+
+def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
+    """Everything that changes the model before it is sharded; returns the model to shard."""
+    wanted = config.model
+    if wanted.tiled_mlp:
+        part("tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
+    if wanted.expert_patch:
+        part("moe", "model.expert_patch").apply_expert_patch(model)
+    if wanted.grouped_gemm:
+        part("moe", "model.grouped_gemm").use_grouped_gemm(model)
+    if config.lora.rank:
+        model = part("lora", "lora.rank").add_lora(model, config.lora)
+    if wanted.freeze:
+        num_frozen = part("freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
+        logger.info("%d parameter tensors are frozen: %s", num_frozen, ", ".join(wanted.freeze))
+    if config.train.mode == "evaluate":
+        model.requires_grad_(False)
+    elif config.train.activation_checkpointing:
+        recompute_activations(model)
+    if config.train.compile:
+        num_compiled = compile_blocks(model, config.parallel, config.train.compile_backend)
+        logger.info("torch.compile(backend=%s) of %d blocks", config.train.compile_backend, num_compiled)
+    return model
 
 
 def recompute_activations(model: torch.nn.Module) -> None:
@@ -74,20 +112,62 @@ def recompute_activations(model: torch.nn.Module) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def shard(model: torch.nn.Module, config: ParallelConfig) -> torch.nn.Module:
-    """Applies `fsdp2x.fully_shard` in place and returns the model."""
+def compile_blocks(model: torch.nn.Module, config: ParallelConfig, backend: str) -> int:
+    """Compiles each repeated block that will be a unit, in place; returns how many there are."""
+    from ..wrap import plan_units
+
+    blocks = [
+        module
+        for unit in plan_units(model, unit_policy(model, config))
+        for module, name in zip(unit.modules, unit.names, strict=True)
+        if name.rpartition(".")[2].isdigit()
+    ]
+    if not blocks:
+        raise ConfigError("train.compile: the model has no repeated blocks among its units; set train.compile=false")
+    for block in blocks:
+        block.compile(backend=backend)
+    return len(blocks)
+
+
+def unit_policy(model: torch.nn.Module | None, config: ParallelConfig) -> bool | list[str] | None:
+    """`auto_wrap` of `fully_shard`: with expert_units, the model's own blocks and these classes inside of them.
+
+    The model is looked at only when `auto_wrap` leaves the choice of blocks to it.
+    """
+    if not config.expert_units:
+        return config.auto_wrap
+    if isinstance(config.auto_wrap, list):
+        return [*config.auto_wrap, *config.expert_units]
+    if config.auto_wrap is False:
+        return list(config.expert_units)
+    from ..wrap import plan_units
+
+    blocks = [
+        type(module).__name__
+        for unit in plan_units(model, config.auto_wrap)
+        for module, name in zip(unit.modules, unit.names, strict=True)
+        if name.rpartition(".")[2].isdigit()
+    ]
+    return [*dict.fromkeys(blocks), *config.expert_units]
+
+
+def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param_dtype: torch.dtype | None) -> dict:
+    """Arguments of `fsdp2x.fully_shard` beside the model and `auto_wrap`; collective, for it makes the mesh."""
     import fsdp2x
 
-    param_dtype = getattr(torch, config.param_dtype) if config.param_dtype else None
-    reduce_dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else None
-    return fsdp2x.fully_shard(
-        model,
-        mp_policy=fsdp2x.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        reshard_after_forward=config.reshard_after_forward,
-        auto_wrap=config.auto_wrap,
-        transport=config.transport,
-        timeout=datetime.timedelta(seconds=config.timeout_s),
-    )
+    policy = fsdp2x.OffloadPolicy()
+    if config.offload:
+        policy = fsdp2x.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    return {
+        "mesh": plan.make(device.type),
+        "mp_policy": fsdp2x.MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None
+        ),
+        "offload_policy": policy,
+        "reshard_after_forward": plan.reshard_after_forward,
+        "transport": config.transport,
+        "timeout": datetime.timedelta(seconds=config.timeout_s),
+    }
 
 
 def _nearest(word: str, known: Any) -> str:

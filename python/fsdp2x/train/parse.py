@@ -1,13 +1,15 @@
 """From YAML and `key=value` overrides to a `TrainConfig`; every mistake is one sentence with the dotted path.
 
-`read_yaml` and `apply_overrides` work on plain mappings, `build` turns a mapping into the dataclasses. Code that
-understands another spelling of the same settings goes between the two.
+`read_yaml` and `apply_overrides` work on plain mappings, `build` turns a mapping into the dataclasses. Between the two
+`dialects` translates other spellings of the same settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,20 +18,30 @@ from typing import Any, Literal, Union
 
 from .config import ConfigError, TrainConfig
 
+logger = logging.getLogger(__name__)
+
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> TrainConfig:
-    """Reads a YAML file and applies overrides such as `optimizer.lr=1e-3`; raises `ConfigError`.
+    """Reads a YAML file of any dialect and applies overrides such as `optimizer.lr=1e-3`; raises `ConfigError`.
 
-    `resume_from` replaces checkpoint.resume_from when it is given.
+    `resume_from` replaces checkpoint.resume_from when it is given. Keys without an effect are warned of by name.
     """
-    config = build(TrainConfig, apply_overrides(read_yaml(path), overrides))
+    from .dialects import translate_file
+
+    translation = translate_file(path, overrides)
+    if translation.needs:
+        raise ConfigError(f"{path} says not enough to run; it needs {'; '.join(translation.needs)}")
+    if os.environ.get("RANK", "0") == "0":
+        for sentence in translation.without_effect():
+            logger.warning("%s: %s", path, sentence)
+    config = build(TrainConfig, translation.settings)
     if resume_from is None:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
 
 
 def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """A `TrainConfig` from a nested mapping, as a YAML file would hold it."""
+    """A `TrainConfig` from a nested mapping in fsdp2x's own sections."""
     return build(TrainConfig, settings)
 
 
@@ -44,6 +56,7 @@ def read_yaml(path: str | Path) -> dict:
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error})") from None
     try:
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), path)
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from None
@@ -51,35 +64,86 @@ def read_yaml(path: str | Path) -> dict:
         settings = {}
     if not isinstance(settings, dict):
         raise ConfigError(f"config file {path}: got {describe(settings)}, expected a mapping of sections")
-    return settings
+    return expand_dotted(settings)
+
+
+def _refuse_repeated_keys(node: Any, path: Path) -> None:
+    """YAML's loader would take the last one without a word."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(item, path)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in lines and key.value != "<<":
+                raise ConfigError(
+                    f"config file {path}: {key.value} is set twice, in lines {lines[key.value]} and {line}; keep one"
+                )
+            lines[key.value] = line
+        _refuse_repeated_keys(value, path)
+
+
+def expand_dotted(settings: Mapping[str, Any]) -> dict:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`, at the top level; raises `ConfigError` where both are given."""
+    result: dict = {}
+    for key, value in settings.items():
+        if isinstance(key, str) and "." in key and all(key.split(".")):
+            _set(result, key, value, f"key {key}", keep=True)
+        elif key in result and isinstance(result[key], dict) and isinstance(value, Mapping):
+            for inner, one in value.items():
+                _set(result, f"{key}.{inner}", one, f"key {key}.{inner}", keep=True)
+        elif key in result:
+            raise ConfigError(f"key {key}: it is set twice, as {key} and with dots")
+        else:
+            result[key] = _copy(value)
+    return result
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict:
     """A copy of `settings` in which each `a.b.c=value` is set; the value is read as YAML."""
+    result = _copy(settings)
+    for key, value in read_overrides(overrides):
+        _set(result, key, value, f"override {key}")
+    return result
+
+
+def read_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """Dotted key and value of each `a.b.c=value`; the value is read as YAML."""
     import yaml
 
-    result = _copy(settings)
+    read = []
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key or any(not part for part in key.split(".")):
             raise ConfigError(f"override {override!r}: expected key=value with a dotted key, such as train.steps=100")
         try:
-            value = yaml.safe_load(text)
+            read.append((key, yaml.safe_load(text)))
         except yaml.YAMLError as error:
             raise ConfigError(f"override {key}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
-        *sections, last = key.split(".")
-        target = result
-        for depth, part in enumerate(sections):
-            inner = target.get(part)
-            if inner is None:
-                inner = target[part] = {}
-            if not isinstance(inner, dict):
-                above = ".".join(sections[: depth + 1])
-                raise ConfigError(f"override {key}: {above} is {describe(inner)}, expected a mapping")
-            target = inner
-        target[last] = value
-    return result
+    return read
+
+
+def _set(settings: dict, key: str, value: Any, what: str, *, keep: bool = False) -> None:
+    """Sets a dotted key in place; with `keep`, a value that is there already is an error."""
+    *sections, last = key.split(".")
+    target = settings
+    for depth, part in enumerate(sections):
+        inner = target.get(part)
+        if inner is None:
+            inner = target[part] = {}
+        if not isinstance(inner, dict):
+            above = ".".join(sections[: depth + 1])
+            raise ConfigError(f"{what}: {above} is {describe(inner)}, expected a mapping")
+        target = inner
+    if keep and last in target:
+        raise ConfigError(f"{what}: it is set twice")
+    target[last] = value
 
 
 def build(cls: type, settings: Any, path: str = "") -> Any:
@@ -92,7 +156,7 @@ def build(cls: type, settings: Any, path: str = "") -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in settings:
         if key not in fields:
-            raise ConfigError(unknown_key_message(_first_leaf(_join(path, key), settings[key])))
+            raise ConfigError(unknown_key_message(first_leaf(_join(path, key), settings[key])))
     values = {}
     for name in fields:
         if name in settings or dataclasses.is_dataclass(hints[name]):
@@ -193,7 +257,8 @@ def _join(path: str, name: Any) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _first_leaf(path: str, value: Any) -> str:
+def first_leaf(path: str, value: Any) -> str:
+    """The dotted path down the first keys of a mapping."""
     while isinstance(value, Mapping) and value:
         key, value = next(iter(value.items()))
         path = f"{path}.{key}"

@@ -1,4 +1,4 @@
-"""Tokenizers of the training path: plain bytes, or a HuggingFace tokenizer from a local directory."""
+"""Tokenizers of the training path: plain bytes, the text's characters, or a HuggingFace tokenizer from a directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .config import ConfigError
+from .config import ConfigError, DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -66,6 +66,64 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
+class CharacterTokenizer:
+    """Token i is the i-th of the characters given, in order of their code points; the last one ends a document.
+
+    Characters that were not given, and bytes that are not UTF-8, have no token: encoding them raises `ConfigError`.
+    """
+
+    def __init__(self, characters: set[str]):
+        self.characters = sorted(characters)
+        self._ids = {character: index for index, character in enumerate(self.characters)}
+        self.eos_id = len(self.characters)
+        self.vocab_size = self.eos_id + 1
+
+    @classmethod
+    def of_files(cls, data: DataConfig) -> CharacterTokenizer:
+        """The characters of all files that `data` names, whatever part of them is read."""
+        from .data import find_files
+
+        characters: set[str] = set()
+        for file in find_files(data):
+            characters.update(_text(file.read_bytes(), str(file)))
+        return cls(characters)
+
+    def encode(self, text: bytes) -> torch.Tensor:
+        try:
+            return torch.tensor([self._ids[character] for character in _text(text, "text")], dtype=torch.int64)
+        except KeyError as error:
+            raise ConfigError(f"data.tokenizer: the character {error} is not in the text it was made from") from None
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i] for i in ids if i < self.eos_id)
+
+    def save(self, folder: Path) -> None:
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as FastTokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        vocab = {**self._ids, END_OF_TEXT: self.eos_id}
+        tokenizer = FastTokenizer(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            clean_up_tokenization_spaces=False,
+        )
+        wrapped.save_pretrained(str(folder))
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        # A cut at data.max_bytes may split the last character.
+        return content.decode("utf-8") if where != "text" else content.decode("utf-8", errors="ignore")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.tokenizer: {where} is not UTF-8 text ({error}); use the tokenizer 'bytes'") from None
+
+
 class HuggingFaceTokenizer:
     """A tokenizer directory on this machine; its special tokens in the text stay text."""
 
@@ -73,7 +131,7 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         if not Path(folder).is_dir():
-            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or an existing local directory")
+            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes', 'characters' or a local directory")
         self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.vocab_size = len(self.inner)
         self.eos_id = self.inner.eos_token_id
@@ -89,5 +147,12 @@ class HuggingFaceTokenizer:
         self.inner.save_pretrained(str(folder))
 
 
-def make_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+def make_tokenizer(name: str, data: DataConfig | None = None) -> Tokenizer:
+    """`data` says where the text is, which the tokenizer 'characters' is made from."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "characters":
+        if data is None:
+            raise ConfigError("data.tokenizer: 'characters' is made from the text, and no text was given")
+        return CharacterTokenizer.of_files(data)
+    return HuggingFaceTokenizer(name)

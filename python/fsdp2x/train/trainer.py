@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,10 +19,15 @@ from ..checkpoint.rng import seed_all
 from ..hf.export import plain_config
 from .config import ConfigError, TrainConfig
 from .data import BlockStream, held_out_batches, read_blocks
+from .determinism import deterministic_algorithms
 from .distributed import World, mean_over_ranks, open_world
-from .metrics import Metrics, memory_bytes
-from .model import build_model, recompute_activations, shard
+from .metrics import Logger, Metrics, WandbLogger, memory_bytes
+from .model import build_model, check_folder, check_vocabulary, prepare, sharding, unit_policy
+from .observe import Observer, shard_report
+from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
+from .scaler import GradScaler
 from .schedule import Schedule, decay_groups, make_optimizer, restore_settings
+from .strategy import plan_mesh
 from .tokenizer import make_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,74 +36,152 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Builds everything that a run needs from its config; `run()` trains, `close()` ends what was begun.
 
-    Public state: `model` (sharded), `optimizer`, `schedule`, `stream`, `blocks`, `world`, `step` (optimizer steps
-    done).
+    `loggers` are called on rank 0 as `wandb.log` is: with numbers by name and `step=`.
+
+    Public state: `model` (sharded), `optimizer`, `schedule`, `scaler` (or None), `stream`, `blocks`, `world`, `plan`
+    (the mesh), `num_steps` of the whole run, `step` (optimizer steps done or skipped), `skipped` (whether the last one
+    was).
     """
 
-    def __init__(self, config: TrainConfig, world: World | None = None):
+    def __init__(self, config: TrainConfig, world: World | None = None, *, loggers: Sequence[Logger] = ()):
         self.config = config
         self._owns_world = world is None
-        self.world = world or open_world(config.parallel.device, config.parallel.timeout_s)
+        self._closing = contextlib.ExitStack()
         self.metrics: Metrics | None = None
         try:
-            self._build()
+            self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
+            self.world = world or open_world(config.parallel.device, config.parallel.timeout_s)
+            if self._owns_world:
+                self._closing.callback(self.world.close)
+            self._build(loggers)
         except BaseException:
             self.close()
             raise
 
-    def _build(self) -> None:
+    def _build(self, loggers: Sequence[Logger]) -> None:
         config, world = self.config, self.world
+        self.plan = plan_mesh(config.parallel, world.size, world.local_size)
+        self.num_readers = world.size // config.parallel.sequence_parallel
+        self.batching = resolve_batching(config.train, self.num_readers)
+        param_dtype = resolve_param_dtype(config.model, config.parallel, world.device)
+        self.training = config.train.mode == "train"
+        scaling = self.training and resolve_scaling(config.scaler, config.model, param_dtype)
+        self.scaler = GradScaler(config.scaler) if scaling else None
         self.output = Path(config.logging.output).expanduser()
-        self.checkpoints = self.output / "checkpoints"
+        folder = config.checkpoint.folder
+        self.checkpoints = Path(folder).expanduser() if folder else self.output / "checkpoints"
         # A mistake in the files of one host must not leave the other ranks waiting in the first collective.
         self.tokenizer, self.blocks, model = together(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
         together(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
-        self.assets_config = plain_config(model)
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        decays = decay_groups(model)
-        if config.train.activation_checkpointing:
-            recompute_activations(model)
-        self.model = shard(model.to(world.device), config.parallel)
-        self.model.train()
-        self.optimizer = make_optimizer(self.model, config.optimizer, decays)
-        self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, config.train.steps)
+        self.num_steps = resolve_steps(
+            config.train, len(self.blocks.train), self.tokens_per_step // config.data.block_size
+        )
+        self.model = self._shard(model, param_dtype)
+        self.optimizer = self.schedule = None
+        if self.training:
+            self.model.train()
+            self.optimizer = make_optimizer(self.model, config.optimizer, self._decays)
+            self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
         self.stream = BlockStream(
             self.blocks,
-            batch_size=config.train.batch_size,
-            rank=world.rank,
-            world_size=world.size,
+            batch_size=self.batching.batch_size,
+            rank=world.rank // config.parallel.sequence_parallel,
+            world_size=self.num_readers,
             seed=config.train.seed,
             shuffle=config.data.shuffle,
         )
-        self.step = 0
+        self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
         resumed = self._resume() if config.checkpoint.resume_from else None
+        self._open_metrics(loggers)
+        self.observer = Observer(config.logging, self.output, world.rank, world.device)
+        self._say_how_it_begins(param_dtype, resumed)
+
+    def _shard(self, model: torch.nn.Module | None, param_dtype: torch.dtype | None) -> torch.nn.Module:
+        """The sharded model; `model` is None when its weights are still to be read, row by row."""
+        import fsdp2x
+
+        config = self.config
+        options = sharding(config.parallel, self.plan, self.world.device, param_dtype)
+
+        def ready(whole: torch.nn.Module) -> torch.nn.Module:
+            check_vocabulary(whole, self.tokenizer)
+            self.assets_config = plain_config(whole)
+            whole = prepare(whole, config)
+            self.num_parameters = sum(p.numel() for p in whole.parameters())
+            self._decays = decay_groups(whole)
+            return whole
+
+        if model is None:
+            if config.parallel.expert_units and not isinstance(config.parallel.auto_wrap, list):
+                raise ConfigError(
+                    "parallel.expert_units: with model.load=rows the classes of the blocks must be named as well, in "
+                    "parallel.auto_wrap"
+                )
+            return fsdp2x.from_pretrained(
+                Path(config.model.path).expanduser(),
+                dtype=getattr(torch, config.model.dtype),
+                attn_implementation=config.model.attn_implementation,
+                prepare=ready,
+                auto_wrap=unit_policy(None, config.parallel),
+                **options,
+            )
+        model = ready(model.to(self.world.device))
+        return fsdp2x.fully_shard(model, auto_wrap=unit_policy(model, config.parallel), **options)
+
+    def _open_metrics(self, loggers: Sequence[Logger]) -> None:
+        logging_, loggers = self.config.logging, list(loggers)
+        if logging_.wandb:
+            # Rank 0 alone has the run, but all must hear when it cannot begin.
+            options = {"dir": str(self.output), **logging_.wandb_options}
+            begin = lambda: WandbLogger(options, dataclasses.asdict(self.config)) if self.world.is_main else None  # noqa: E731
+            loggers += filter(None, [together(begin, raising=ConfigError)])
         self.metrics = Metrics(
             self.output,
-            main=world.is_main,
-            tensorboard=config.logging.tensorboard,
-            progress=config.logging.progress,
-            num_steps=config.train.steps,
+            main=self.world.is_main,
+            tensorboard=logging_.tensorboard and (logging_.tensorboard_dir or True),
+            progress=logging_.progress,
+            num_steps=self.num_steps,
             first_step=self.step,
+            loggers=loggers,
         )
+        self._closing.callback(self.metrics.close)
+
+    def _say_how_it_begins(self, param_dtype: torch.dtype | None, resumed: Path | None) -> None:
+        config, world, say = self.config, self.world, self.metrics.say
         self.metrics.write("start", self.step, **self._describe())
-        self.metrics.say(
+        say(
             "%d parameters, %d ranks on %s (%s), %d tokens a step",
             self.num_parameters, world.size, world.device.type, world.backend, self.tokens_per_step,
         )  # fmt: skip
+        say("%s", self.plan)
+        computed = param_dtype or getattr(torch, config.model.dtype)
+        say(
+            "parameters in %s, computed in %s%s",
+            config.model.dtype, str(computed).removeprefix("torch."), ", with a scaled loss" if self.scaler else "",
+        )  # fmt: skip
+        expected = config.parallel.world_size
+        if expected is not None and expected != world.size:
+            say("the config is for %d ranks, this run has %d", expected, world.size)
+        if config.logging.report:
+            report = shard_report(self.model)
+            say("%s", report)
         if resumed is not None:
             self.metrics.write("resume", self.step, path=str(resumed))
-            self.metrics.say("resumed from %s after step %d", resumed, self.step)
+            say("resumed from %s after step %d", resumed, self.step)
 
     def _read_inputs(self):
         config = self.config
         if self.world.is_main:
             repair(self.checkpoints)
-        tokenizer = make_tokenizer(config.data.tokenizer)
+        tokenizer = make_tokenizer(config.data.tokenizer, config.data)
         blocks = read_blocks(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
             raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")
+        if config.model.load == "rows":
+            check_folder(config.model.path)
+            return tokenizer, blocks, None
         return tokenizer, blocks, build_model(config.model, tokenizer, config.train.seed)
 
     def _check_text(self, read_by_rank_0: str) -> None:
@@ -105,21 +190,28 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        train = self.config.train
-        return train.batch_size * train.accumulation * self.world.size * self.config.data.block_size
+        batching = self.batching
+        return batching.batch_size * batching.accumulation * self.num_readers * self.config.data.block_size
 
     def run(self) -> None:
-        """Trains until `train.steps`, evaluating, saving and reporting as configured."""
+        """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates."""
+        if not self.training:
+            self._report_evaluation()
+            self.metrics.write("end", self.step)
+            return
         config = self.config
         last_saved = self.step if config.checkpoint.resume_from else None
         tokens, since = 0, time.perf_counter()
-        while self.step < config.train.steps:
+        while self.step < self.num_steps:
+            self.observer.before_step(self.step + 1)
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
+            self.observer.after_step(self.step, self.model, self.optimizer)
             tokens += self.tokens_per_step
-            last = self.step == config.train.steps
-            if self.step % config.logging.every == 0 or last:
+            last = self.step == self.num_steps
+            if self.step % config.logging.every == 0 or last or self.skipped:
                 now = time.perf_counter()
+                scaling = {"scale": self.scaler.scale, "skipped": self.skipped} if self.scaler else {}
                 self.metrics.train(
                     self.step,
                     loss=loss,
@@ -129,54 +221,77 @@ class Trainer:
                     memory_bytes=memory_bytes(self.world.device),
                     epoch=self.stream.epoch,
                     tokens=self.stream.position * config.data.block_size,
+                    **scaling,
                 )
                 tokens, since = 0, now
             pause = time.perf_counter()
             if config.train.eval_every and (self.step % config.train.eval_every == 0 or last):
-                with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
-                    held_out = self.evaluate()
-                self.metrics.write("eval", self.step, loss=held_out)
-                self.metrics.say("step %d  held-out loss %.4f", self.step, held_out)
+                self._report_evaluation()
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
             if due or (last and config.checkpoint.save_last):
                 self.save()
                 last_saved = self.step
             # Throughput is that of training alone.
             since += time.perf_counter() - pause
+        self.observer.close(self.step)
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         self.metrics.write("end", self.step)
 
+    def _report_evaluation(self) -> None:
+        with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
+            held_out = self.evaluate()
+        self.metrics.write("eval", self.step, loss=held_out)
+        self.metrics.say("step %d  held-out loss %.4f", self.step, held_out)
+
     def train_step(self) -> tuple[float, float | None, float]:
-        """One optimizer step. Returns the loss (mean over ranks and micro-batches), the gradient's norm, the rate."""
-        train = self.config.train
+        """One optimizer step. Returns the loss (mean over ranks and micro-batches), the gradient's norm, the rate.
+
+        With a scaled loss, a step whose gradients overflow on any rank changes no parameter on any: `skipped` is then
+        True and the norm None.
+        """
+        import fsdp2x
+
+        config, num_micro = self.config, self.batching.accumulation
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        for micro in range(train.accumulation):
-            self.model.set_requires_gradient_sync(micro == train.accumulation - 1)
-            tokens = self.stream.next_batch().to(self.world.device, non_blocking=True)
-            loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            # Every block has equally many tokens, so the mean of means is the mean over all tokens.
-            (loss / train.accumulation).backward()
+        scale = self.scaler.scale if self.scaler else 1.0
+        for micro in range(num_micro):
+            last = micro == num_micro - 1
+            with fsdp2x.accumulate(self.model, last=last, before_last=config.parallel.accumulate):
+                tokens = self.stream.next_batch().to(self.world.device, non_blocking=True)
+                loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                # Every block has equally many tokens, so the mean of means is the mean over all tokens.
+                (loss * (scale / num_micro)).backward()
             loss_sum += loss.detach()
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.skipped = self.scaler is not None and not self.scaler.unscale(parameters)
         grad_norm = None
-        if train.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
-            grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if config.train.clip is not None and not self.skipped:
+            grad_norm = float(fsdp2x.clip_grad_norm_(parameters, config.train.clip))
         lr = self.schedule.advance()
-        self.optimizer.step()
+        if not self.skipped:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        mean = mean_over_ranks(float(loss_sum) / train.accumulation, 1.0, self.world.device)
-        if mean != mean:
+        if self.scaler is not None:
+            self.scaler.update(not self.skipped)
+        mean = mean_over_ranks(float(loss_sum) / num_micro, 1.0, self.world.device)
+        if mean != mean and not self.skipped:
             raise RuntimeError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
         return mean, grad_norm, lr
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss per predicted token over the held-out blocks, the same number on every rank."""
-        held_out = self.blocks.held_out[: self.config.train.eval_blocks]
+        """Mean loss per predicted token over the held-out blocks, the same number on every rank.
+
+        A run that only evaluates and holds no text out takes all blocks.
+        """
+        blocks = self.blocks.held_out if self.training or len(self.blocks.held_out) else self.blocks.train
         batches = held_out_batches(
-            held_out, batch_size=self.config.train.batch_size, rank=self.world.rank, world_size=self.world.size
+            blocks[: self.config.train.eval_blocks],
+            batch_size=self.batching.eval_batch_size,
+            rank=self.world.rank // self.config.parallel.sequence_parallel,
+            world_size=self.num_readers,
         )
         self.model.eval()
         try:
@@ -187,7 +302,7 @@ class Trainer:
                 loss_sum += float(loss) * weight
                 weight_sum += weight
         finally:
-            self.model.train()
+            self.model.train(self.training)
         return mean_over_ranks(loss_sum, weight_sum, self.world.device)
 
     def save(self) -> Path:
@@ -201,6 +316,7 @@ class Trainer:
             {
                 "schedule": self.schedule.state_dict(),
                 "data": self.stream.state_dict(),
+                "scaler": self.scaler.state_dict() if self.scaler else None,
                 "config": dataclasses.asdict(self.config),
             },
             keep=self.config.checkpoint.keep,
@@ -213,7 +329,8 @@ class Trainer:
         return path
 
     def _resume(self) -> Path:
-        configured = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups if self.training else []
+        configured = [{key: group[key] for key in group if key != "params"} for group in groups]
         loaded = load_checkpoint(
             self.config.checkpoint.resume_from,
             self.model,
@@ -221,6 +338,9 @@ class Trainer:
             seed=self.config.train.seed,
             lost_ranks=self.world.lost_ranks,
         )
+        self.step = loaded.step
+        if not self.training:
+            return loaded.path
         if not {"schedule", "data"} <= set(loaded.trainer):
             raise CheckpointError(f"{loaded.path}: it holds no training run (no schedule or data position)")
         for sentence in restore_settings(self.optimizer, configured):
@@ -229,7 +349,10 @@ class Trainer:
             logger.warning("schedule: %s", sentence)
         for sentence in self.stream.load_state_dict(loaded.trainer["data"]):
             logger.warning("data: %s", sentence)
-        self.step = loaded.step
+        if self.scaler is not None and loaded.trainer.get("scaler"):
+            self.scaler.load_state_dict(loaded.trainer["scaler"])
+        elif self.scaler is not None:
+            logger.warning("scaler: the checkpoint has none, the scale starts at %g", self.scaler.scale)
         return loaded.path
 
     def _write_assets(self, folder: Path) -> None:
@@ -248,21 +371,20 @@ class Trainer:
             "backend": self.world.backend,
             "device": str(self.world.device),
             "tokens_per_step": self.tokens_per_step,
+            "num_steps": self.num_steps,
+            "strategy": str(self.plan),
             "num_train_blocks": len(self.blocks.train),
             "num_held_out_blocks": len(self.blocks.held_out),
             "torch": torch.__version__,
         }
 
     def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-        if self._owns_world:
-            self.world.close()
+        self._closing.close()
 
 
-def train(config: TrainConfig) -> None:
-    """Runs a whole training from its config."""
-    trainer = Trainer(config)
+def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> None:
+    """Runs a whole training from its config. `loggers` are called on rank 0 as `wandb.log` is."""
+    trainer = Trainer(config, loggers=loggers)
     try:
         trainer.run()
         dist.barrier()

@@ -1,0 +1,183 @@
+"""`fsdp2x config explain`: what a config means before it runs, without a process group and without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import ConfigError, ParallelConfig, TrainConfig, TrainSection
+from .dialects import DIALECTS, OWN, OWN_TITLE, Translation, translate_file
+from .dialects.rules import show
+from .model import make_hf_config, unit_policy
+from .parse import build
+from .resolve import resolve_batching
+from .strategy import MeshPlan, plan_mesh
+from .tokenizer import Tokenizer, make_tokenizer
+
+TITLES = {OWN: OWN_TITLE, **{dialect.NAME: dialect.TITLE for dialect in DIALECTS}}
+# Ranks of a node when nobody says it.
+USUAL_NODE = 8
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """Units of the same kind: how many, of which class, why, and their parameters."""
+
+    count: int
+    modules: str
+    reason: str
+    num_parameters: int
+
+
+@dataclass
+class Explanation:
+    path: str
+    translation: Translation
+    world_size: int
+    plan: MeshPlan
+    batching: str
+    units: list[UnitRow] = field(default_factory=list)
+    model: str = ""
+    no_units: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dialect": self.translation.dialect,
+            "settings": self.translation.settings,
+            "keys": [
+                {"key": fate.key, "value": fate.value, "became": dict(fate.became), "remark": fate.remark,
+                 "has_effect": fate.has_effect}
+                for fate in self.translation.fates
+            ],
+            "needs": self.translation.needs,
+            "world_size": self.world_size,
+            "mesh": {"shape": self.plan.shape, "axes": self.plan.axes, "strategy": self.plan.name},
+            "reshard_after_forward": self.plan.reshard_after_forward,
+            "model": self.model,
+            "units": [dataclasses.asdict(unit) for unit in self.units],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.translation
+        lines = [f"{self.path}: {TITLES[found.dialect]}", ""]
+        if found.dialect == OWN:
+            lines += [f"  {line}" for line in _flat_settings(found.settings)]
+        else:
+            # What a dialect brings along without a key stands in parentheses.
+            shown = [(f.key if f.key.startswith("(") else f"{f.key}: {show(f.value)}", f) for f in found.fates]
+            width = min(max((len(text) for text, _ in shown), default=0), 72)
+            lines += [f"  {text.ljust(width)}  {fate}" for text, fate in shown if fate.has_effect]
+            idle = found.without_effect()
+            lines += ["", *(f"  {sentence}" for sentence in idle)] if idle else []
+        if found.needs:
+            lines += ["", "To run it needs:", *(f"  {need}" for need in found.needs)]
+        lines += ["", f"{self.world_size} rank(s)  {self.plan}", self.batching]
+        if self.units:
+            lines.append(f"{self.model} in units:")
+            lines += [
+                f"  {unit.count} x {unit.modules}: {unit.num_parameters:,} parameters each ({unit.reason})"
+                for unit in self.units
+            ]
+        else:
+            lines.append(f"units: {self.no_units}")
+        return "\n".join(lines)
+
+
+def explain(
+    path: str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    *,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+) -> Explanation:
+    """Translates and checks everything that can be without the run itself.
+
+    `world_size` defaults to what the config says, else 1; `local_world_size` to one node of at most eight.
+
+    Raises:
+        ConfigError: what a run would refuse as well, except what is missing altogether, which is listed.
+    """
+    translation = translate_file(path, overrides)
+    parallel = build(ParallelConfig, translation.settings.get("parallel"), "parallel")
+    train = build(TrainSection, translation.settings.get("train"), "train")
+    for name, kind in _sections().items():
+        if name not in ("parallel", "train", "model", "data") or translation.settings.get(name):
+            if not (name in ("model", "data") and translation.needs):
+                build(kind, translation.settings.get(name), name)
+    world_size = world_size or parallel.world_size or 1
+    if local_world_size is None:
+        local_world_size = USUAL_NODE if world_size > USUAL_NODE and world_size % USUAL_NODE == 0 else world_size
+    plan = plan_mesh(parallel, world_size, local_world_size)
+    readers = world_size // parallel.sequence_parallel
+    batching = resolve_batching(train, readers)
+    sentence = (
+        f"a step: {batching.batch_size} blocks x {batching.accumulation} micro-batches x {readers} ranks that read = "
+        f"{readers * batching.accumulation * batching.batch_size} blocks"
+    )
+    if train.mode == "evaluate":
+        sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
+    found = Explanation(str(path), translation, world_size, plan, sentence)
+    _find_units(found, parallel)
+    return found
+
+
+def _sections() -> dict[str, type]:
+    import typing
+
+    return typing.get_type_hints(TrainConfig)
+
+
+def _find_units(found: Explanation, parallel: ParallelConfig) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..wrap import plan_units
+
+    settings = found.translation.settings.get("model") or {}
+    if settings.get("config"):
+        config = make_hf_config(settings["config"], _tokenizer(found.translation.settings.get("data")))
+    elif settings.get("path"):
+        folder = Path(settings["path"]).expanduser()
+        if not (folder / "config.json").is_file():
+            found.no_units = f"model.path={settings['path']} is no local directory with a config.json"
+            return
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    else:
+        found.no_units = "they follow from the model, which is missing"
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        units = plan_units(model, unit_policy(model, parallel))
+    except ValueError as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from None
+    found.model = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
+    counted: dict[tuple[str, str, int], int] = {}
+    taken: set[int] = set()
+    for unit in units:  # inner before outer: what an inner unit has taken is not the outer's
+        params = [p for module in unit.modules for p in module.parameters() if id(p) not in taken]
+        taken.update(map(id, params))
+        numel = sum(p.numel() for p in {id(p): p for p in params}.values())
+        key = (" + ".join(type(module).__name__ for module in unit.modules), unit.reason, numel)
+        counted[key] = counted.get(key, 0) + 1
+    found.units = [UnitRow(count, names, reason, numel) for (names, reason, numel), count in counted.items()]
+    rest = sum(p.numel() for p in model.parameters() if id(p) not in taken)
+    if rest:
+        found.units.append(UnitRow(1, type(model).__name__, "the root: what is left", rest))
+
+
+def _tokenizer(data: Any) -> Tokenizer | None:
+    """For its vocabulary; None where it would have to be made from the text."""
+    name = (data or {}).get("tokenizer", "bytes")
+    return None if name == "characters" or not (name == "bytes" or Path(name).is_dir()) else make_tokenizer(name)
+
+
+def _flat_settings(settings: Any, path: str = "") -> list[str]:
+    if isinstance(settings, dict) and settings and path.count(".") < 1:
+        return [
+            line for key, value in settings.items() for line in _flat_settings(value, f"{path}.{key}" if path else key)
+        ]
+    return [f"{path} = {show(settings)}"]
