@@ -202,11 +202,12 @@ def _read_hf_config(path: Path) -> Any:
 
 def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:
     from fsdp2x.train import parse_config
+    from fsdp2x.train.dialects import translate_file
     from fsdp2x.train.model import make_hf_config
-    from fsdp2x.train.parse import apply_overrides, read_yaml
+    from fsdp2x.train.strategy import plan_mesh
     from fsdp2x.train.tokenizer import make_tokenizer
 
-    settings = apply_overrides(read_yaml(path), request.overrides)
+    settings = translate_file(path, request.overrides).settings
     data = settings.get("data")
     if isinstance(data, dict) or data is None:  # where the text is does not matter here
         settings["data"] = {**(data or {}), "files": ["text"]}
@@ -215,18 +216,22 @@ def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:
     if model.path is not None:
         config = _read_hf_config(Path(model.path).expanduser())
     else:
-        config = make_hf_config(model.config, make_tokenizer(training.data.tokenizer))
+        name = training.data.tokenizer
+        config = make_hf_config(model.config, None if name == "characters" else make_tokenizer(name))
+    mesh = plan_mesh(parallel, request.world_size, request.world_size)
     on_cpu = "shm" if parallel.device == "cpu" else "process_group"
     asked = {
         "dtype": model.dtype,
-        "param_dtype": parallel.param_dtype,
+        "param_dtype": None if parallel.param_dtype == "auto" else parallel.param_dtype,
         "reduce_dtype": parallel.reduce_dtype,
-        "reshard_after_forward": parallel.reshard_after_forward,
+        "reshard_after_forward": mesh.reshard_after_forward,
         "auto_wrap": parallel.auto_wrap,
         "transport": on_cpu if parallel.transport == "auto" else parallel.transport,
         "optimizer": training.optimizer.name,
     }
     missing = {name: value for name, value in asked.items() if getattr(request, name) is None}
+    if request.replicas == 1:
+        missing["replicas"] = mesh.num_replicas
     return replace(request, **missing), config
 
 
