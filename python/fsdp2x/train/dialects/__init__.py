@@ -16,7 +16,7 @@ from ..config import ConfigError, TrainConfig
 from ..parse import apply_overrides, first_leaf, known_keys, read_overrides, read_yaml, unknown_key_message
 from . import flat, nested, strategy
 from .interpolate import interpolate
-from .rules import Draft, Fate, Translation, apply_rules, unknown
+from .rules import Draft, Fate, Translation, apply_rules, check_keys, unknown
 
 __all__ = ["DIALECTS", "Draft", "Fate", "Translation", "translate", "translate_file"]
 
@@ -56,7 +56,9 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
         _check_sections(merged)
         return Translation(OWN, merged, [], _needs(merged))
     draft = Draft()
-    apply_rules(draft, dialect.read(interpolate(settings), role), dialect.KEYS, dialect.TITLE)
+    # A misspelt key is told before the references that it breaks.
+    check_keys(dialect.read(settings, role), dialect.KEYS, dialect.TITLE)
+    apply_rules(draft, dialect.read(interpolate(settings), role), dialect.KEYS)
     dialect.finish(draft)
     merged = apply_overrides(draft.settings, ours)
     _check_sections(merged)
@@ -71,7 +73,10 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
 def detect(settings: Mapping[str, Any]) -> ModuleType | None:
     """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
     owners = {key: _owners(str(key), value) for key, value in settings.items()}
-    surely = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
+    surely: dict[str, str] = {}
+    for key, names in owners.items():
+        if len(names) == 1:
+            surely.setdefault(names[0], key)
     if len(surely) > 1:
         raise ConfigError(_mixed(surely))
     name = next(iter(surely), None) or next((names[0] for names in owners.values() if names), None)

@@ -160,12 +160,16 @@ def leaves(canonical: str, shown: str, value: Any, keys: Mapping[str, Rule], ine
     return [Entry(canonical, shown, value, inert)]
 
 
-def apply_rules(draft: Draft, items: list[Entry], keys: Mapping[str, Rule], what: str) -> None:
-    """All values are checked before any rule acts, so that rules may look at other keys in `draft.values`."""
-    values = []
+def check_keys(items: list[Entry], keys: Mapping[str, Rule], what: str) -> None:
     for item in items:
         if item.canonical not in keys:
             raise ConfigError(unknown(item.canonical, item.shown, keys, what))
+
+
+def apply_rules(draft: Draft, items: list[Entry], keys: Mapping[str, Rule]) -> None:
+    """All values are checked before any rule acts, so that rules may look at other keys in `draft.values`."""
+    values = []
+    for item in items:
         kind = keys[item.canonical].kind
         values.append(item.value if kind is Any else convert(kind, item.value, item.shown))
         if not item.inert:
@@ -178,12 +182,12 @@ def apply_rules(draft: Draft, items: list[Entry], keys: Mapping[str, Rule], what
 
 
 def unknown(canonical: str, shown: str, keys: Iterable[str], what: str) -> str:
-    """The nearest key of the same section, else the same last name elsewhere, else any spelling."""
+    """The same last name elsewhere, else the nearest key of the same section, else any spelling."""
     keys = list(keys)
     section, _, last = canonical.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
-    near = near or [key for key in keys if key.rpartition(".")[2] == last]
+    near = [key for key in keys if key.rpartition(".")[2] == last]
+    near = near or [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
     near = near or difflib.get_close_matches(canonical, keys, n=1, cutoff=0.0)
     return f"unknown key {shown}; the nearest one of {what} is {near[0]}"
 

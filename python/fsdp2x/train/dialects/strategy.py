@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..config import ConfigError
-from .rules import Draft, Entry, Rule, becomes, dtype_named, leaves, no_effect, only
+from .rules import DTYPE_NAMES, Draft, Entry, Rule, becomes, dtype_named, leaves, no_effect, only
 
 NAME = "strategy"
 TITLE = "model_args, training_args and strategy_args"
@@ -50,7 +50,7 @@ def _dtype(draft: Draft, value: str) -> None:
     stronger = draft.values.get(f"{CONFIG}.param_dtype")
     if stronger is None:
         _param_dtype(draft, value)
-    elif dtype_named(draft.key, stronger) == dtype_named(draft.key, value):
+    elif DTYPE_NAMES.get(stronger) == dtype_named(draft.key, value):
         draft.remark("the same as strategy_config.param_dtype", used=True)
     else:
         draft.remark(f"strategy_config.param_dtype={stronger} comes before it")

@@ -1,0 +1,333 @@
+"""Configs of other trainers: each key becomes a setting or is told to have no effect; every slip gets a sentence."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import snippets
+from fsdp2x.cli import main
+from fsdp2x.train import ConfigError, load_config
+from fsdp2x.train.dialects import DIALECTS, translate
+from fsdp2x.train.explain import explain
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = "model.config={model_type: qwen3, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def settings_of(text: str, *overrides: str) -> dict:
+    return translate(yaml.safe_load(text), overrides).settings
+
+
+# ---- the snippets of the documents
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "dialect", "line"),
+    [
+        ("FLAT_KEYS", None, "flat", "4 rank(s)  FULL_SHARD: mesh (4,) [fsdp], 4 shards"),
+        ("FLAT_BATCH", 2, "flat", "32 blocks x 1 micro-batches x 2 ranks that read = 64 blocks"),
+        ("STRATEGY_TRAIN", None, "strategy", "16 rank(s)  FSDP: mesh (16,) [fsdp]"),
+        ("STRATEGY_INFER", None, "strategy", "8 rank(s)  HSDP: mesh (2, 4) [ddp, fsdp]"),
+        (
+            "STRATEGY_ULYSSES",
+            None,
+            "strategy",
+            "mesh (2, 4) [ddp, fsdp], 2 copies of 4 shards, freed after forward; seq",
+        ),
+        ("STRATEGY_ONE_AXIS", 16, "strategy", "FSDP: mesh (16,) [fsdp]"),
+        ("STRATEGY_TWO_AXES", 16, "strategy", "HSDP: mesh (2, 8) [ddp, fsdp]"),
+        ("STRATEGY_TWO_AXES_ULYSSES", 8, "strategy", "HSDP: mesh (2, 4) [ddp, fsdp]"),
+        ("STRATEGY_TEXT_MODEL", 16, "strategy", "parallel.auto_wrap=[Qwen3DecoderLayer]"),
+        ("STRATEGY_VISION", 4, "strategy", "model.freeze=[vision_model]"),
+        ("STRATEGY_EXPERTS", 16, "strategy", "parallel.expert_units=[Qwen3MoeMLP]"),
+        ("STRATEGY_ALL", None, "strategy", "2 rank(s)  FSDP: mesh (2,) [fsdp]"),
+        ("NESTED_ALL", None, "nested", "2 rank(s)  FSDP: mesh (2,) [fsdp]"),
+    ],
+)
+def test_snippets_are_explained(write, name, world_size, dialect, line):
+    overrides = ["role=actor_train"] if name == "STRATEGY_ALL" else []
+    found = explain(write(getattr(snippets, name)), overrides, world_size=world_size)
+    assert found.translation.dialect == dialect
+    assert line in str(found)
+    if name != "NESTED_ALL":  # it names a folder and a text
+        assert any("the model" in need for need in found.translation.needs)
+        assert any("the text" in need for need in found.translation.needs)
+
+
+def test_one_snippet_shows_two_choices_at_once(write):
+    with pytest.raises(ConfigError, match=r"sharding_strategy is set twice, in lines 3 and 6; keep one"):
+        explain(write(snippets.FLAT_TWO_STRATEGIES))
+
+
+def test_a_config_of_overrides_alone(write):
+    found = explain(write(""), list(snippets.NESTED_OVERRIDES), world_size=2)
+    model, data = found.translation.settings["model"], found.translation.settings["data"]
+    assert found.translation.dialect == "nested"
+    assert (model["grouped_gemm"], model["load"]) == (True, "rows")
+    assert (data["packing"], data["max_tokens"]) == (True, 4096)
+    assert found.translation.settings["logging"]["wandb_options"] == {"project": "Your-Wandb-Project-Name"}
+    assert "models.policy.enforce_eager" in str(found).partition("no effect")[2]
+    assert found.plan.sequence_parallel == 2
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_are_explained(path, capsys):
+    assert main(["config", "explain", str(path)]) == 0
+    assert "rank(s)" in capsys.readouterr().out
+
+
+def test_the_command_says_what_a_run_needs(write, capsys):
+    path = write(snippets.STRATEGY_TRAIN)
+    assert main(["config", "explain", str(path)]) == 0
+    assert "To run it needs:\n  model.path=FOLDER" in capsys.readouterr().out
+    assert main(["train", str(path)]) == 2
+    assert "says not enough to run; it needs model.path=FOLDER" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"it needs data.files=FILES: the text$"):
+        load_config(path, [TINY])
+
+
+def test_as_json(write, capsys):
+    import json
+
+    assert main(["config", "explain", str(write(snippets.STRATEGY_INFER)), TINY, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"shape": [2, 4], "axes": ["ddp", "fsdp"], "strategy": "HSDP"}
+    assert [unit["count"] for unit in found["units"] if unit["modules"] == "Qwen3DecoderLayer"] == [2]
+    assert sum(unit["count"] * unit["num_parameters"] for unit in found["units"]) > 0
+
+
+# ---- what keys become
+
+
+def test_flat_keys():
+    text = (EXAMPLES / "gpt_flat_small.yaml").read_text()
+    got = settings_of(text)
+    assert got["model"]["config"]["model_type"] == "gpt2" and got["model"]["config"]["attn_pdrop"] == 0.05
+    assert got["data"] == {
+        "files": ["data/train.txt"],
+        "held_out": 0.2,
+        "block_size": 64,
+        "tokenizer": "characters",
+    }
+    assert got["train"]["global_batch_size"] == 48 and got["train"]["eval_blocks"] == 20 * 16
+    assert got["optimizer"] == {"lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+    assert got["checkpoint"]["resume_from"] is None
+    assert settings_of(text, "grad_clip=0")["train"]["clip"] is None
+    assert settings_of(text, "fsdp=False")["parallel"]["strategy"] == "NO_SHARD"
+    assert settings_of(text, "sharding_strategy=HYBRID_SHARD")["parallel"]["strategy"] == "HYBRID_SHARD"
+    assert settings_of(text, "optimizer.lr=1")["optimizer"]["lr"] == 1  # our own key wins
+
+
+def test_no_key_of_a_dialect_is_without_a_fate():
+    """Every key of every table either sets something or says why it has no effect."""
+    for text, role in (("STRATEGY_ALL", ["role=actor_train"]), ("NESTED_ALL", [])):
+        found = translate(yaml.safe_load(getattr(snippets, text)), role)
+        for fate in found.fates:
+            assert fate.became or fate.remark, fate.key
+        idle = " ".join(found.without_effect())
+        for fate in found.fates:
+            assert fate.has_effect or fate.key in idle
+
+
+def test_roles():
+    training = settings_of(snippets.STRATEGY_ALL, "role=actor_train")
+    assert training["parallel"]["param_dtype"] == "bfloat16" and "dtype" not in training["model"]
+    reference = settings_of(snippets.STRATEGY_ALL, "role=reference")
+    assert reference["train"]["mode"] == "evaluate" and reference["model"]["dtype"] == "bfloat16"
+    assert "param_dtype" not in reference["parallel"]
+    evaluated = settings_of(snippets.NESTED_ALL, "role=ref_policy")
+    assert evaluated["train"]["mode"] == "evaluate"
+
+
+def test_nested_keys():
+    got = settings_of(snippets.NESTED_ALL)
+    assert got["train"] == {
+        "steps": 3,
+        "batch_size": 2,
+        "global_batch_size": 8,
+        "eval_every": 3,
+        "mode": "train",
+        "eval_batch_size": 8,
+        "clip": 1.0,
+        "activation_checkpointing": True,
+    }
+    assert got["parallel"]["fsdp_size"] == 2 and got["logging"]["output"] == "some_output_dir"
+    assert got["logging"]["wandb_options"]["name"] == "demo"
+
+
+def test_tiled_mlp_and_accumulation():
+    base = "strategy_config: {apply_tiled_mlp: %s, tiled_num_shards: 8, reduce_scatter_during_grad_accumulation: true}"
+    assert settings_of(base % "true")["model"]["tiled_mlp"] == 8
+    assert settings_of(base % "true")["parallel"]["accumulate"] == "reduce_scatter"
+    off = translate(yaml.safe_load(base % "false"))
+    assert off.settings["model"]["tiled_mlp"] == 0 and "tiled_num_shards" in " ".join(off.without_effect())
+    assert settings_of("strategy_config: {apply_tiled_mlp: true}")["model"]["tiled_mlp"] == 4
+
+
+def test_warnings_name_keys_without_effect(write, caplog):
+    load_config(write(snippets.NESTED_ALL))
+    (line,) = [r.getMessage() for r in caplog.records if "engine that samples" in r.getMessage()]
+    assert "models.policy.enforce_eager" in line and "models.policy.seq_length" in line
+
+
+def test_lists_of_keys(capsys):
+    for dialect in ("sections", "flat", "strategy", "nested", "all"):
+        assert main(["config", "list", "--dialect", dialect]) == 0
+        text = capsys.readouterr().out
+        assert ("optimizer.lr: float = 0.0003" in text) == (dialect in ("sections", "all"))
+    for module in DIALECTS:
+        for key in module.KEYS:
+            assert key in text
+
+
+# ---- slips: one sentence each
+
+FLAT = (EXAMPLES / "gpt_flat_small.yaml").read_text()
+TRAIN = snippets.STRATEGY_TRAIN
+NESTED = snippets.NESTED_ALL
+MUTATIONS = [
+    # key, spelling, value
+    (
+        FLAT,
+        "sharding_strategy:",
+        "shardng_strategy:",
+        "unknown key shardng_strategy; the nearest one of the flat training keys is sharding",
+    ),
+    (FLAT, "FULL_SHARD", "FULL_SHARDS", "NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2; did you mean FULL_SHARD?"),
+    (FLAT, "n_embd:", "n_embed:", "unknown key n_embed; the nearest one of the flat training keys is n_embd"),
+    (FLAT, "train_batch: 48", "train_batch: 47", "train.global_batch_size: got 47, expected a multiple of 2 ranks"),
+    (FLAT, "test_batch: 16", "test_batch: 0", "train.global_eval_batch_size: got 0, expected a positive number"),
+    (FLAT, "bias: True", "bias: False", "bias: got false; GPT-2 of transformers always has them"),
+    (FLAT, "lr: 2e-3", "lr: fast", "lr: got 'fast' (str), expected float"),
+    (FLAT, "train_percent: 0.8", "train_percent: 80", "train_percent: got 80.0, expected a fraction in (0, 1]"),
+    (FLAT, "device: cuda", "device: gpu", "device: got 'gpu' (str), expected one of cuda, cpu"),
+    (FLAT, "min_lr: 1e-4", "min_lr: -1", "schedule.min_lr: got -1.0, expected zero or more"),
+    (FLAT, "fsdp: True", "fsdp: yes please", "fsdp: got 'yes please' (str), expected bool"),
+    (FLAT, "seed: 114514", "seed: 1\nseed: 2", "seed is set twice, in lines"),
+    (
+        FLAT,
+        "seed: 114514",
+        "train: {seed: 1}",
+        "mixes data_path of the flat training keys and train of fsdp2x's own sections",
+    ),
+    (FLAT, "world_size: 2", "world_size: [2]", "world_size: got a list ([2]), expected int"),
+    (TRAIN, "fsdp_size:", "fsdp_sise:", "unknown key actor_train.strategy_args.strategy_config.fsdp_sise; the nearest"),
+    (TRAIN, "fsdp_size: 16", "fsdp_size: 5", "parallel.fsdp_size: got 5, expected a divisor of the 16 ranks"),
+    (TRAIN, "fsdp2_train", "fsdp_train", "expected one of fsdp2_train, fsdp2_infer; did you mean fsdp2_train?"),
+    (TRAIN, "param_dtype: bf16", "param_dtype: bf17", "param_dtype: got 'bf17', expected one of bf16, bfloat16"),
+    (TRAIN, "offload_policy: false", "offload_policy: cpu", "offload_policy: got 'cpu' (str), expected bool"),
+    (TRAIN, "learning_rate:", "learning_rat:", "and strategy_args is training_args.learning_rate"),
+    (TRAIN, "model_type: ~", "model_type: trl", "model_type: got trl; heads for values are not built here"),
+    (TRAIN, "list(range(0,16))", "list(range(0,__import__('os').cpu_count()))", "device_mapping: got"),
+    (TRAIN, "strategy_args:", "strategy_argz:", "unknown key actor_train.strategy_argz.strategy_name; the nearest"),
+    (
+        TRAIN,
+        "warmup_steps: 20",
+        "warmup_steps: 20\n    lr_scheduler_type: cosin",
+        "got 'cosin' (str), expected one of constant",
+    ),
+    (
+        TRAIN,
+        "actor_train:",
+        "models: {policy_trainer: {packing: true}}\nactor_train:",
+        "mixes models of models.* and runtime_args.* and actor_train of model_args",
+    ),
+    (
+        TRAIN,
+        "    dtype: bf16\n",
+        "    dtype: bf16\n    ulysses_size: 3\n",
+        "parallel.sequence_parallel: got 3, expected a divisor of the 16",
+    ),
+    (
+        NESTED,
+        "packing: False",
+        "packng: False",
+        "unknown key models.policy_trainer.packng; the nearest one of models.* and",
+    ),
+    (
+        NESTED,
+        "policy_trainer:\n    use",
+        "policy_trainr:\n    use",
+        "unknown key models.policy_trainr.use_expandable_segments; the nearest one",
+    ),
+    (
+        NESTED,
+        "gpu_per_process: 1\n    num_gpu: 2",
+        "gpu_per_process: 2\n    num_gpu: 2",
+        "gpu_per_process: got 2; a rank has one GPU",
+    ),
+    (
+        NESTED,
+        "train_micro_batch_size: 2",
+        "train_micro_batch_size: 3",
+        "got 8, expected a multiple of 2 ranks x 3 blocks a micro-batch",
+    ),
+    (
+        NESTED,
+        "train_backend: fsdp",
+        "train_backend: megatron",
+        "train_backend: got megatron; only fsdp is trained here",
+    ),
+    (NESTED, "${runtime_args.exp_name}", "${oc.env:HOME}", "${oc.env:HOME} would have to be computed; write its value"),
+    (NESTED, "exp_name: demo", "exp_name: ${runtime_args.exp_name}", "its references lead in a circle"),
+    (NESTED, "output_dir: some", "#", "${runtime_args.output_dir} refers to a key that is not in the file"),
+    (NESTED, "num_gpu: 2", "num_gpu: two", "num_gpu: got 'two' (str), expected int"),
+    (
+        NESTED,
+        "optimizer: {lr: 2e-6, clip_grad: 1}",
+        "optimizer: 3",
+        "policy_trainer.optimizer: got 3 (int), expected a mapping",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "old", "new", "sentence"), MUTATIONS, ids=range(len(MUTATIONS)))
+def test_a_slip_gets_its_sentence(write, text, old, new, sentence):
+    assert old in text
+    with pytest.raises(ConfigError) as error:
+        explain(write(text.replace(old, new, 1)))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        (snippets.STRATEGY_ALL, [], "the file has the roles actor_train, reference; say which one with role=NAME"),
+        (snippets.STRATEGY_ALL, ["role=critic"], "role=critic: the file has actor_train, reference"),
+        (FLAT, ["role=actor_train"], "role=actor_train: the flat training keys describe one model"),
+        (NESTED, ["role=reward"], "role=reward: expected one of policy_trainer, ref_policy"),
+        (NESTED, ["models.policy_trainer.packin=1"], "unknown key models.policy_trainer.packin; the nearest one of"),
+        (TRAIN, ["optimizer.lrr=1"], "unknown key optimizer.lrr; the nearest known one is optimizer.lr"),
+        (TRAIN, ["optimzer.lr=1"], "unknown key optimzer.lr; the nearest one of"),
+        ("learning_rate: 3", [], "the nearest one of all dialects is training_args.learning_rate"),
+        ("strategy_config: {fsdp_size: 2, reshard_after_forward: sometimes}", [], "expected bool or int or null"),
+        ("strategy_config: 3", [], "strategy_config: got 3 (int), expected a mapping"),
+        ("actor_train: 3", [], "actor_train: got 3, expected a mapping with model_args"),
+        ("training_args: {seed: 3}\nseed: 4", [], "it means train.seed=4, but training_args.seed means train.seed=3"),
+        ("a.b: 1\na: {b: 2}", [], "it is set twice"),
+    ],
+)
+def test_slips_with_roles_and_overrides(write, text, overrides, sentence):
+    with pytest.raises(ConfigError) as error:
+        explain(write(text), overrides)
+    assert sentence in str(error.value)
+
+
+def test_device_mapping_is_never_executed(write, tmp_path):
+    made = tmp_path / "made"
+    text = TRAIN.replace("list(range(0,16))", f"\"__import__('os').mkdir('{made}')\"")
+    with pytest.raises(ConfigError, match="device_mapping"):
+        explain(write(text))
+    assert not made.exists()

@@ -1,0 +1,96 @@
+"""Meshes by name and size, and what contradicts itself."""
+
+import pytest
+
+from fsdp2x.train import ConfigError
+from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
+from fsdp2x.train.resolve import resolve_batching, resolve_scaling, resolve_steps
+from fsdp2x.train.strategy import plan_mesh
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "reshard"),
+    [
+        ({"strategy": "FULL_SHARD"}, (16,), None),
+        ({"strategy": "SHARD_GRAD_OP"}, (16,), False),
+        ({"strategy": "NO_SHARD"}, (16, 1), False),
+        ({"strategy": "HYBRID_SHARD"}, (2, 8), None),  # inside the node, copies across nodes
+        ({"strategy": "HYBRID_SHARD", "fsdp_size": 4}, (4, 4), None),
+        ({"strategy": "HYBRID_SHARD_ZERO2"}, (2, 8), False),
+        ({}, (16,), None),
+        ({"fsdp_size": 16}, (16,), None),
+        ({"fsdp_size": 1}, (16,), None),
+        ({"fsdp_size": 0}, (16,), None),
+        ({"fsdp_size": 64}, (16,), None),
+        ({"fsdp_size": 8, "reshard_after_forward": True}, (2, 8), True),
+        ({"fsdp_size": 4, "reshard_after_forward": False}, (4, 4), False),
+        ({"fsdp_size": 4, "sequence_parallel": 2}, (4, 4), None),
+    ],
+)
+def test_meshes(settings, shape, reshard):
+    plan = plan_mesh(ParallelConfig(**settings), 16, 8)
+    assert (plan.shape, plan.reshard_after_forward) == (shape, reshard)
+    assert plan.axes == (("fsdp",) if len(shape) == 1 else ("ddp", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"fsdp_size": 5}, "parallel.fsdp_size: got 5, expected a divisor of the 16 ranks"),
+        ({"strategy": "FULL_SHARD", "fsdp_size": 4}, "for groups of 4 ranks use HYBRID_SHARD"),
+        ({"strategy": "SHARD_GRAD_OP", "fsdp_size": 4}, "for groups of 4 ranks use HYBRID_SHARD_ZERO2"),
+        ({"strategy": "NO_SHARD", "fsdp_size": 2}, "got 2 with NO_SHARD, which shards nothing"),
+        ({"strategy": "HYBRID_SHARD", "fsdp_size": 1}, "expected the ranks of one shard group"),
+        ({"strategy": "FULL_SHARD", "reshard_after_forward": False}, "got False with parallel.strategy=FULL_SHARD"),
+        ({"sequence_parallel": 3}, "parallel.sequence_parallel: got 3, expected a divisor of the 16 ranks"),
+    ],
+)
+def test_contradictions(settings, sentence):
+    with pytest.raises(ConfigError) as error:
+        plan_mesh(ParallelConfig(**settings), 16, 8)
+    assert sentence in str(error.value)
+
+
+def test_nodes_of_unequal_size():
+    with pytest.raises(ConfigError, match="ranks of this node: got 3, expected a divisor of the 8 ranks"):
+        plan_mesh(ParallelConfig(strategy="HYBRID_SHARD"), 8, 3)
+
+
+def test_batches():
+    def batching(readers, **train):
+        found = resolve_batching(TrainSection(**train), readers)
+        return found.batch_size, found.accumulation, found.eval_batch_size
+
+    assert batching(4) == (8, 1, 8)
+    assert batching(4, batch_size=2, accumulation=3) == (2, 3, 2)
+    assert batching(4, global_batch_size=48) == (12, 1, 12)
+    assert batching(4, global_batch_size=48, accumulation=2) == (6, 2, 6)
+    assert batching(4, global_batch_size=48, batch_size=3, global_eval_batch_size=16) == (3, 4, 4)
+    for wrong, sentence in (
+        ({"global_batch_size": 46}, "got 46, expected a multiple of 4 ranks"),
+        ({"global_batch_size": 48, "batch_size": 5}, "expected a multiple of 4 ranks x 5 blocks a micro-batch"),
+        ({"global_batch_size": 48, "batch_size": 3, "accumulation": 3}, "accumulation 3 are 36; leave one of them out"),
+        ({"eval_batch_size": 4, "global_eval_batch_size": 4}, "got both eval_batch_size and global_eval_batch_size"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            batching(4, **wrong)
+        assert sentence in str(error.value)
+
+
+def test_steps():
+    assert resolve_steps(TrainSection(), 100, 8) == 1000
+    assert resolve_steps(TrainSection(steps=7), 100, 8) == 7
+    assert resolve_steps(TrainSection(epochs=2), 100, 8) == 25
+    assert resolve_steps(TrainSection(epochs=2, steps=7), 100, 8) == 7
+    assert resolve_steps(TrainSection(epochs=1), 3, 8) == 1
+
+
+def test_when_the_loss_is_scaled():
+    import torch
+
+    model = ModelConfig(path="x")
+    assert resolve_scaling(ScalerConfig(), model, torch.float16)
+    assert not resolve_scaling(ScalerConfig(), model, torch.bfloat16)
+    assert not resolve_scaling(ScalerConfig(enabled=False), model, torch.float16)
+    with pytest.raises(ConfigError, match="model.dtype: got 'float16', whose gradients cannot be unscaled"):
+        resolve_scaling(ScalerConfig(), ModelConfig(path="x", dtype="float16"), None)
