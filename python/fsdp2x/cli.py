@@ -7,9 +7,9 @@ import logging
 import os
 from collections.abc import Sequence
 
-from fsdp2x.commands import config, export, plan, selftest, train
+from fsdp2x.commands import config, convert, export, plan, selftest, train
 
-COMMANDS = (train, export, config, plan, selftest)
+COMMANDS = (train, export, convert, config, plan, selftest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

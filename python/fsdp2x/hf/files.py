@@ -82,6 +82,7 @@ class Checkpoint:
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.files = [file for path in paths for file in weight_files(path)]
         self.tensors: dict[str, Source] = {}
+        self.names_in: dict[Path, list[str]] = {}
         self._read_bytes = [0]
         self._fds: list[int] = []
         try:
@@ -91,6 +92,7 @@ class Checkpoint:
                 if twice is not None:
                     raise CheckpointError(f"{file}: holds {twice!r}, which another of the files holds too")
                 self.tensors.update(found)
+                self.names_in[file] = list(found)
         except BaseException:
             self.close()
             raise

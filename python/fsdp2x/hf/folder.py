@@ -15,6 +15,12 @@ def refuse_existing(out: Path, force: bool) -> None:
         raise FileExistsError(f"{out}: exists already; choose another folder or replace it with --force (force=True)")
 
 
+def refuse_inside(out: Path, source: Path) -> None:
+    """Raises `FileExistsError` when replacing `out` would delete `source`."""
+    if source.resolve().is_relative_to(out.resolve()):
+        raise FileExistsError(f"{out}: is or holds {source}, which is read; choose another folder")
+
+
 def temporary(out: Path, purpose: str) -> Path:
     """The name of a folder beside `out`, the same for every rank."""
     return out.parent / f".tmp-{purpose}-{out.name}"
@@ -30,8 +36,8 @@ def make_temporary(out: Path, purpose: str) -> Path:
 
 def publish(out: Path, folder: Path, force: bool) -> None:
     """Makes `folder` durable and gives it the name `out`, in place of what is there when `force`."""
-    for file in folder.iterdir():
-        sync_file(file)
+    for path in folder.rglob("*"):
+        sync_folder(path) if path.is_dir() else sync_file(path)
     sync_folder(folder)
     if not out.exists():
         os.rename(folder, out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp2x.hf.files import DTYPES
@@ -61,12 +61,17 @@ def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: st
         parts[-1].append(spec)
         filled_bytes += spec.num_bytes
     if len(parts) == 1:
-        files = [_file(f"{stem}.safetensors", parts[0])]
-        index = None
-    else:
-        files = [
-            _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, 1)
-        ]
+        return layout_of({f"{stem}.safetensors": parts[0]}, is_indexed=False)
+    names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    return layout_of(dict(zip(names, parts, strict=True)), is_indexed=True)
+
+
+def layout_of(parts: Mapping[str, Sequence[TensorSpec]], *, is_indexed: bool) -> Layout:
+    """The layout of given files: name of the file to its tensors."""
+    files = [_file(name, part) for name, part in parts.items()]
+    index = None
+    if is_indexed:
+        specs = [spec for part in parts.values() for spec in part]
         total = {
             "total_parameters": sum(spec.shape.numel() for spec in specs),
             "total_size": sum(spec.num_bytes for spec in specs),
@@ -77,7 +82,7 @@ def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: st
     return Layout(files, place, index)
 
 
-def _file(name: str, specs: list[TensorSpec]) -> WeightFile:
+def _file(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
     # Wide elements first: every tensor is aligned to its element size, as the library itself writes them.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     header: dict = {"__metadata__": {"format": "pt"}}

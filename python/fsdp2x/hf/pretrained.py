@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2x.api import fully_shard
-from fsdp2x.checkpoint.agree import on_rank_0, together
+from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.load import load_hf
 
@@ -80,6 +80,24 @@ def from_pretrained(
         progress=progress,
     )
     return model.eval()
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """The model of a folder's config, on the meta device, with parameters of the config's dtype or that of the files.
+
+    Raises:
+        CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
+    """
+    try:
+        config, dtype, _ = _describe(folder, None, "auto")
+        if getattr(config, "quantization_config", None) is not None:
+            raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
+        return _build(None, config, dtype, None)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{folder / 'config.json'}: transformers cannot build the model: {reason}") from None
 
 
 def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:

@@ -8,7 +8,6 @@ through ``export.stream`` and written by rank 0; without a shared file system al
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import sys
@@ -28,9 +27,9 @@ from fsdp2x.hf.export import plain_config
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.hf.layout import Layout, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_families
+from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.lookup import named_params
 
-_BUFFER_BYTES = 4 << 20
 # What a tokenizer or processor consists of; copied from the folder the model was loaded from.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,10 +98,7 @@ def save_hf(
         refuse_existing(out, force)
         folder = make_temporary(out, "save")
         job.write_assets(folder, tokenizer)
-        for file in job.layout.files:
-            with open(folder / file.name, "wb") as opened:
-                opened.write(file.header)
-                opened.truncate(file.num_bytes)
+        make_files(folder, job.layout)
 
     folder = temporary(out, "save")
     try:
@@ -186,7 +182,7 @@ class _Job:
         return found
 
     def write_assets(self, folder: Path, tokenizer: Any) -> None:
-        """Config, index and tokenizer. On rank 0."""
+        """Config and tokenizer. On rank 0."""
         if self.adapter:
             (config,) = self.model.peft_config.values()
             config = copy.deepcopy(config)
@@ -198,8 +194,6 @@ class _Job:
             config.save_pretrained(str(folder))
             if getattr(self.base, "generation_config", None) is not None:
                 self.base.generation_config.save_pretrained(str(folder))
-        if self.layout.index is not None:
-            (folder / "model.safetensors.index.json").write_text(json.dumps(self.layout.index, indent=2) + "\n")
         source = Path(getattr(self.base, "_fsdp2x_source", None) or os.devnull)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
@@ -212,7 +206,7 @@ class _Job:
         """All tensors. Collective; raises on every rank."""
         rows = [family for family in self.families if by_rows and self._is_rows(family)]
         done = {name for family in rows for name in family.params}
-        with _Writer(folder, self.layout) as writer:
+        with Writer(folder, self.layout) as writer:
             together(lambda: self._write_rows(rows, writer), what=what)
             rest = {name for name in self.entries if name not in done}
             buckets = stream_as(
@@ -252,7 +246,7 @@ class _Job:
         return not isinstance(entry.param, DTensor) or entry.group is not None and entry.shard_dim == 0
 
     @torch.no_grad()
-    def _write_rows(self, families: list[Family], writer: _Writer) -> None:
+    def _write_rows(self, families: list[Family], writer: Writer) -> None:
         for family in families:
             entry, (spec,) = self.entries[family.params[0]], family.outputs
             if not isinstance(entry.param, DTensor):
@@ -270,40 +264,3 @@ class _Job:
             writer.write(
                 spec.name, entry.param.detach().to_local(), dtype=entry.dtype, skip_bytes=entry.num_bytes(first)
             )
-
-
-class _Writer:
-    """The weight files of a folder, opened when this rank first writes to them."""
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._folder, self._layout = folder, layout
-        self._fds: dict[int, int] = {}
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-
-    def sync(self) -> None:
-        for fd in self._fds.values():
-            os.fsync(fd)
-
-    def write(self, name: str, rows: torch.Tensor, *, dtype: torch.dtype | None = None, skip_bytes: int = 0) -> None:
-        """Writes ``rows``, converted, ``skip_bytes`` after the start of tensor ``name``; a few rows at a time."""
-        if rows.numel() == 0:
-            return
-        dtype = dtype or rows.dtype
-        index, offset = self._layout.place[name]
-        if index not in self._fds:
-            self._fds[index] = os.open(self._folder / self._layout.files[index].name, os.O_WRONLY | os.O_CLOEXEC)
-        offset += skip_bytes
-        rows = rows if rows.dim() else rows.view(1)
-        step = max(1, _BUFFER_BYTES // (rows[0].numel() * dtype.itemsize))
-        for part in rows.split(step):
-            part = part.to(device="cpu", dtype=dtype).contiguous()
-            data = memoryview(part.view(-1).view(torch.uint8).numpy())
-            while len(data):
-                count = os.pwrite(self._fds[index], data, offset)
-                data, offset = data[count:], offset + count

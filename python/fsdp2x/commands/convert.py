@@ -1,0 +1,88 @@
+"""`fsdp2x convert`: checkpoints to HuggingFace form and back, offline."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from fsdp2x.commands.mistakes import mistake
+
+_EPILOG = """\
+three forms:
+  fsdp2x convert --input-dir CKPT --output-dir OUT --origin-hf-dir HF [-f]      a DCP directory to HuggingFace form
+  fsdp2x convert --hf_dir HF --ckpt_dir DIR --save_dir OUT --iter N [--groupgemm]
+                                          files DIR/N/model_world_size_W_rank_R.pt to HuggingFace form
+  fsdp2x convert --to dcp --input-dir HF --output-dir OUT [-f]                  a HuggingFace folder to a DCP directory
+"""
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to HuggingFace form, or back",
+        description="Convert in this one process, without accelerator and in little memory. Nothing read is executed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def option(name: str, **more) -> None:
+        command.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **more)
+
+    option("input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
+    option("output-dir", metavar="OUT", help="folder to write")
+    option("origin-hf-dir", metavar="HF", help="whose names, files and dtypes the output gets")
+    option("hf-dir", metavar="HF", help="the same, for files of ranks")
+    option("ckpt-dir", metavar="DIR", help="folder of the iterations")
+    option("save-dir", metavar="OUT", help="folder to write, for files of ranks")
+    option("iter", type=int, metavar="N", help="which iteration: the folder CKPT_DIR/N")
+    option(
+        "groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
+    )
+    option("to", choices=("hf", "dcp"), default="hf", help="default hf")
+    option("dtype", choices=_DTYPES, help="of floating-point weights; default the origin's")
+    option("prefix", help="of the model's keys in the checkpoint; default the one that fits")
+    command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
+    command.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    import torch
+
+    from fsdp2x.checkpoint import CheckpointError
+    from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
+
+    form = {
+        "dcp": ("input_dir", "output_dir"),
+        "hf": ("input_dir", "output_dir", "origin_hf_dir"),
+        "ranks": ("hf_dir", "ckpt_dir", "save_dir", "iter"),
+    }
+    given = {name for names in form.values() for name in names if getattr(args, name) is not None}
+    kind = "dcp" if args.to == "dcp" else "ranks" if given & set(form["ranks"]) else "hf"
+    needed = form[kind]
+    if given != set(needed):
+        expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
+        return mistake(ValueError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help"))
+    for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
+        if getattr(args, name) and kind not in forms:
+            return mistake(ValueError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help"))
+    options = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
+    try:
+        if kind == "dcp":
+            out = hf_to_dcp(args.input_dir, args.output_dir, **options)
+        elif kind == "hf":
+            out = dcp_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, prefix=args.prefix, **options)
+        else:
+            out = ranks_to_hf(
+                args.hf_dir,
+                args.ckpt_dir,
+                args.save_dir,
+                args.iter,
+                groupgemm=bool(args.groupgemm),
+                prefix=args.prefix,
+                **options,
+            )
+    except (CheckpointError, FileExistsError) as error:
+        return mistake(error)
+    logging.getLogger(__name__).info("converted to %s", out)
+    return 0

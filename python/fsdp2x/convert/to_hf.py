@@ -1,0 +1,241 @@
+"""Checkpoints of DTensors to HuggingFace folders laid out like the one that the training started from.
+
+The origin's files say which tensors there are, in which file and of which dtype; the checkpoint has their values. A
+few rows at a time go from file to file: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.convert.inverse import Undone, undo_loading, values_of
+from fsdp2x.convert.names import match, without_groups
+from fsdp2x.convert.records import OpenFiles
+from fsdp2x.convert.stored import open_dcp, open_ranks
+from fsdp2x.hf.files import Checkpoint
+from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
+from fsdp2x.hf.layout import Layout, layout_of
+from fsdp2x.hf.names import TensorSpec
+from fsdp2x.hf.pretrained import empty_model
+from fsdp2x.hf.sources import Source
+from fsdp2x.hf.targets import Target, find_targets
+from fsdp2x.hf.writer import Writer, make_files
+
+logger = logging.getLogger("fsdp2x")
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
+
+
+def dcp_to_hf(
+    input_dir: str | Path,
+    output_dir: str | Path,
+    origin_hf_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    prefix: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the model of a DCP directory, by whomever, as the HuggingFace folder that ``origin_hf_dir`` would be.
+
+    Names, files, index, dtypes and fused or separate experts are the origin's; its other files are copied. Keys may be
+    names of the model or of the origin's files behind any prefix (``model.``, ``model_state.model.``). Weights of the
+    origin that the model's class does not have are copied from there. Needs no process group and no accelerator;
+    besides metadata, memory is a few MiB (where transformers has to convert whole weights, two of those).
+
+    Args:
+        input_dir: a folder with .metadata, one with it in ``model/`` or ``dcp/``, or a folder of checkpoints.
+        output_dir: appears when it is whole.
+        origin_hf_dir: config and weights of the same architecture, safetensors or ``.bin``.
+        dtype: of floating-point weights instead of the origin's.
+        prefix: of the model's keys; default the one that fits most weights.
+        force: replace ``output_dir``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: ``output_dir`` exists and not ``force``.
+        CheckpointError: what is missing, damaged, of another model, or ambiguous; nothing is left behind.
+    """
+    source, origin = Path(input_dir).expanduser(), Path(origin_hf_dir).expanduser()
+    with OpenFiles() as files, _Output(output_dir, origin, [source, origin], dtype, force) as output:
+        tensors, aliases = open_dcp(source, files)
+        output.take(tensors, aliases, prefix, str(source))
+        return output.write()
+
+
+def ranks_to_hf(
+    hf_dir: str | Path,
+    ckpt_dir: str | Path,
+    save_dir: str | Path,
+    iteration: int,
+    *,
+    groupgemm: bool = False,
+    dtype: torch.dtype | None = None,
+    prefix: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the model of ``ckpt_dir/iteration/model_world_size_W_rank_R.pt``, one file per rank, as ``dcp_to_hf`` does.
+
+    Each file is a state dict of DTensors (any mesh of sharded and replicated axes) and plain tensors. The files are
+    never unpickled into objects, whichever version of torch wrote them.
+
+    Args:
+        hf_dir: the origin; also a single file without an index, and tied weights.
+        ckpt_dir, iteration: the folder and the name of the folder in it.
+        save_dir: the output.
+        groupgemm: experts were trained as ``group_mlp`` weights, all experts of a layer stacked row-wise.
+        dtype, prefix, force: as for ``dcp_to_hf``.
+
+    Raises:
+        FileExistsError, CheckpointError: as for ``dcp_to_hf``.
+    """
+    source, origin = Path(ckpt_dir).expanduser() / str(iteration), Path(hf_dir).expanduser()
+    with OpenFiles() as files, _Output(save_dir, origin, [source, origin], dtype, force) as output:
+        tensors: Mapping[str, Source] = open_ranks(source, files)
+        if groupgemm:
+            tensors = without_groups(tensors, output.num_experts, str(source))
+        output.take(tensors, {}, prefix, str(source))
+        return output.write()
+
+
+class _Output:
+    """One conversion: the origin, open, and what is known of the values of its tensors. A context manager."""
+
+    def __init__(
+        self, out: str | Path, origin: Path, inputs: list[Path], dtype: torch.dtype | None, force: bool
+    ) -> None:
+        self.out, self.origin, self.dtype, self.force = Path(out).expanduser(), origin, dtype, force
+        refuse_existing(self.out, force)
+        for path in inputs:
+            refuse_inside(self.out, path)
+        self.files = Checkpoint([origin])
+        self.values: dict[str, Source] = {}
+        self.extra: list[TensorSpec] = []
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.files.close()
+
+    @property
+    def num_experts(self) -> int | None:
+        path = self.origin / "config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        return config.get("num_experts") or config.get("num_local_experts")
+
+    def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
+        """Finds the values of all tensors of the origin in those of a checkpoint.
+
+        Raises:
+            CheckpointError: some are missing, or of another shape.
+        """
+        model = empty_model(self.origin)
+        targets = find_targets(model)
+        stored_in = self.files.tensors
+        names = {name for target in targets for name in target.names} | set(stored_in)
+        keys = match(tensors, names, prefix, where)
+        stored = {name: tensors[key] for name, key in keys.items()}
+        stored |= {alias: stored[kept] for alias, kept in aliases.items() if kept in stored and alias not in stored}
+        held = values_of(targets, stored, where)
+        undone = undo_loading(model, stored_in, targets, held)
+        self.values = undone.values
+        for name in stored_in:
+            # Also keys that are names of the files, such as those of single experts that the class fuses today.
+            if name not in self.values and name in stored:
+                self.values[name] = stored[name]
+        missing = sorted(undone.used - set(self.values))
+        if missing:
+            hint = "; it holds LoRA weights: merge them first" if any("lora_" in key for key in tensors) else ""
+            raise CheckpointError(
+                f"{where}: lacks {len(missing)} tensors of {self.origin}: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}{hint}"
+            )
+        copied = [name for name in stored_in if name not in self.values]
+        if copied:
+            logger.warning(
+                "%s: %d tensors that %s does not have are copied from the origin: %s",
+                where, len(copied), type(model).__name__, ", ".join(copied[:5]) + (", ..." if len(copied) > 5 else ""),
+            )  # fmt: skip
+            self.values |= {name: stored_in[name] for name in copied}
+        self._check_shapes(where)
+        self._add_extra(targets, held, undone, where)
+
+    def _check_shapes(self, where: str) -> None:
+        for name, value in self.values.items():
+            if tuple(value.shape) != tuple(self.files.tensors[name].shape):
+                raise CheckpointError(
+                    f"{where}: {name} would have shape {list(value.shape)}, the origin's has "
+                    f"{list(self.files.tensors[name].shape)}"
+                )
+
+    def _add_extra(self, targets: list[Target], held: Mapping[str, Source], undone: Undone, where: str) -> None:
+        """Weights of the model that no file of the origin holds: what was trained is not lost."""
+        for target in targets:
+            name = target.names[0]
+            if name in held and not undone.weights & set(target.names):
+                self.extra.append(TensorSpec(name, torch.Size(target.shape), target.dtype))
+                self.values[name] = held[name]
+        if self.extra:
+            logger.warning("%s: not in the origin, added: %s", where, ", ".join(spec.name for spec in self.extra))
+
+    def write(self) -> Path:
+        """Writes everything under a temporary name and gives it its own; returns the folder."""
+        layout, dtypes = self._layout()
+        folder = temporary(self.out, "convert")
+        try:
+            make_temporary(self.out, "convert")
+            make_files(folder, layout)
+            with Writer(folder, layout) as writer:
+                for file in layout.files:
+                    for name in file.offsets:
+                        writer.copy(name, self.values[name], dtypes[name])
+            copy_assets(self.origin, folder)
+            self._name_dtype(folder)
+            publish(self.out, folder, self.force)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.out}: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.out
+
+    def _layout(self) -> tuple[Layout, dict[str, torch.dtype]]:
+        parts: dict[str, list[TensorSpec]] = {}
+        for file, names in self.files.names_in.items():
+            name = file.name
+            if file.suffix != ".safetensors":
+                name = file.with_suffix(".safetensors").name.replace("pytorch_model", "model")
+            sources = self.files.tensors
+            parts[name] = [TensorSpec(one, torch.Size(sources[one].shape), self._dtype(sources[one])) for one in names]
+        last = next(reversed(parts.values()))
+        last += [TensorSpec(spec.name, spec.shape, self._dtype(spec)) for spec in self.extra]
+        is_indexed = len(parts) > 1 or any(self.origin.glob("*.index.json"))
+        return layout_of(parts, is_indexed=is_indexed), {spec.name: spec.dtype for part in parts.values() for spec in part}
+
+    def _dtype(self, described: Source | TensorSpec) -> torch.dtype:
+        return self.dtype if self.dtype is not None and described.dtype.is_floating_point else described.dtype
+
+    def _name_dtype(self, folder: Path) -> None:
+        path = folder / "config.json"
+        if self.dtype is None:
+            return
+        config = json.loads(path.read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_assets(origin: Path, folder: Path) -> None:
+    """Config, tokenizer and every other file of a folder but weights and hidden ones."""
+    for file in origin.iterdir():
+        is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and not file.name.startswith("."):
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,93 @@
+"""Writes tensors to their places in the weight files of a `Layout`, a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from fsdp2x.hf.layout import Layout
+from fsdp2x.hf.sources import Computed, Source
+
+INDEX = "model.safetensors.index.json"
+_BUFFER_BYTES = 4 << 20
+
+
+def make_files(folder: Path, layout: Layout) -> None:
+    """The files of a layout with their headers and sizes, and the index; the tensors are holes."""
+    for file in layout.files:
+        with open(folder / file.name, "wb") as opened:
+            opened.write(file.header)
+            opened.truncate(file.num_bytes)
+    if layout.index is not None:
+        (folder / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n")
+
+
+class Writer:
+    """The weight files of a folder, opened when this rank first writes to them."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self._folder, self._layout = folder, layout
+        self._fds: dict[int, int] = {}
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def sync(self) -> None:
+        for fd in self._fds.values():
+            os.fsync(fd)
+
+    def write(self, name: str, rows: torch.Tensor, *, dtype: torch.dtype | None = None, skip_bytes: int = 0) -> None:
+        """Writes ``rows``, converted, ``skip_bytes`` after the start of tensor ``name``; a few rows at a time."""
+        if rows.numel() == 0:
+            return
+        dtype = dtype or rows.dtype
+        index, offset = self._layout.place[name]
+        if index not in self._fds:
+            self._fds[index] = os.open(self._folder / self._layout.files[index].name, os.O_WRONLY | os.O_CLOEXEC)
+        offset += skip_bytes
+        rows = rows if rows.dim() else rows.view(1)
+        step = max(1, _BUFFER_BYTES // (rows[0].numel() * dtype.itemsize))
+        for part in rows.split(step):
+            part = part.to(device="cpu", dtype=dtype).contiguous()
+            data = memoryview(part.view(-1).view(torch.uint8).numpy())
+            while len(data):
+                count = os.pwrite(self._fds[index], data, offset)
+                data, offset = data[count:], offset + count
+
+    def copy(self, name: str, source: Source, dtype: torch.dtype) -> None:
+        """Writes a source, converted, as tensor ``name``, through a buffer of a few MiB."""
+        if isinstance(source, Computed):
+            self.write(name, source.whole(), dtype=dtype)
+            return
+        done_numel = 0
+        limit_numel = max(1, _BUFFER_BYTES // max(dtype.itemsize, source.dtype.itemsize))
+        for start, shape in _runs(source.shape, limit_numel):
+            box = torch.empty(shape, dtype=source.dtype)
+            source.read(start, box)
+            self.write(name, box, dtype=dtype, skip_bytes=done_numel * dtype.itemsize)
+            done_numel += box.numel()
+
+
+def _runs(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes (start, shape) of at most ``limit_numel`` elements that follow each other in row-major order."""
+    if not shape or math.prod(shape) <= limit_numel:
+        yield [0] * len(shape), list(shape)
+        return
+    row_numel = math.prod(shape[1:])
+    if row_numel > limit_numel:
+        for index in range(shape[0]):
+            for start, box in _runs(shape[1:], limit_numel):
+                yield [index, *start], [1, *box]
+        return
+    step = limit_numel // row_numel
+    for first in range(0, shape[0], step):
+        yield [first] + [0] * (len(shape) - 1), [min(step, shape[0] - first), *shape[1:]]
