@@ -54,9 +54,7 @@ class Undone:
     weights: set[str] = field(default_factory=set)
 
 
-def undo_loading(
-    model: Any, files: Mapping[str, Source], targets: list[Target], held: Mapping[str, Source]
-) -> Undone:
+def undo_loading(model: Any, files: Mapping[str, Source], targets: list[Target], held: Mapping[str, Source]) -> Undone:
     """What tensors the files of a model have whose weights are ``held``.
 
     Args:

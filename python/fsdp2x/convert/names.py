@@ -55,14 +55,12 @@ def _best_prefix(keys: Collection[str], names: Collection[str], where: str) -> s
             if not cut:
                 break
     if not hits:
-        raise CheckpointError(
-            f"{where}: no key ends with the name of a weight of the origin; there are {', '.join(sorted(keys)[:4])}, ..."
-        )
+        some = ", ".join(sorted(keys)[:4])
+        raise CheckpointError(f"{where}: no key ends with the name of a weight of the origin; there are {some}, ...")
     (best, most), *others = hits.most_common(2)
     if others and others[0][1] == most:
-        raise CheckpointError(
-            f"{where}: the prefixes {best!r} and {others[0][0]!r} fit {most} weights each; choose with --prefix (prefix=)"
-        )
+        both = f"{best!r} and {others[0][0]!r}"
+        raise CheckpointError(f"{where}: the prefixes {both} fit {most} weights each; choose with --prefix (prefix=)")
     return best
 
 

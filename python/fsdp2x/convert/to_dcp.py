@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2x.checkpoint.agree import CheckpointError
@@ -25,6 +25,7 @@ from fsdp2x.hf.sources import Source
 from fsdp2x.hf.targets import find_targets
 
 ASSETS_FOLDER = "hf"
+_FILE_BYTES = 32 << 20
 
 
 def hf_to_dcp(
@@ -32,9 +33,9 @@ def hf_to_dcp(
 ) -> Path:
     """Writes the weights of a HuggingFace folder as a DCP directory with the keys ``model.<name in the model>``.
 
-    ``dcp.load({"model": model.state_dict()}, checkpoint_id=output_dir)`` fills a model that stock or our ``fully_shard``
-    sharded. Experts are fused as the model's class has them; tied weights have all their keys and are stored once. Config
-    and tokenizer go to ``hf/`` in it. Memory: one weight at a time.
+    ``dcp.load({"model": model.state_dict()}, checkpoint_id=output_dir)`` fills a model that was sharded by stock
+    FSDP2 or by fsdp2x. Experts are fused as the model's class has them; tied weights have all their keys and are stored
+    once. Config and tokenizer go to ``hf/`` in it. Memory: a file of 32 MiB, or one larger weight, at a time.
 
     Args:
         hf_dir: config and weights, safetensors or ``.bin``.
@@ -62,7 +63,7 @@ def hf_to_dcp(
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(
                     state,
-                    storage_writer=_Aliasing(folder, {f"model.{a}": f"model.{b}" for a, b in aliases.items()}),
+                    storage_writer=_Writing(folder, {f"model.{a}": f"model.{b}" for a, b in aliases.items()}),
                     planner=_Reading({f"model.{name}": source for name, source in sources.items()}),
                     no_dist=True,
                 )
@@ -110,12 +111,31 @@ class _Reading(dcp.DefaultSavePlanner):
         return self._sources[name].whole(self.state_dict[name].dtype)
 
 
-class _Aliasing(dcp.FileSystemWriter):
-    """Gives tensors further names in the metadata, without further bytes."""
+class _Writing(dcp.FileSystemWriter):
+    """Several files, since DCP keeps what it writes to one in memory; more names of tensors without more bytes."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
         super().__init__(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
         self._aliases = aliases
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        parts: list[list[WriteItem]] = []
+        filled_bytes = 0
+        for item in plan.items:
+            num_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+            if not parts or filled_bytes + num_bytes > _FILE_BYTES:
+                parts.append([])
+                filled_bytes = 0
+            parts[-1].append(item)
+            filled_bytes += num_bytes
+        results: list[WriteResult] = []
+        for number, items in enumerate(parts):
+            prefix = dataclasses.replace(plan.storage_data, prefix=f"__{number}_")
+            part = dataclasses.replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(results)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         by_name: dict[str, list[str]] = {}

@@ -82,7 +82,7 @@ def ranks_to_hf(
     prefix: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes the model of ``ckpt_dir/iteration/model_world_size_W_rank_R.pt``, one file per rank, as ``dcp_to_hf`` does.
+    """Writes the model of the files ``ckpt_dir/iteration/model_world_size_W_rank_R.pt`` as ``dcp_to_hf`` does.
 
     Each file is a state dict of DTensors (any mesh of sharded and replicated axes) and plain tensors. The files are
     never unpickled into objects, whichever version of torch wrote them.
@@ -218,7 +218,9 @@ class _Output:
         last = next(reversed(parts.values()))
         last += [TensorSpec(spec.name, spec.shape, self._dtype(spec)) for spec in self.extra]
         is_indexed = len(parts) > 1 or any(self.origin.glob("*.index.json"))
-        return layout_of(parts, is_indexed=is_indexed), {spec.name: spec.dtype for part in parts.values() for spec in part}
+        return layout_of(parts, is_indexed=is_indexed), {
+            spec.name: spec.dtype for part in parts.values() for spec in part
+        }
 
     def _dtype(self, described: Source | TensorSpec) -> torch.dtype:
         return self.dtype if self.dtype is not None and described.dtype.is_floating_point else described.dtype

@@ -1,45 +1,74 @@
-"""Checkpoints in HuggingFace form: safetensors, config, generation config and tokenizer, by one process.
+"""Checkpoints of ``fsdp2x train`` in HuggingFace form: safetensors, config, generation config and tokenizer.
 
-Tied weights are written once, names and layout of the tensors are those of the model's original files, and the
-folder gets its name only when it is whole.
+By one process, a few rows at a time. Tied weights are written once, names and layout of the tensors are those of the
+model's original files, and the folder gets its name only when it is whole.
 """
 
 from __future__ import annotations
 
 import copy
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
-from ..checkpoint.agree import CheckpointError
-from ..checkpoint.directory import resolve
-from ..checkpoint.manifest import read_manifest, verify_files
-from ..checkpoint.safe_read import SafePlanner, SafeReader
-from ..checkpoint.state import ASSETS_FOLDER
-from .folder import make_temporary, publish, refuse_existing
-from .names import unsharded_class
+from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.checkpoint.directory import resolve
+from fsdp2x.checkpoint.state import ASSETS_FOLDER
+from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
+from fsdp2x.hf.layout import plan_layout
+from fsdp2x.hf.names import TensorSpec, source_families, unsharded_class
+from fsdp2x.hf.sources import RemoteTensor, Source
+from fsdp2x.hf.targets import Target, find_targets
+from fsdp2x.hf.writer import Writer, make_files
 
 
-def export_checkpoint(checkpoint: str | Path, out: str | Path, *, force: bool = False) -> Path:
+def export_checkpoint(
+    checkpoint: str | Path, out: str | Path, *, max_shard_size: int | str = "5GB", force: bool = False
+) -> Path:
     """Writes a checkpoint of `fsdp2x train` in HuggingFace form, in one process and without a process group.
+
+    Memory: a few MiB; where transformers has to convert whole weights to write them, two of those.
 
     Raises `FileExistsError` when `out` exists and not `force`, `CheckpointError` when the checkpoint cannot be read.
     """
+    # Both import this package for its files; a checkpoint is opened by whom converts it.
+    from fsdp2x.convert.records import OpenFiles
+    from fsdp2x.convert.stored import open_dcp
+    from fsdp2x.hf.pretrained import empty_model
+
     out = Path(out).expanduser()
     refuse_existing(out, force)
-    folder = resolve(checkpoint)
-    manifest = read_manifest(folder)
-    verify_files(folder, manifest)
-    assets = folder / ASSETS_FOLDER
+    source = resolve(checkpoint)
+    refuse_inside(out, source)
+    assets = source / ASSETS_FOLDER
     if not (assets / "config.json").is_file():
         raise CheckpointError(f"{assets / 'config.json'}: missing, without the model's config nothing can be exported")
-    tensors = read_model_tensors(folder, manifest)
-    return _write(out, assets, tensors, manifest["tied"], force=force)
+    with OpenFiles() as files:
+        tensors, aliases = open_dcp(source, files)
+        model = empty_model(assets)
+        targets = find_targets(model)
+        held = _held(tensors, aliases, targets, str(source))
+        values, specs = _tensors(model, targets, held)
+        layout = plan_layout(specs, max_shard_size, "model")
+        folder = temporary(out, "export")
+        try:
+            make_temporary(out, "export")
+            make_files(folder, layout)
+            with Writer(folder, layout) as writer:
+                for spec in specs:
+                    writer.copy(spec.name, values[spec.name], spec.dtype)
+            for file in assets.iterdir():
+                if file.is_file():
+                    shutil.copyfile(file, folder / file.name)
+            publish(out, folder, force)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or out}: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return out
 
 
 def plain_config(model: torch.nn.Module) -> Any:
@@ -50,46 +79,42 @@ def plain_config(model: torch.nn.Module) -> Any:
     return config
 
 
-def read_model_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The model's whole tensors from a checkpoint, on the CPU."""
-    tensors = {
-        name: torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
-        for name, described in manifest["tensors"].items()
+def _held(
+    tensors: Mapping[str, Source], aliases: Mapping[str, str], targets: list[Target], where: str
+) -> dict[str, Source]:
+    """The weights by every name of each target."""
+    from fsdp2x.convert.inverse import values_of
+
+    names = [name for target in targets for name in target.names]
+    stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
+    stored |= {alias: stored[kept] for alias, kept in aliases.items() if kept in stored and alias not in stored}
+    held = values_of(targets, stored, where)
+    missing = [target.fqn for target in targets if target.names[0] not in held]
+    if missing:
+        raise CheckpointError(f"{where}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
+    return held
+
+
+def _tensors(
+    model: torch.nn.Module, targets: list[Target], held: Mapping[str, Source]
+) -> tuple[dict[str, Source], list[TensorSpec]]:
+    """What the files will hold: values by name, and the tensors in the order of the model's weights."""
+    from fsdp2x.convert.inverse import undo_loading
+
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = [target for target in targets if not set(target.names) & ignored]
+    described = {
+        target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype)
+        for target in kept
+        if not target.is_buffer
     }
-    reader = SafeReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
-        entry = stored.get(f"model.{name}")
-        if entry is None or tuple(getattr(entry, "size", ())) != tuple(tensor.shape):
-            raise CheckpointError(f"{folder}: damaged, .metadata and manifest.json disagree about {name}")
-    state = {"model": tensors}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        inner = next(iter(error.failures.values()))[0]
-        raise CheckpointError(str(inner)) from None
-    return state["model"]
-
-
-def _write(out: Path, assets: Path, tensors: dict[str, torch.Tensor], tied: Mapping[str, str], *, force: bool) -> Path:
-    """Puts the tensors into an empty model and lets transformers write it: it knows the original names."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(str(assets), local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    whole = {**tensors, **{alias: tensors[kept] for alias, kept in tied.items()}}
-    model.load_state_dict(whole, strict=True, assign=True)
-    model.tie_weights()
-    folder = make_temporary(out, "export")
-    try:
-        model.save_pretrained(str(folder))
-        for file in assets.iterdir():
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
-        publish(out, folder, force)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return out
+    specs = [spec for family in source_families(model, described) for spec in family.outputs]
+    specs += [
+        TensorSpec(target.names[0], torch.Size(target.shape), target.dtype) for target in kept if target.is_buffer
+    ]
+    written = {spec.name: RemoteTensor(tuple(spec.shape), spec.dtype) for spec in specs}
+    values = undo_loading(model, written, targets, held).values
+    lost = sorted(set(written) - set(values))
+    if lost:
+        raise CheckpointError(f"{type(model).__name__} would not load {', '.join(lost[:5])} from the files it writes")
+    return values, specs

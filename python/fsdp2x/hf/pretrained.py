@@ -93,8 +93,10 @@ def empty_model(folder: Path) -> nn.Module:
         if getattr(config, "quantization_config", None) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
         return _build(None, config, dtype, None)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{folder / 'config.json'}: transformers cannot build the model: {reason}") from None

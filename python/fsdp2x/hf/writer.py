@@ -33,6 +33,7 @@ class Writer:
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._folder, self._layout = folder, layout
         self._fds: dict[int, int] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Writer:
         return self
@@ -71,10 +72,16 @@ class Writer:
         done_numel = 0
         limit_numel = max(1, _BUFFER_BYTES // max(dtype.itemsize, source.dtype.itemsize))
         for start, shape in _runs(source.shape, limit_numel):
-            box = torch.empty(shape, dtype=source.dtype)
+            num_bytes = math.prod(shape) * source.dtype.itemsize
+            box = self._buffer(num_bytes).view(source.dtype).view(shape)
             source.read(start, box)
             self.write(name, box, dtype=dtype, skip_bytes=done_numel * dtype.itemsize)
             done_numel += box.numel()
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(max(num_bytes, _BUFFER_BYTES), dtype=torch.uint8)
+        return self._memory[:num_bytes]
 
 
 def _runs(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:
