@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bind/optim.hpp"
+#include "bind/own.hpp"
 #include "core/error.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/group_transport.hpp"
@@ -15,10 +16,6 @@
 namespace fsdp2x {
 
 namespace {
-
-PyRef own(const py::handle& object) { return PyRef::borrow(object.ptr()); }
-
-PyRef own_unless_none(const py::handle& object) { return object.is_none() ? PyRef() : own(object); }
 
 // (outer, dim, inner, orig dtype, compute dtype, reduce dtype, in the slot); dtypes the engine cannot cast travel as
 // bytes.

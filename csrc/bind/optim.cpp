@@ -1,12 +1,11 @@
 // Names of optimizer steps and gradient clipping in fsdp2x._C; no decisions.
 #include "bind/optim.hpp"
 
+#include "bind/own.hpp"
 #include "engine/optimizer.hpp"
 
 namespace fsdp2x {
 namespace {
-
-PyRef own(const py::handle& object) { return PyRef::borrow(object.ptr()); }
 
 // (params, lr, lr is float32, beta1, beta2, eps, 1 - lr * weight_decay, amsgrad, maximize)
 using AdamWTuple = std::tuple<py::list, double, bool, double, double, double, double, bool, bool>;

@@ -231,8 +231,9 @@ void sum_f32(float* __restrict dst, const float* const* sources, int64_t numel, 
   }
 }
 
-// --- optimizer steps: a multiply-add that torch rounds once is rounded once here as well, on every set
-// ----------------
+// --- optimizer steps -------------------------------------------------------------------------------------------------
+
+// A multiply-add that torch rounds once is rounded once here as well, on every set.
 
 template <bool kAmsgrad>
 void adamw(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,

@@ -104,6 +104,19 @@ void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, 
   }
 }
 
+// Runs apply(values) on a 16-bit range, a tile of it in fp32 at a time.
+template <class Apply>
+void update_through_tile(const KernelTable& table, DType type, void* data, int64_t numel, const Apply& apply) {
+  alignas(kAlignBytes) float tile[kTileNumel];
+  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, numel - begin);
+    std::byte* out = static_cast<std::byte*>(data) + static_cast<size_t>(begin) * dtype_bytes(type);
+    table.f32.load[static_cast<int>(type)](tile, out, count);
+    apply(tile, count);
+    table.f32.store[static_cast<int>(type)](out, tile, count);
+  }
+}
+
 }  // namespace
 
 const KernelTable& kernel_table() { return *active_table().load(std::memory_order_relaxed); }
@@ -147,14 +160,8 @@ void divide(DType type, void* dst, int64_t numel, double divisor) {
   const KernelTable& table = kernel_table();
   if (type == DType::f64) return divide_all(table.f64, static_cast<double*>(dst), numel, divisor);
   if (type == DType::f32) return divide_all(table.f32, static_cast<float*>(dst), numel, divisor);
-  alignas(kAlignBytes) float tile[kTileNumel];
-  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, numel - begin);
-    std::byte* out = static_cast<std::byte*>(dst) + static_cast<size_t>(begin) * dtype_bytes(type);
-    table.f32.load[static_cast<int>(type)](tile, out, count);
-    divide_all(table.f32, tile, count, divisor);
-    table.f32.store[static_cast<int>(type)](out, tile, count);
-  }
+  update_through_tile(table, type, dst, numel,
+                      [&](float* tile, int64_t count) { divide_all(table.f32, tile, count, divisor); });
 }
 
 double sum_squares(DType type, const void* values, int64_t numel) {
@@ -185,14 +192,8 @@ void multiply(DType type, void* dst, int64_t numel, double factor) {
   if (type == DType::f64) return table.f64.multiply(static_cast<double*>(dst), numel, factor);
   const auto rounded = static_cast<float>(factor);
   if (type == DType::f32) return table.f32.multiply(static_cast<float*>(dst), numel, rounded);
-  alignas(kAlignBytes) float tile[kTileNumel];
-  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, numel - begin);
-    std::byte* out = static_cast<std::byte*>(dst) + static_cast<size_t>(begin) * dtype_bytes(type);
-    table.f32.load[static_cast<int>(type)](tile, out, count);
-    table.f32.multiply(tile, count, rounded);
-    table.f32.store[static_cast<int>(type)](out, tile, count);
-  }
+  update_through_tile(table, type, dst, numel,
+                      [&](float* tile, int64_t count) { table.f32.multiply(tile, count, rounded); });
 }
 
 void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base) {

@@ -1,8 +1,8 @@
 // Gradient clipping: sums of squares per bucket of placements, then one multiplication in place.
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "core/error.hpp"
 #include "cpu/kernels.hpp"
+#include "engine/gil.hpp"
 #include "engine/local_tensor.hpp"
 #include "engine/optimizer.hpp"
 #include "engine/storage.hpp"
@@ -19,16 +19,9 @@ bool is_summable(const at::Tensor& tensor) {
   return is_plain_memory(tensor) && engine_dtype(tensor.scalar_type()) != DType::byte;
 }
 
-size_t size_of(PyObject* params) {
-  if (!PyList_Check(params)) throw Error("clip: the parameters are not a list");
-  return static_cast<size_t>(PyList_GET_SIZE(params));
-}
-
-// The gradient of parameter `index`; its object is null when there is none.
-Gradient gradient_of(PyObject* params, size_t index) {
-  PyObject* param = PyList_GET_ITEM(params, static_cast<Py_ssize_t>(index));
-  if (!THPVariable_Check(param)) throw Error("clip: a parameter is not a tensor");
-  const at::Tensor& grad = THPVariable_Unpack(param).grad();
+// The object is null when there is none.
+Gradient gradient_of(PyObject* param) {
+  const at::Tensor& grad = grad_of(param);
   if (!grad.defined()) return {};
   PyRef object = PyRef::steal(THPVariable_Wrap(grad));
   if (!object) throw_python_error();
@@ -72,10 +65,10 @@ GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
   GradientSums result;
   Buckets buckets(bucket_of);
   std::vector<Term> terms;
-  for (size_t i = 0; i < size_of(params); ++i) {
-    Gradient grad = gradient_of(params, i);
+  for (size_t i = 0; i < list_size(params); ++i) {
+    Gradient grad = gradient_of(list_item(params, i));
     if (!grad.object) {
-      const LocalTensor local = local_tensor(PyList_GET_ITEM(params, static_cast<Py_ssize_t>(i)));
+      const LocalTensor local = local_tensor(list_item(params, i));
       if (local.tensor.defined()) buckets.of(local.spec.get());
       continue;
     }
@@ -87,20 +80,19 @@ GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
       if (result.sums.size() <= static_cast<size_t>(bucket)) result.sums.resize(static_cast<size_t>(bucket) + 1, 0.0);
     }
   }
-  PyThreadState* thread = PyEval_SaveThread();
+  const ReleaseGil released;
   for (const Term& term : terms) {
     result.sums[term.bucket] +=
         cpu::sum_squares(engine_dtype(term.values.scalar_type()), term.values.const_data_ptr(), term.values.numel());
   }
-  PyEval_RestoreThread(thread);
   return result;
 }
 
 std::vector<size_t> multiply_gradients(PyObject* params, double factor) {
   std::vector<size_t> left_over;
   std::vector<Gradient> grads;
-  for (size_t i = 0; i < size_of(params); ++i) {
-    Gradient grad = gradient_of(params, i);
+  for (size_t i = 0; i < list_size(params); ++i) {
+    Gradient grad = gradient_of(list_item(params, i));
     if (!grad.object) continue;
     if (is_summable(grad.local.tensor)) {
       grads.push_back(std::move(grad));
@@ -108,12 +100,13 @@ std::vector<size_t> multiply_gradients(PyObject* params, double factor) {
       left_over.push_back(i);
     }
   }
-  PyThreadState* thread = PyEval_SaveThread();
-  for (const Gradient& grad : grads) {
-    const at::Tensor& local = grad.local.tensor;
-    cpu::multiply(engine_dtype(local.scalar_type()), local.mutable_data_ptr(), local.numel(), factor);
+  {
+    const ReleaseGil released;
+    for (const Gradient& grad : grads) {
+      const at::Tensor& local = grad.local.tensor;
+      cpu::multiply(engine_dtype(local.scalar_type()), local.mutable_data_ptr(), local.numel(), factor);
+    }
   }
-  PyEval_RestoreThread(thread);
   for (const Gradient& grad : grads) {
     THPVariable_Unpack(grad.object.get()).unsafeGetTensorImpl()->bump_version();
     if (grad.local.spec) grad.local.tensor.unsafeGetTensorImpl()->bump_version();

@@ -8,26 +8,13 @@
 
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
+#include "engine/gil.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
 
 namespace fsdp2x {
 
 namespace {
-
-// Waits and long copies let other Python threads run. No-op on threads that do not hold the GIL (backward).
-class ReleaseGil {
- public:
-  ReleaseGil() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~ReleaseGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 cpu::GatherPost post_of(const Group& group) {
   return {group.gather.sequence, group.index, static_cast<uint32_t>(group.gather.slot.id), group.gather.slot.offset,

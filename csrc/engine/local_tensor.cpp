@@ -3,15 +3,10 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "core/error.hpp"
+
 namespace fsdp2x {
 namespace {
-
-// Names are interned once and live as long as the interpreter.
-PyObject* interned(const char* name) {
-  PyObject* string = PyUnicode_InternFromString(name);
-  if (string == nullptr) throw_python_error();
-  return string;
-}
 
 PyRef attribute(PyObject* object, PyObject* name) {
   PyRef value = PyRef::steal(PyObject_GetAttr(object, name));
@@ -29,6 +24,24 @@ bool equal(PyObject* a, PyObject* b) {
 }
 
 }  // namespace
+
+PyObject* interned(const char* name) {
+  PyObject* string = PyUnicode_InternFromString(name);
+  if (string == nullptr) throw_python_error();
+  return string;
+}
+
+size_t list_size(PyObject* list) {
+  if (!PyList_Check(list)) throw Error("optim: the parameters are not a list");
+  return static_cast<size_t>(PyList_GET_SIZE(list));
+}
+
+PyObject* list_item(PyObject* list, size_t index) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index)); }
+
+const at::Tensor& grad_of(PyObject* param) {
+  if (!THPVariable_Check(param)) throw Error("optim: a parameter is not a tensor");
+  return THPVariable_Unpack(param).grad();
+}
 
 LocalTensor local_tensor(PyObject* object) {
   static PyObject* const local_name = interned("_local_tensor");

@@ -1,12 +1,24 @@
-// The plain memory behind a tensor of Python's: a DTensor's local tensor, or the tensor itself.
+// The plain memory behind a tensor of Python's: a DTensor's local tensor, or the tensor itself; lists of parameters.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <Python.h>
 
+#include <cstddef>
+
 #include "engine/py_ref.hpp"
 
 namespace fsdp2x {
+
+// Names of attributes and keys: made once, they live as long as the interpreter.
+PyObject* interned(const char* name);
+
+// A list of parameters; its items are borrowed.
+size_t list_size(PyObject* list);
+PyObject* list_item(PyObject* list, size_t index);
+
+// The gradient of a parameter, undefined when it has none.
+const at::Tensor& grad_of(PyObject* param);
 
 struct LocalTensor {
   at::Tensor tensor;  // undefined: the object is neither a plain tensor nor a DTensor over one

@@ -7,17 +7,12 @@
 
 #include "core/error.hpp"
 #include "cpu/adamw.hpp"
+#include "engine/gil.hpp"
 #include "engine/local_tensor.hpp"
 #include "engine/storage.hpp"
 
 namespace fsdp2x {
 namespace {
-
-struct GilReleased {
-  GilReleased() : state(PyEval_SaveThread()) {}
-  ~GilReleased() { PyEval_RestoreThread(state); }
-  PyThreadState* state;
-};
 
 // A parameter with its gradient, and the memory of both.
 struct Pair {
@@ -41,18 +36,6 @@ struct Pair {
   }
 };
 
-PyObject* item(PyObject* params, size_t index) { return PyList_GET_ITEM(params, static_cast<Py_ssize_t>(index)); }
-
-size_t size_of(PyObject* params) {
-  if (!PyList_Check(params)) throw Error("optimizer: the parameters of a group are not a list");
-  return static_cast<size_t>(PyList_GET_SIZE(params));
-}
-
-const at::Tensor& grad_of(PyObject* param) {
-  if (!THPVariable_Check(param)) throw Error("optimizer: a parameter is not a tensor");
-  return THPVariable_Unpack(param).grad();
-}
-
 Pair pair_of(PyObject* param, const at::Tensor& grad) {
   const PyRef object = PyRef::steal(THPVariable_Wrap(grad));
   if (!object) throw_python_error();
@@ -64,12 +47,6 @@ PyObject* look_up(PyObject* dict, PyObject* key) {
   PyObject* value = PyDict_GetItemWithError(dict, key);
   if (value == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
   return value;
-}
-
-PyObject* interned(const char* name) {
-  PyObject* string = PyUnicode_InternFromString(name);
-  if (string == nullptr) throw_python_error();
-  return string;
 }
 
 void make(PyObject* function, size_t group, size_t index) {
@@ -204,7 +181,7 @@ void run(const SgdJob& job) {
 template <class Job>
 void run_all(const std::vector<Job>& jobs) {
   {
-    const GilReleased released;
+    const ReleaseGil released;
     for (const Job& job : jobs) {
       if (job.pair.param.tensor.numel() != 0) run(job);
     }
@@ -212,26 +189,35 @@ void run_all(const std::vector<Job>& jobs) {
   for (const Job& job : jobs) job.pair.bump_versions();
 }
 
+// Calls take(group number, index, parameter, gradient) for every parameter that has a gradient; what it returns false
+// for is left over.
+template <class Group, class Take>
+LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
+  LeftOver left_over;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    PyObject* params = groups[g].params.get();
+    for (size_t i = 0; i < list_size(params); ++i) {
+      PyObject* param = list_item(params, i);
+      const at::Tensor& grad = grad_of(param);
+      if (grad.defined() && !take(g, i, param, grad)) left_over.emplace_back(g, i);
+    }
+  }
+  return left_over;
+}
+
 }  // namespace
 
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state) {
-  LeftOver left_over;
   std::vector<AdamWJob> jobs;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    PyObject* params = groups[g].params.get();
-    for (size_t i = 0; i < size_of(params); ++i) {
-      PyObject* param = item(params, i);
-      const at::Tensor& grad = grad_of(param);
-      if (!grad.defined()) continue;
-      PyObject* own = state_of(state, param);
-      if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
-        make(make_state, g, i);
-        own = state_of(state, param);
-        if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
-      }
-      if (!add_adamw_job(jobs, groups[g], pair_of(param, grad), own)) left_over.emplace_back(g, i);
+  LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
+    PyObject* own = state_of(state, param);
+    if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
+      make(make_state, g, i);
+      own = state_of(state, param);
+      if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
     }
-  }
+    return add_adamw_job(jobs, groups[g], pair_of(param, grad), own);
+  });
   count_steps(jobs);
   run_all(jobs);
   return left_over;
@@ -239,37 +225,28 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
 
 LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer) {
   static PyObject* const buffer_name = interned("momentum_buffer");
-  LeftOver left_over;
   std::vector<SgdJob> jobs;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    PyObject* params = groups[g].params.get();
-    for (size_t i = 0; i < size_of(params); ++i) {
-      PyObject* param = item(params, i);
-      const at::Tensor& grad = grad_of(param);
-      if (!grad.defined()) continue;
-      SgdJob job{pair_of(param, grad), at::Tensor(), &groups[g], false};
-      bool fits = job.pair.fits() && job.pair.param.tensor.scalar_type() == at::kFloat;
-      if (fits && groups[g].momentum != 0.0) {
-        PyObject* own = state_of(state, param);
-        PyObject* buffer = own == nullptr ? nullptr : look_up(own, buffer_name);
-        job.is_first = buffer == nullptr || buffer == Py_None;
-        if (job.is_first) {
-          make(make_buffer, g, i);
-          own = state_of(state, param);
-        }
-        if (own == nullptr) throw Error("sgd_step: make_buffer did not make the buffer");
-        LocalTensor local = local_item(own, buffer_name);
-        fits = job.pair.fits(local);
-        if (job.is_first && !fits) throw Error("sgd_step: the buffer that was made is not like its parameter");
-        job.buffer = std::move(local.tensor);
+  LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
+    SgdJob job{pair_of(param, grad), at::Tensor(), &groups[g], false};
+    if (!job.pair.fits() || job.pair.param.tensor.scalar_type() != at::kFloat) return false;
+    if (groups[g].momentum != 0.0) {
+      PyObject* own = state_of(state, param);
+      PyObject* buffer = own == nullptr ? nullptr : look_up(own, buffer_name);
+      job.is_first = buffer == nullptr || buffer == Py_None;
+      if (job.is_first) {
+        make(make_buffer, g, i);
+        own = state_of(state, param);
       }
-      if (fits) {
-        jobs.push_back(std::move(job));
-      } else {
-        left_over.emplace_back(g, i);
-      }
+      if (own == nullptr) throw Error("sgd_step: make_buffer did not make the buffer");
+      LocalTensor local = local_item(own, buffer_name);
+      const bool fits = job.pair.fits(local);
+      if (job.is_first && !fits) throw Error("sgd_step: the buffer that was made is not like its parameter");
+      if (!fits) return false;
+      job.buffer = std::move(local.tensor);
     }
-  }
+    jobs.push_back(std::move(job));
+    return true;
+  });
   run_all(jobs);
   return left_over;
 }
