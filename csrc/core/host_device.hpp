@@ -1,0 +1,10 @@
+// Marks the functions that kernels and their plain twins share: always inlined, on the device as well where nvcc reads.
+#pragma once
+
+// Inlined without exception, also because the CPU loops are compiled once per instruction set: a copy that the linker
+// shares between them could hold instructions that this processor lacks.
+#ifdef __CUDACC__
+#define FSDP2X_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FSDP2X_HOST_DEVICE inline __attribute__((always_inline))
+#endif
