@@ -17,14 +17,17 @@ using SgdTuple = std::tuple<py::list, double, double, double, double, bool, bool
 void bind_optim(py::module_& m) {
   m.def(
       "adamw_step",
-      [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state) {
+      [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
+         bool bf16_moments, const py::object& stochastic, uint64_t seed) {
         std::vector<AdamWGroup> groups;
         for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
           groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
         }
-        return adamw_step(groups, state.ptr(), make_state.ptr());
+        return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed});
       },
-      py::arg("groups"), py::arg("state"), py::arg("make_state"));
+      py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("bf16_moments"), py::arg("stochastic"),
+      py::arg("seed"));
+  m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",
       [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <string>
 
 #include "core/error.hpp"
@@ -10,29 +11,97 @@
 
 namespace fsdp2x::cpu {
 
-void adamw(const AdamWPiece& piece, const AdamWStep& step) {
-  const KernelTable& table = kernel_table();
-  const auto loop = table.adamw[piece.max_exp_avg_sq != nullptr];
-  if (piece.type == DType::f32) {
-    loop(static_cast<float*>(piece.param), static_cast<const float*>(piece.grad), piece.exp_avg, piece.exp_avg_sq,
-         piece.max_exp_avg_sq, piece.numel, step);
-    return;
+namespace {
+
+// One tensor of a step as floats: its memory, where it holds floats, or a tile that is loaded and stored.
+class Operand {
+ public:
+  Operand(const KernelTable& table, DType type, const void* data)
+      : table_(table), type_(type), data_(static_cast<std::byte*>(const_cast<void*>(data))) {}
+
+  // Null without memory.
+  float* load(int64_t begin, int64_t count) {
+    if (data_ == nullptr) return nullptr;
+    if (type_ == DType::f32) return reinterpret_cast<float*>(data_) + begin;
+    table_.f32.load[static_cast<int>(type_)](tile_, at(begin), count);
+    return tile_;
   }
-  if (piece.type != DType::bf16 && piece.type != DType::f16) {
+  // What load() returned for the same elements is stored. `bits`: null to round to nearest even.
+  void store(int64_t begin, int64_t count, const uint16_t* bits) {
+    if (data_ == nullptr || type_ == DType::f32) return;
+    if (bits != nullptr && type_ == DType::bf16) {
+      table_.store_stochastic(at(begin), tile_, bits, count);
+    } else {
+      table_.f32.store[static_cast<int>(type_)](at(begin), tile_, count);
+    }
+  }
+
+ private:
+  std::byte* at(int64_t begin) const { return data_ + static_cast<size_t>(begin) * dtype_bytes(type_); }
+
+  const KernelTable& table_;
+  DType type_;
+  std::byte* data_;
+  alignas(kAlignBytes) float tile_[kTileNumel];
+};
+
+// The rounding bits of a tile.
+class Bits {
+ public:
+  // Null when the piece rounds to nearest even, or when `type` is not rounded.
+  const uint16_t* draw(const KernelTable& table, const Rounding* rounding, DType type, Draw draw, int64_t begin,
+                       int64_t count) {
+    if (rounding == nullptr || type != DType::bf16) return nullptr;
+    for (int64_t done = 0; done < count;) {
+      const int64_t position = rounding->offset + begin + done;
+      const int64_t within = position % rounding->run;
+      const uint64_t number =
+          rounding->first + static_cast<uint64_t>(position / rounding->run * rounding->stride + within);
+      const int64_t numel = std::min(count - done, rounding->run - within);
+      const auto skipped = static_cast<int64_t>(number % kRoundingBlock);
+      const int64_t num_blocks = (skipped + numel + kRoundingBlock - 1) / kRoundingBlock;
+      table.rounding_bits(blocks_, rounding->key, draw, number / kRoundingBlock, num_blocks);
+      std::memcpy(bits_ + done, blocks_ + skipped, static_cast<size_t>(numel) * sizeof(uint16_t));
+      done += numel;
+    }
+    return bits_;
+  }
+
+ private:
+  alignas(kAlignBytes) uint16_t blocks_[kTileNumel + 2 * kRoundingBlock];
+  alignas(kAlignBytes) uint16_t bits_[kTileNumel];
+};
+
+}  // namespace
+
+void adamw(const AdamWPiece& piece, const AdamWStep& step) {
+  if (piece.type != DType::f32 && piece.type != DType::bf16 && piece.type != DType::f16) {
     throw Error(std::string("adamw: parameters of type ") + dtype_name(piece.type) + "; expected f32, bf16 or f16");
   }
-  const int type = static_cast<int>(piece.type);
-  const size_t bytes = dtype_bytes(piece.type);
-  alignas(kAlignBytes) float param[kTileNumel];
-  alignas(kAlignBytes) float grad[kTileNumel];
-  for (int64_t begin = 0; begin < piece.numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, piece.numel - begin);
-    std::byte* out = static_cast<std::byte*>(piece.param) + static_cast<size_t>(begin) * bytes;
-    table.f32.load[type](param, out, count);
-    table.f32.load[type](grad, static_cast<const std::byte*>(piece.grad) + static_cast<size_t>(begin) * bytes, count);
-    float* largest = piece.max_exp_avg_sq == nullptr ? nullptr : piece.max_exp_avg_sq + begin;
-    loop(param, grad, piece.exp_avg + begin, piece.exp_avg_sq + begin, largest, count, step);
-    table.f32.store[type](out, param, count);
+  if (piece.moments != DType::f32 && piece.moments != DType::bf16) {
+    throw Error(std::string("adamw: moments of type ") + dtype_name(piece.moments) + "; expected f32 or bf16");
+  }
+  const KernelTable& table = kernel_table();
+  const auto loop = table.adamw[piece.max_exp_avg_sq != nullptr];
+  Operand param(table, piece.type, piece.param);
+  Operand grad(table, piece.type, piece.grad);
+  Operand exp_avg(table, piece.moments, piece.exp_avg);
+  Operand exp_avg_sq(table, piece.moments, piece.exp_avg_sq);
+  Operand max_exp_avg_sq(table, piece.moments, piece.max_exp_avg_sq);
+  Bits bits;
+  const bool in_place = piece.type == DType::f32 && piece.moments == DType::f32;
+  const int64_t tile = in_place ? std::max<int64_t>(piece.numel, 1) : kTileNumel;
+  for (int64_t begin = 0; begin < piece.numel; begin += tile) {
+    const int64_t count = std::min(tile, piece.numel - begin);
+    loop(param.load(begin, count), grad.load(begin, count), exp_avg.load(begin, count), exp_avg_sq.load(begin, count),
+         max_exp_avg_sq.load(begin, count), count, step);
+    if (in_place) continue;
+    const auto draw = [&](DType type, Draw what) { return bits.draw(table, piece.rounding, type, what, begin, count); };
+    param.store(begin, count, draw(piece.type, Draw::param));
+    exp_avg.store(begin, count, draw(piece.moments, Draw::exp_avg));
+    const uint16_t* squares = draw(piece.moments, Draw::exp_avg_sq);
+    exp_avg_sq.store(begin, count, squares);
+    max_exp_avg_sq.store(begin, count, squares);
   }
 }
 

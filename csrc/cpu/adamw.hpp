@@ -11,17 +11,32 @@
 
 namespace fsdp2x::cpu {
 
-struct AdamWPiece {
-  DType type = DType::f32;  // of the parameter and its gradient: f32, bf16 or f16
-  void* param = nullptr;
-  const void* grad = nullptr;
-  float* exp_avg = nullptr;
-  float* exp_avg_sq = nullptr;
-  float* max_exp_avg_sq = nullptr;  // null: no amsgrad
-  int64_t numel = 0;
+// Stochastic rounding of what is stored in bf16. Element i of a piece draws its bits as number
+// `first + (offset + i) / run * stride + (offset + i) % run`, so that rows that lie apart in the whole parameter draw
+// what they would there.
+struct Rounding {
+  RoundingKey key;
+  uint64_t first = 0;
+  int64_t run = 1;
+  int64_t stride = 1;
+  int64_t offset = 0;
 };
 
-// Updates the parameter and its moments. A 16-bit parameter is widened, stepped in fp32 and rounded to nearest even.
+struct AdamWPiece {
+  DType type = DType::f32;     // of the parameter and its gradient: f32, bf16 or f16
+  DType moments = DType::f32;  // f32 or bf16
+  void* param = nullptr;
+  const void* grad = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;  // null: no amsgrad
+  int64_t numel = 0;
+  const Rounding* rounding = nullptr;  // null: to nearest even
+};
+
+// Updates the parameter and its moments. What has 16 bits is widened, stepped in fp32 and rounded; the parameter moves
+// by the moments before they are rounded. The largest exp_avg_sq is rounded with the bits of exp_avg_sq: where it is
+// the new one, both are stored equal.
 void adamw(const AdamWPiece& piece, const AdamWStep& step);
 
 struct SgdPiece {

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #endif
 
+#include "core/philox.hpp"
 #include "cpu/kernel_table.hpp"
 
 namespace fsdp2x::cpu {
@@ -280,6 +281,22 @@ void sgd(float* __restrict param, const float* __restrict grad, float* __restric
   }
 }
 
+// --- stochastic rounding ---------------------------------------------------------------------------------------------
+
+void rounding_bits(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks) {
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const PhiloxBlock block = rounding_block(key, draw, (first_block + static_cast<uint64_t>(b)) * kRoundingBlock);
+    // Little-endian: the words are the elements' halves in their order.
+    __builtin_memcpy(bits + b * kRoundingBlock, block.words, sizeof(block.words));
+  }
+}
+
+void store_stochastic(void* __restrict target, const float* __restrict acc, const uint16_t* __restrict bits,
+                      int64_t numel) {
+  auto* dst = static_cast<uint16_t*>(target);
+  for (int64_t i = 0; i < numel; ++i) dst[i] = stochastic_bf16(__builtin_bit_cast(uint32_t, acc[i]), bits[i]);
+}
+
 // --- the table -------------------------------------------------------------------------------------------------------
 
 template <bool kAccumulate, bool kDivide>
@@ -343,6 +360,8 @@ KernelTable make_table() {
   fill_sums<true, true>(table);
   table.adamw[false] = adamw<false>;
   table.adamw[true] = adamw<true>;
+  table.rounding_bits = rounding_bits;
+  table.store_stochastic = store_stochastic;
   fill_sgd<false>(table);
   fill_sgd<true>(table);
   return table;

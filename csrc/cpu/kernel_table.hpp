@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
+#include "core/philox.hpp"
 
 namespace fsdp2x::cpu {
 
@@ -62,6 +63,10 @@ struct KernelTable {
   // [amsgrad]; max_exp_avg_sq is not read without it.
   void (*adamw[2])(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq,
                    int64_t numel, const AdamWStep& step);
+  // The rounding bits (see core/philox.hpp) of the elements of `num_blocks` blocks, 16 for each, in their order.
+  void (*rounding_bits)(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks);
+  // dst (bf16) = acc, rounded up or down by the bits.
+  void (*store_stochastic)(void* dst, const float* acc, const uint16_t* bits, int64_t numel);
   // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
   void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
 };

@@ -4,8 +4,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cmath>
+#include <string>
 
 #include "core/error.hpp"
+#include "core/layout.hpp"
 #include "cpu/adamw.hpp"
 #include "engine/gil.hpp"
 #include "engine/local_tensor.hpp"
@@ -25,8 +27,8 @@ struct Pair {
            param.tensor.scalar_type() == grad.tensor.scalar_type() &&
            same_placements(param.spec.get(), grad.spec.get());
   }
-  bool fits(const LocalTensor& state) const {
-    return is_plain_memory(state.tensor) && state.tensor.scalar_type() == at::kFloat &&
+  bool fits(const LocalTensor& state, at::ScalarType type = at::kFloat) const {
+    return is_plain_memory(state.tensor) && state.tensor.scalar_type() == type &&
            same_layout(param.tensor, state.tensor) && same_placements(param.spec.get(), state.spec.get());
   }
   // What autograd saved before the step must be seen to have changed.
@@ -74,13 +76,35 @@ struct AdamWJob {
   at::Tensor count;
   const AdamWGroup* group;
   cpu::AdamWStep step;
+  bool is_stochastic;
+  cpu::Rounding rounding;
 };
 
 bool is_step_count(const at::Tensor& tensor) {
   return is_plain_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.numel() == 1;
 }
 
-bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& pair, PyObject* state) {
+// The parameters of an optimizer are numbered through its groups; 2^40 elements each draw bits of their own.
+constexpr int kNumberBits = 40;
+
+cpu::Rounding rounding_of(const Bf16Rules& bf16, size_t group, size_t index, size_t number) {
+  const PyRef place = PyRef::steal(PyObject_CallFunction(bf16.stochastic.get(), "nn", group, index));
+  unsigned long long first = 0;
+  long long run = 0, stride = 0;
+  if (!place || !PyArg_ParseTuple(place.get(), "KLL", &first, &run, &stride)) throw_python_error();
+  if (first >> kNumberBits != 0 || number >> (61 - kNumberBits) != 0 || run <= 0) {
+    throw Error("adamw_step: parameter " + std::to_string(number) + " has no room for its rounding bits");
+  }
+  cpu::Rounding rounding;
+  rounding.key.seed = bf16.seed;
+  rounding.first = static_cast<uint64_t>(number) << kNumberBits | first;
+  rounding.run = run;
+  rounding.stride = stride;
+  return rounding;
+}
+
+bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& pair, PyObject* state,
+                   bool takes_bf16_moments) {
   static PyObject* const step_name = interned("step");
   static PyObject* const exp_avg_name = interned("exp_avg");
   static PyObject* const exp_avg_sq_name = interned("exp_avg_sq");
@@ -93,12 +117,14 @@ bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& 
   LocalTensor exp_avg_sq = local_item(state, exp_avg_sq_name);
   LocalTensor count = local_item(state, step_name);
   LocalTensor largest = group.amsgrad ? local_item(state, max_name) : LocalTensor();
-  if (!pair.fits(exp_avg) || !pair.fits(exp_avg_sq) || !is_step_count(count.tensor) || count.spec ||
-      (group.amsgrad && !pair.fits(largest))) {
+  const bool narrow = takes_bf16_moments && exp_avg.tensor.defined() && exp_avg.tensor.scalar_type() == at::kBFloat16;
+  const at::ScalarType type = narrow ? at::kBFloat16 : at::kFloat;
+  if (!pair.fits(exp_avg, type) || !pair.fits(exp_avg_sq, type) || !is_step_count(count.tensor) || count.spec ||
+      (group.amsgrad && !pair.fits(largest, type))) {
     return false;
   }
   jobs.push_back({std::move(pair), std::move(exp_avg.tensor), std::move(exp_avg_sq.tensor), std::move(largest.tensor),
-                  std::move(count.tensor), &group, cpu::AdamWStep()});
+                  std::move(count.tensor), &group, cpu::AdamWStep(), false, cpu::Rounding()});
   return true;
 }
 
@@ -130,6 +156,7 @@ void count_steps(std::vector<AdamWJob>& jobs) {
     group = job.group;
     counted = count;
     job.step = step;
+    job.rounding.key.step = static_cast<uint64_t>(count);
     job.count.unsafeGetTensorImpl()->bump_version();
   }
 }
@@ -137,12 +164,14 @@ void count_steps(std::vector<AdamWJob>& jobs) {
 void run(const AdamWJob& job) {
   cpu::AdamWPiece piece;
   piece.type = engine_dtype(job.pair.param.tensor.scalar_type());
+  piece.moments = engine_dtype(job.exp_avg.scalar_type());
   piece.param = job.pair.param.tensor.mutable_data_ptr();
   piece.grad = job.pair.grad.tensor.const_data_ptr();
-  piece.exp_avg = job.exp_avg.mutable_data_ptr<float>();
-  piece.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr<float>();
-  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr<float>();
+  piece.exp_avg = job.exp_avg.mutable_data_ptr();
+  piece.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
+  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
   piece.numel = job.pair.param.tensor.numel();
+  if (job.is_stochastic) piece.rounding = &job.rounding;
   cpu::adamw(piece, job.step);
 }
 
@@ -207,8 +236,15 @@ LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
 
 }  // namespace
 
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state) {
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                    const Bf16Rules& bf16) {
   std::vector<AdamWJob> jobs;
+  std::vector<size_t> first_numbers;
+  size_t num_params = 0;
+  for (const AdamWGroup& group : groups) {
+    first_numbers.push_back(num_params);
+    num_params += list_size(group.params.get());
+  }
   LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
     PyObject* own = state_of(state, param);
     if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
@@ -216,11 +252,31 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
       own = state_of(state, param);
       if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
     }
-    return add_adamw_job(jobs, groups[g], pair_of(param, grad), own);
+    if (!add_adamw_job(jobs, groups[g], pair_of(param, grad), own, bf16.moments)) return false;
+    AdamWJob& job = jobs.back();
+    job.is_stochastic = bf16.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
+                                            job.exp_avg.scalar_type() == at::kBFloat16);
+    if (job.is_stochastic) job.rounding = rounding_of(bf16, g, i, first_numbers[g] + i);
+    return true;
   });
   count_steps(jobs);
   run_all(jobs);
   return left_over;
+}
+
+std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes) {
+  size_t bytes = 0;
+  std::vector<size_t> offsets;
+  for (const auto& [sizes, type] : shapes) {
+    offsets.push_back(bytes);
+    bytes += align_up(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type));
+  }
+  const at::Tensor pool = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    tensors.push_back(tensor_in_pool(pool, offsets[i], shapes[i].first, shapes[i].second));
+  }
+  return tensors;
 }
 
 LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer) {

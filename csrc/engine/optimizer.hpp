@@ -2,6 +2,7 @@
 // kept between calls. Every function needs the GIL and gives it up while kernels run.
 #pragma once
 
+#include <ATen/ATen.h>
 #include <Python.h>
 
 #include <cstddef>
@@ -39,8 +40,21 @@ struct SgdGroup {
 // another device, dtype or memory format, or placements that differ between parameter, gradient and state.
 using LeftOver = std::vector<std::pair<size_t, size_t>>;
 
+// How a step treats what is stored in bf16.
+struct Bf16Rules {
+  bool moments = false;  // whether the kernel takes moments in bf16; if not, such parameters are left over
+  PyRef stochastic;      // null: round to nearest even
+  uint64_t seed = 0;
+};
+
 // `state`: the optimizer's dict from parameter to dict; `make_state(group, index)` fills it for a parameter.
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state);
+// `bf16.stochastic(group, index)` tells where the parameter's local elements lie in the whole parameter: (first, run,
+// stride), see cpu::Rounding.
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                    const Bf16Rules& bf16);
+
+// Zeros, each tensor with a storage of its own, in one block of memory that lives as long as any of them.
+std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 
 // `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
 LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer);

@@ -95,9 +95,9 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
           piece.type = type;
           piece.param = param.data();
           piece.grad = grad.data();
-          piece.exp_avg = static_cast<float*>(m.data());
-          piece.exp_avg_sq = static_cast<float*>(v.data());
-          piece.max_exp_avg_sq = amsgrad ? static_cast<float*>(largest.data()) : nullptr;
+          piece.exp_avg = m.data();
+          piece.exp_avg_sq = v.data();
+          piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
           piece.numel = numel;
           cpu::adamw(piece, step);
           EXPECT_TRUE(param.equals(param_twin, false)) << dtype_name(type) << " parameters, amsgrad " << amsgrad;
@@ -110,9 +110,78 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
   }
 }
 
+// The bf16 that `value` is rounded to with the bits of element `number`.
+float rounded(float value, const cpu::Rounding& rounding, Draw draw, uint64_t number) {
+  const PhiloxBlock block = rounding_block(rounding.key, draw, number);
+  return twins::decode(stochastic_bf16(twins::to_bits(value), rounding_bits(block, number)), twins::kBf16);
+}
+
+TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
+  std::mt19937_64 random(5);
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    for (const bool amsgrad : {false, true}) {
+      for (const int64_t numel : kSizes) {
+        for (const int64_t run : {int64_t{1}, int64_t{13}, numel + 20}) {
+          const cpu::AdamWStep step = adamw_step(0.9, false);
+          const cpu::Rounding rounding = {{0x123456789abcdefULL, 3}, (uint64_t{5} << 40) + 3, run, run + 4, 6};
+          Buffer param(type, numel), grad(type, numel);
+          Buffer m(DType::bf16, numel), v(DType::bf16, numel), largest(DType::bf16, numel);
+          fill(param, numel, random);
+          fill(grad, numel, random);
+          fill(m, numel, random);
+          fill(v, numel, random, /*positive=*/true);
+          fill(largest, numel, random, /*positive=*/true);
+          Buffer param_twin = param, m_twin = m, v_twin = v, largest_twin = largest;
+          for (int64_t i = 0; i < numel; ++i) {
+            const Element e =
+                twin({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
+                     step, amsgrad);
+            const auto number = rounding.first + static_cast<uint64_t>((6 + i) / run * (run + 4) + (6 + i) % run);
+            param_twin.set(i, type == DType::bf16 ? rounded(e.param, rounding, Draw::param, number) : e.param);
+            m_twin.set(i, rounded(e.m, rounding, Draw::exp_avg, number));
+            v_twin.set(i, rounded(e.v, rounding, Draw::exp_avg_sq, number));
+            if (amsgrad) largest_twin.set(i, rounded(e.largest, rounding, Draw::exp_avg_sq, number));
+          }
+          cpu::AdamWPiece piece;
+          piece.type = type;
+          piece.moments = DType::bf16;
+          piece.param = param.data();
+          piece.grad = grad.data();
+          piece.exp_avg = m.data();
+          piece.exp_avg_sq = v.data();
+          piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
+          piece.numel = numel;
+          piece.rounding = &rounding;
+          cpu::adamw(piece, step);
+          EXPECT_TRUE(param.equals(param_twin, false)) << dtype_name(type) << " run " << run << " numel " << numel;
+          EXPECT_TRUE(m.equals(m_twin, false)) << numel << " run " << run;
+          EXPECT_TRUE(v.equals(v_twin, false)) << numel << " run " << run;
+          EXPECT_TRUE(largest.equals(largest_twin, false)) << numel << " run " << run;
+        }
+      }
+    }
+  }
+}
+
+TEST(Philox, GivesTheKnownAnswers) {
+  // Of the authors' Random123 1.14: kat_vectors, philox4x32 10.
+  const auto words = [](PhiloxBlock counter, uint32_t key0, uint32_t key1) {
+    const PhiloxBlock block = philox(counter, key0, key1);
+    return std::vector<uint32_t>(block.words, block.words + 4);
+  };
+  EXPECT_EQ(words({{0, 0, 0, 0}}, 0, 0), (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words({{~0u, ~0u, ~0u, ~0u}}, ~0u, ~0u),
+            (std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(words({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0),
+            (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
 TEST_P(Optimizer, AdamWRefusesOtherTypes) {
   cpu::AdamWPiece piece;
   piece.type = DType::f64;
+  EXPECT_THROW(cpu::adamw(piece, cpu::AdamWStep()), Error);
+  piece.type = DType::bf16;
+  piece.moments = DType::f16;
   EXPECT_THROW(cpu::adamw(piece, cpu::AdamWStep()), Error);
 }
 

@@ -50,7 +50,8 @@ def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: tor
     local = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         dtype = param.dtype
-        if getattr(optimizer, "moments_dtype", None) is not None and dtype in (torch.bfloat16, torch.float16):
+        narrow = (torch.float32, torch.bfloat16, torch.float16)
+        if getattr(optimizer, "moments_dtype", None) is not None and dtype in narrow:
             dtype = optimizer.moments_dtype
         return (3 if group["amsgrad"] else 2) * local.numel() * dtype.itemsize + _STEP_BYTES
     if isinstance(optimizer, torch.optim.SGD):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
+from fsdp2x.optim.moments import place_in_whole, zeros_like_all
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
 
 class AdamW(torch.optim.AdamW):
@@ -21,23 +26,36 @@ class AdamW(torch.optim.AdamW):
     Arguments, parameter groups, closures and ``state_dict`` are torch's: states load both ways, and through
     ``torch.distributed.checkpoint.state_dict``. Parameters may be DTensors or plain tensors, of any size (zero too).
 
-    A CPU kernel steps float32 parameters, and bfloat16 and float16 ones whose moments are float32. Its moments are
+    A CPU kernel steps float32 parameters, and bfloat16 and float16 ones with ``moments_dtype``. Its float32 moments are
     torch's bit for bit on processors with fused multiply-add (otherwise within 1e-6). Its parameters are within 1e-6:
     the square root of torch's default implementation comes from MKL and is not correctly rounded, ours is, so that
     every processor computes the same. Parameters of other dtypes, on other devices, or whose gradients are cut
     otherwise are stepped by torch's functions, on the local tensors where possible.
+
+    What has 16 bits is widened, stepped in float32 and rounded to its dtype at the end of the step. In bfloat16,
+    ``exp_avg_sq`` rounded to nearest stops following gradients that become smaller as soon as ``1 - beta2`` of it is
+    less than half a step of its 8 bits; rounded stochastically (up with the probability of the part that is cut off),
+    it is right on average. The random bits come from Philox-4x32-10 (Salmon et al., 2011), keyed by the seed, the
+    parameter's number and step count, and the element's place in the whole parameter: the same on every processor, for
+    any number of ranks and threads, on all replicas, and after loading a state.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; ``lr`` and ``betas`` may
             be tensors of one element.
         foreach, fused: accepted for compatibility and without a meaning: every step is fused.
         capturable, differentiable: must be False.
-        moments_dtype: ``torch.float32`` keeps the moments of 16-bit parameters in float32; None (default) gives
-            moments the dtype of their parameter, as torch does.
+        moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters, ``torch.float32`` or
+            ``torch.bfloat16``; None (default) gives moments the dtype of their parameter, as torch does. States of
+            another dtype are converted when they are loaded, here and by torch.
+        stochastic_rounding: round what is stored in bfloat16, parameters and moments, stochastically instead of to
+            nearest even. On the CPU only.
+        seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
 
     Raises:
-        NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state.
-        ValueError: settings out of range, or another ``moments_dtype``.
+        NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state; in ``step``,
+            ``stochastic_rounding`` of what torch's functions would have to step, or of a parameter cut along two
+            dims behind the first.
+        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``.
     """
 
     def __init__(
@@ -55,11 +73,23 @@ class AdamW(torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         moments_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         refuse_unsupported("AdamW", {"capturable": capturable, "differentiable": differentiable})
-        if moments_dtype not in (None, torch.float32):
-            raise ValueError(f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype}, expected None or torch.float32")
-        self.moments_dtype = moments_dtype
+        if moments_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype}, expected None, torch.float32 or torch.bfloat16"
+            )
+        if stochastic_rounding and moments_dtype is None:
+            raise ValueError(
+                "fsdp2x.optim.AdamW: stochastic_rounding needs moments_dtype (torch.bfloat16, or torch.float32 to "
+                "round bfloat16 parameters only): without it 16-bit parameters are stepped by torch's functions"
+            )
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
+        self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
+        self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -72,10 +102,11 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "moments_dtype": self.moments_dtype}
+        own = ("moments_dtype", "stochastic_rounding", "seed")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_places": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; float32 moments are not rounded to their 16-bit parameter on the way."""
+        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter."""
         super().load_state_dict(state_dict)
         if self.moments_dtype is None:
             return
@@ -91,24 +122,48 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
-        left_over = _C.adamw_step([_settings(group) for group in self.param_groups], self.state, self._make_state)
+        left_over = _C.adamw_step(
+            [_settings(group) for group in self.param_groups],
+            self.state,
+            self._make_states,
+            self.moments_dtype is not None,
+            self._place_of if self.stochastic_rounding else None,
+            self.seed,
+        )
         for group, params in by_group(self.param_groups, left_over):
             self._step_by_torch(group, params)
         return loss
 
     def _moments_dtype_of(self, param: Tensor) -> torch.dtype:
-        if self.moments_dtype is not None and param.dtype in (torch.bfloat16, torch.float16):
+        if self.moments_dtype is not None and param.dtype in _SIXTEEN_BITS | {torch.float32}:
             return self.moments_dtype
         return param.dtype
 
-    def _make_state(self, group: int, index: int) -> None:
+    def _make_states(self, group: int, index: int) -> None:
+        """The state of the parameter with this place, and of all others that have a gradient and no state yet."""
+        asked = self.param_groups[group]["params"][index]
+        wanted = [
+            (param, name)
+            for group in self.param_groups
+            for param in group["params"]
+            if param is asked or (param.grad is not None and not self.state.get(param))
+            for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])
+        ]
+        moments = zeros_like_all((param, self._moments_dtype_of(param)) for param, _ in wanted)
+        for (param, name), moment in zip(wanted, moments, strict=True):
+            state = self.state[param]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state[name] = moment
+
+    def _place_of(self, group: int, index: int) -> tuple[int, int, int]:
         param = self.param_groups[group]["params"][index]
-        names = _MOMENTS if self.param_groups[group]["amsgrad"] else _MOMENTS[:2]
-        dtype = self._moments_dtype_of(param)
-        state = self.state[param]
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for name in names:
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format, dtype=dtype)
+        if not isinstance(param, DTensor):
+            return place_in_whole(param)
+        spec = torch_private.spec_of(param)
+        if spec not in self._places:
+            self._places[spec] = place_in_whole(param)
+        return self._places[spec]
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         columns: list[list[Tensor]] = [[], [], [], [], []]
@@ -117,12 +172,20 @@ class AdamW(torch.optim.AdamW):
             refuse_sparse("AdamW", param.grad)
             state = self.state[param]
             moments = [state[name] for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])]
-            target, grad, *moments = local_tensors([param, param.grad, *moments])
-            if moments[0].dtype != target.dtype or grad.dtype != target.dtype:
-                wide = target.to(moments[0].dtype)
-                rounded.append((target, wide))
-                target, grad = wide, grad.to(wide.dtype)
-            for column, tensor in zip(columns, [target, grad, *moments], strict=False):
+            _, grad, *_ = tensors = local_tensors([param, param.grad, *moments])
+            if self.stochastic_rounding and torch.bfloat16 in {tensor.dtype for tensor in tensors}:
+                raise NotImplementedError(
+                    f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "
+                    f"{param.device}, whose gradient has dtype {param.grad.dtype}; it needs a CPU parameter and a "
+                    "gradient of the same dtype, placements and memory format, or stochastic_rounding=False"
+                )
+            if len({tensor.dtype for tensor in tensors}) > 1:
+                dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+                wide = [tensor.to(dtype) for tensor in tensors]
+                stored = [pair for pair in zip(tensors, wide, strict=True) if pair[0] is not grad]
+                rounded += [(tensor, copy) for tensor, copy in stored if tensor is not copy]
+                tensors = wide
+            for column, tensor in zip(columns, tensors, strict=False):
                 column.append(tensor)
         torch_adamw(
             *columns,
@@ -136,8 +199,8 @@ class AdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        for target, wide in rounded:
-            target.copy_(wide)
+        for tensor, copy in rounded:
+            tensor.copy_(copy)
 
 
 def _settings(group: dict[str, Any]) -> tuple:

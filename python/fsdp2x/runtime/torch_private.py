@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # the value of upstream's state attribute
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a local shard lies
 from torch.distributed.tensor.placement_types import _StridedShard  # rows cut by tensor parallelism, then by us
 from torch.distributed.utils import _get_root_modules  # which modules of a list are not below another one
 from torch.utils._python_dispatch import (  # whether somebody watches the collectives
@@ -46,6 +47,7 @@ __all__ = [
     "group_timeout",
     "is_observed",
     "never_compiled",
+    "local_shape_and_offset",
     "local_tensor",
     "is_replicated",
     "is_traceable_wrapper_subclass",
@@ -61,6 +63,7 @@ State = _State
 never_compiled = _disable_dynamo
 StridedShard = _StridedShard
 root_modules = _get_root_modules
+local_shape_and_offset = compute_local_shape_and_global_offset
 
 
 def is_replicated(module: nn.Module) -> bool:

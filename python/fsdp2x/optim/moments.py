@@ -1,0 +1,68 @@
+"""Where moments lie in memory, and where the elements of a local shard lie in the whole parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
+
+
+def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+    """Zeros shaped and cut like each tensor, in the dtype given with it.
+
+    Those whose local tensor is contiguous and on the CPU share one block of memory, each with a storage of its own, so
+    that saving or copying one of them does not take the others along.
+    """
+    pairs = list(pairs)
+    locals_ = [torch_private.local_tensor(t) if isinstance(t, DTensor) else t for t, _ in pairs]
+    pooled = [
+        type(local) in (Tensor, torch.nn.Parameter)
+        and local.device.type == "cpu"
+        and local.layout is torch.strided
+        and local.is_contiguous()
+        for local in locals_
+    ]
+    rows = zip(locals_, pairs, pooled, strict=True)
+    zeros = iter(_C.pooled_zeros([(list(local.shape), dtype) for local, (_, dtype), is_pooled in rows if is_pooled]))
+    result = []
+    for (tensor, dtype), is_pooled in zip(pairs, pooled, strict=True):
+        if not is_pooled:
+            result.append(torch.zeros_like(tensor, memory_format=torch.preserve_format, dtype=dtype))
+        elif isinstance(tensor, DTensor):
+            spec = torch_private.spec_with_dtype(torch_private.spec_of(tensor), dtype)
+            result.append(torch_private.dtensor(next(zeros), spec))
+        else:
+            result.append(next(zeros))
+    return result
+
+
+def place_in_whole(param: Tensor) -> tuple[int, int, int]:
+    """(first, run, stride): local element i is number ``first + i // run * stride + i % run`` of the whole.
+
+    What several ranks hold in common has the same numbers on all of them.
+
+    Raises:
+        NotImplementedError: a parameter cut along so many dims that its elements follow no such rule.
+    """
+    if not isinstance(param, DTensor):
+        return 0, max(param.numel(), 1), 0
+    whole = param.shape
+    local, offset = torch_private.local_shape_and_offset(whole, param.device_mesh, param.placements)
+    cut = [dim for dim, size in enumerate(whole) if local[dim] != size]
+    if not cut or 0 in local:
+        return 0, max(math.prod(local), 1), 0
+    last = cut[-1]
+    if any(0 < dim < last for dim in cut):
+        raise NotImplementedError(
+            f"fsdp2x.optim.AdamW: stochastic_rounding with a parameter of shape {tuple(whole)} cut along dims {cut}; "
+            "cut it along dim 0 and one other at most, or pass stochastic_rounding=False"
+        )
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    return first, math.prod(local[last:]), math.prod(whole[last:])
