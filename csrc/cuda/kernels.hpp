@@ -1,0 +1,137 @@
+// The kernels of ring cuda as a table of functions. One table launches on the device, one runs plain twins of the same
+// index and element functions on the host: who holds a table does not know which.
+//
+// Every function enqueues on `stream`, allocates nothing and waits for nothing. All pointers are of the table's memory
+// (device or host), stay valid until the stream has passed, and are aligned to their elements; what starts at a
+// multiple of 16 bytes moves in 16-byte words. Throws fsdp2x::Error when a launch fails or the arguments make no sense.
+#pragma once
+
+#include <cstdint>
+
+#include "core/optimizer_step.hpp"
+#include "core/philox.hpp"
+#include "cuda/plan.hpp"
+
+struct CUstream_st;
+
+namespace fsdp2x::cuda {
+
+using Stream = CUstream_st*;  // cudaStream_t without the runtime's headers; twins ignore it
+
+enum class ScaleMode : uint8_t { none, multiply, divide };
+
+struct Scale {
+  double value = 1.0;
+  ScaleMode mode = ScaleMode::none;
+};
+
+// Divides by `divisor`, by multiplication where that has the same bits.
+Scale divide_by(double divisor);
+// Multiplies; the factor is rounded to float unless f64 takes part.
+Scale multiply_by(double factor);
+
+enum class TableMode : uint8_t {
+  write,  // becomes the value
+  add,    // the value is added
+  skip,   // stays as it is
+};
+
+// Gradients of a launch, by entry. A null base with `write` packs zeros.
+struct PackTable {
+  const void* base[kMaxTable] = {};
+  TableMode mode[kMaxTable] = {};
+};
+
+// Where the reduced rows of each parameter go, by entry.
+struct TargetTable {
+  void* base[kMaxTable] = {};
+  TableMode mode[kMaxTable] = {};
+};
+
+// Base of every rank's buffer, in rank order. A reduction over what a collective has summed already has one.
+struct PeerTable {
+  const void* base[kMaxRanks] = {};
+  int num_ranks = 0;
+};
+
+struct ReduceArgs {
+  Scale scale;
+  bool round = false;  // round the scaled sum to the source's type first, as a collective in that type returns it
+  double* tile_sums = nullptr;  // null, or one per tile of the plan: the sum of squares of what is stored
+  float* found_inf = nullptr;   // null, or becomes 1 when an infinity or NaN is stored; never reset here
+};
+
+inline constexpr int kMaxGroups = 32;  // sets of hyperparameters a launch can name
+
+struct AdamWArgs {
+  AdamWStep steps[kMaxGroups];
+  const void* grads[kMaxTable] = {};  // null: the entry's segments are not stepped
+  const float* grad_scale = nullptr;  // null, or the factor of all gradients, in the table's memory
+  bool stochastic = false;            // bf16 parameters and moments are rounded by `rounding`, not to nearest
+  RoundingKey rounding;
+};
+
+struct SgdArgs {
+  SgdStep steps[kMaxGroups];
+  SgdMomentum momentum[kMaxGroups] = {};
+  const void* grads[kMaxTable] = {};
+  const float* grad_scale = nullptr;
+  bool stochastic = false;
+  RoundingKey rounding;
+};
+
+// The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
+struct SignalTable {
+  uint32_t* pad[kMaxRanks] = {};
+  int num_ranks = 0;
+  int rank = 0;
+};
+
+struct Kernels {
+  const char* name;
+
+  // Runs a plan of copies and casts (plan_cast_to_slot, plan_cast_to_segment, plan_copy_out) from base to base.
+  void (*copy)(const CopyList& list, const void* src, void* dst, Stream stream);
+
+  // Packs gradients (plan_pack) with cast(gradient * scale); pads become zero where an entry is written.
+  void (*pack_gradients)(const CopyList& list, const PackTable& grads, void* dst, Scale scale, Stream stream);
+
+  // Pulls every rank's segment into the slot (plan_all_gather_peer). After a peer_barrier behind the writes.
+  void (*all_gather_peer)(const CopyList& list, const PeerTable& peers, void* dst, Stream stream);
+
+  // target (+)= cast(scale(sum over the sources in rank order, in fp32, or f64 where a side is f64)). One source: the
+  // epilogue of a collective. Several: reduce-scatter by reading the peers' buffers, after a peer_barrier.
+  void (*reduce)(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+                 Stream stream);
+
+  // The sums of squares (and the check for infinities) of gradients as they lie in their targets; skipped ones are 0.
+  void (*sum_squares)(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
+                      Stream stream);
+
+  // *sum = the sum of `num` values, always in the same order.
+  void (*add_up)(const double* values, int64_t num, double* sum, Stream stream);
+
+  // *norm = sqrt(*square_sum); *factor = min(1, max_norm / (*norm + 1e-6)), NaN when the norm is.
+  void (*clip_factor)(const double* square_sum, float max_norm, float* norm, float* factor, Stream stream);
+
+  // Gradients in their targets times *factor, unless it is 1.
+  void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const float* factor, Stream stream);
+
+  // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/adamw.hpp). The parameter
+  // moves by the moments before these are rounded to their type.
+  void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
+  void (*sgd)(const SgdList& list, const SgdArgs& args, Stream stream);
+
+  // Tells every peer that this rank's stream has come here for the `epoch`-th time (from 1, every rank the same) and
+  // holds the stream until all have. After `timeout_ns` it gives up and *timed_out becomes 1.
+  void (*peer_barrier)(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out,
+                       Stream stream);
+};
+
+// Runs on the host, at once.
+const Kernels& twin_kernels();
+
+// Null when fsdp2x was built without nvcc.
+const Kernels* device_kernels();
+
+}  // namespace fsdp2x::cuda
