@@ -1,4 +1,4 @@
-# Ring cuda: sets FSDP2X_CUDA_VERSION and makes the target fsdp2x_cuda where nvcc is wanted and found.
+# The CUDA language for ring cuda, and FSDP2X_CUDA_VERSION, where nvcc is wanted and found.
 set(FSDP2X_CUDA_VERSION "")
 if(NOT FSDP2X_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "FSDP2X_CUDA must be AUTO, ON or OFF; got '${FSDP2X_CUDA}'.")
@@ -17,7 +17,7 @@ if(NOT CMAKE_CUDA_COMPILER)
     message(FATAL_ERROR "FSDP2X_CUDA is ON but no working nvcc was found: put it on PATH, set CUDACXX to it, or use "
                         "FSDP2X_CUDA=OFF.")
   endif()
-  message(STATUS "fsdp2x: no nvcc, csrc/cuda is left out")
+  message(STATUS "fsdp2x: no nvcc, the kernels of csrc/cuda are left out")
   return()
 endif()
 
@@ -29,4 +29,3 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(FSDP2X_CUDA_VERSION "${CMAKE_CUDA_COMPILER_VERSION}")
-add_subdirectory(csrc/cuda)

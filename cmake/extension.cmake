@@ -29,10 +29,8 @@ target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_core "${torch_dir}/lib/libtor
                                  "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
 # The static libraries' symbols stay hidden: torch brings a libcudart of its own, not to be mixed up with the static one.
 target_link_options(_C PRIVATE -Wl,--exclude-libs,ALL)
-if(TARGET fsdp2x_cuda)
-  # Whole, so that every build shows that it links, and loads without a driver.
-  target_link_libraries(_C PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,fsdp2x_cuda>)
-endif()
+# Whole, so that every build shows that the kernels link, and load without a driver.
+target_link_libraries(_C PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,fsdp2x_cuda>)
 # fsdp2x and torch lie side by side in site-packages, wherever that is.
 set_target_properties(_C PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN/../torch/lib")
 if(FSDP2X_PCH)

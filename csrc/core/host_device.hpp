@@ -1,4 +1,4 @@
-// Marks the functions that kernels and their plain twins share: always inlined, on the device as well where nvcc reads.
+// Marks for the functions that kernels and their plain twins share.
 #pragma once
 
 // Inlined without exception, also because the CPU loops are compiled once per instruction set: a copy that the linker
@@ -7,4 +7,11 @@
 #define FSDP2X_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define FSDP2X_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+// Loops over the elements of a vector, whose arrays must stay in registers on the device.
+#ifdef __CUDA_ARCH__
+#define FSDP2X_UNROLL _Pragma("unroll")
+#else
+#define FSDP2X_UNROLL
 #endif

@@ -22,6 +22,7 @@ enum class ScaleMode : uint8_t { none, multiply, divide };
 
 struct Scale {
   double value = 1.0;
+  double reciprocal = 1.0;
   ScaleMode mode = ScaleMode::none;
 };
 
@@ -60,8 +61,6 @@ struct ReduceArgs {
   double* tile_sums = nullptr;  // null, or one per tile of the plan: the sum of squares of what is stored
   float* found_inf = nullptr;   // null, or becomes 1 when an infinity or NaN is stored; never reset here
 };
-
-inline constexpr int kMaxGroups = 32;  // sets of hyperparameters a launch can name
 
 struct AdamWArgs {
   AdamWStep steps[kMaxGroups];

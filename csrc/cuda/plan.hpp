@@ -20,6 +20,7 @@ namespace fsdp2x::cuda {
 inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
 inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
 inline constexpr int kMaxRanks = 72;     // peers a launch can name
+inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
 
 // A plan as a launch takes it: pointers into the uploaded image.
 template <class Segment>
@@ -27,6 +28,7 @@ struct List {
   const Segment* segments = nullptr;
   const uint32_t* tile_segments = nullptr;
   int64_t num_tiles = 0;
+  bool has_f64 = false;  // computed in f64 as far as segments have an f64 side, in fp32 otherwise
 };
 
 template <class Segment>
@@ -34,6 +36,7 @@ struct Plan {
   std::vector<Segment> segments;
   std::vector<uint32_t> tile_segments;  // per tile: the segment it belongs to
   int first = 0;                        // index of the parameter that is entry 0 of the launch's table
+  bool has_f64 = false;
 
   int64_t num_tiles() const { return static_cast<int64_t>(tile_segments.size()); }
   size_t image_bytes() const { return segments.size() * sizeof(Segment) + tile_segments.size() * sizeof(uint32_t); }
@@ -47,7 +50,7 @@ struct Plan {
   // `image`: the uploaded one, at a multiple of 16 bytes.
   List<Segment> list(const void* image) const {
     const auto* tiles = static_cast<const std::byte*>(image) + segments.size() * sizeof(Segment);
-    return {static_cast<const Segment*>(image), reinterpret_cast<const uint32_t*>(tiles), num_tiles()};
+    return {static_cast<const Segment*>(image), reinterpret_cast<const uint32_t*>(tiles), num_tiles(), has_f64};
   }
 };
 

@@ -1,0 +1,34 @@
+// How bodies become kernels: a block a tile, and a check behind every launch. Only for the .cu files of this folder.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "core/error.hpp"
+#include "cuda/bodies/element.hpp"
+#include "cuda/kernels.hpp"
+
+namespace fsdp2x::cuda {
+
+// The body stays in parameter space: indexing its tables must not copy them to every thread's stack.
+template <class Body>
+__global__ void __launch_bounds__(kThreads) run_tiles(const __grid_constant__ Body body) {
+  body.run(blockIdx.x, static_cast<int>(threadIdx.x));
+}
+
+inline void check_launch(const char* kernel, int64_t num_blocks) {
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return;
+  throw Error(std::string("launching ") + kernel + " with " + std::to_string(num_blocks) +
+              " blocks failed: " + cudaGetErrorString(status));
+}
+
+template <class Body>
+void launch_tiles(const char* kernel, const Body& body, int64_t num_tiles, Stream stream) {
+  if (num_tiles == 0) return;
+  run_tiles<Body><<<static_cast<unsigned>(num_tiles), kThreads, 0, stream>>>(body);
+  check_launch(kernel, num_tiles);
+}
+
+}  // namespace fsdp2x::cuda

@@ -1,0 +1,86 @@
+// Reductions, norms and clipping on the device.
+#include "cuda/bodies/reduce.hpp"
+#include "cuda/checks.hpp"
+#include "cuda/device/functions.hpp"
+#include "cuda/device/launch.hpp"
+
+namespace fsdp2x::cuda {
+
+namespace {
+
+// The block's sum in values[0], for thread 0.
+__device__ void fold_block(double* values, int num_threads) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int half = num_threads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    fold_half(values, half, thread);
+  }
+}
+
+template <class Body>
+__global__ void __launch_bounds__(kThreads) run_sums(const __grid_constant__ Body body) {
+  __shared__ double squares[kThreads];
+  const Seen seen = body.run(blockIdx.x, static_cast<int>(threadIdx.x));
+  // Whoever writes, writes the same.
+  if (!seen.all_finite && body.found_inf() != nullptr) *body.found_inf() = 1.0f;
+  if (body.tile_sums() == nullptr) return;
+  squares[threadIdx.x] = seen.squares;
+  fold_block(squares, kThreads);
+  if (threadIdx.x == 0) body.tile_sums()[blockIdx.x] = squares[0];
+}
+
+template <class Body>
+void launch_sums(const char* kernel, const Body& body, int64_t num_tiles, Stream stream) {
+  if (num_tiles == 0) return;
+  run_sums<Body><<<static_cast<unsigned>(num_tiles), kThreads, 0, stream>>>(body);
+  check_launch(kernel, num_tiles);
+}
+
+__global__ void __launch_bounds__(kSumThreads) add_up_kernel(const double* values, int64_t num, double* sum) {
+  __shared__ double sums[kSumThreads];
+  sums[threadIdx.x] = strided_sum(values, num, static_cast<int>(threadIdx.x));
+  fold_block(sums, kSumThreads);
+  if (threadIdx.x == 0) *sum = sums[0];
+}
+
+__global__ void clip_factor_kernel(const double* square_sum, float max_norm, float* norm, float* factor) {
+  set_clip_factor(*square_sum, max_norm, norm, factor);
+}
+
+}  // namespace
+
+namespace device {
+
+void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+            Stream stream) {
+  require_ranks(sources.num_ranks, "reduce");
+  with_body<ReduceBody>([&](const auto& body, int64_t num_tiles) { launch_sums("reduce", body, num_tiles, stream); },
+                        list, sources, targets, args);
+}
+
+void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
+                 Stream stream) {
+  with_body<SquareBody>(
+      [&](const auto& body, int64_t num_tiles) { launch_sums("sum_squares", body, num_tiles, stream); }, list, targets,
+      tile_sums, found_inf);
+}
+
+void add_up(const double* values, int64_t num, double* sum, Stream stream) {
+  add_up_kernel<<<1, kSumThreads, 0, stream>>>(values, num, sum);
+  check_launch("add_up", 1);
+}
+
+void clip_factor(const double* square_sum, float max_norm, float* norm, float* factor, Stream stream) {
+  clip_factor_kernel<<<1, 1, 0, stream>>>(square_sum, max_norm, norm, factor);
+  check_launch("clip_factor", 1);
+}
+
+void scale_gradients(const ReduceList& list, const TargetTable& targets, const float* factor, Stream stream) {
+  with_body<ScaleBody>(
+      [&](const auto& body, int64_t num_tiles) { launch_tiles("scale_gradients", body, num_tiles, stream); }, list,
+      targets, factor);
+}
+
+}  // namespace device
+
+}  // namespace fsdp2x::cuda

@@ -1,0 +1,24 @@
+// The table of the kernels on the device.
+#include "cuda/device/functions.hpp"
+
+namespace fsdp2x::cuda {
+
+const Kernels* device_kernels() {
+  static const Kernels kernels = {
+      .name = "device",
+      .copy = device::copy,
+      .pack_gradients = device::pack_gradients,
+      .all_gather_peer = device::all_gather_peer,
+      .reduce = device::reduce,
+      .sum_squares = device::sum_squares,
+      .add_up = device::add_up,
+      .clip_factor = device::clip_factor,
+      .scale_gradients = device::scale_gradients,
+      .adamw = device::adamw,
+      .sgd = device::sgd,
+      .peer_barrier = device::peer_barrier,
+  };
+  return &kernels;
+}
+
+}  // namespace fsdp2x::cuda
