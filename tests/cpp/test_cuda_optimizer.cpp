@@ -1,0 +1,343 @@
+// Optimizer steps on the kernels: against the CPU's where both can, element by element by hand for the rest.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/adamw.hpp"
+#include "executor.hpp"
+
+namespace fsdp2x::cuda {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+using twins::Buffer;
+
+constexpr std::array kSizes = {1, 7, 8, 9, 4095, 4099, 9001};
+
+AdamWStep adamw_step() { return {0.999f, 0.1f, 0.95f, 0.05f, 0.3f, 1e-8f, -2e-3f, 1.0f}; }
+
+template <class To, class From>
+To as_cpu(const From& step) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(static_cast<void*>(&result), &step, sizeof(result));
+  return result;
+}
+
+Buffer normal_values(DType type, int64_t numel, std::mt19937_64& random, bool positive = false) {
+  std::normal_distribution<float> normal;
+  Buffer buffer(type, numel);
+  for (int64_t i = 0; i < numel; ++i) {
+    const float value = normal(random);
+    buffer.set(i, positive ? std::fabs(value) : value);
+  }
+  return buffer;
+}
+
+// bf16 by the random bits of one element, from the definition: the larger neighbour when the cut-off part and the
+// random number carry.
+uint16_t by_hand(float value, RoundingKey key, Draw draw, uint64_t index) {
+  const PhiloxBlock block = philox({{static_cast<uint32_t>(index / 8),
+                                     static_cast<uint32_t>(index / 8 >> 32) + 0x40000000u * static_cast<uint32_t>(draw),
+                                     static_cast<uint32_t>(key.step), static_cast<uint32_t>(key.step >> 32)}},
+                                   static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32));
+  const uint32_t word = block.words[index % 8 / 2];
+  const uint32_t bits = twins::to_bits(value);
+  const uint32_t random = index % 2 == 0 ? word % 65536 : word / 65536;
+  const uint32_t carry = bits % 65536 + random >= 65536 ? 1 : 0;
+  return static_cast<uint16_t>(bits / 65536 + carry);
+}
+
+struct State {
+  Buffer param, grad, m, v, largest;
+  std::optional<Buffer> shadow;
+};
+
+struct AdamWCase {
+  DType type = DType::f32;
+  DType moments = DType::f32;
+  int64_t numel = 0;
+  size_t shift = 0;  // of all memory, in elements
+  bool amsgrad = false;
+  bool stochastic = false;
+  bool shadow = false;
+  float grad_scale = 1.0f;
+  uint64_t first_index = 0;
+};
+
+void set_rounded(Buffer& buffer, int64_t i, float value, const AdamWCase& c, RoundingKey key, Draw draw) {
+  if (c.stochastic && buffer.type() == DType::bf16) {
+    buffer.set_raw(i, by_hand(value, key, draw, c.first_index + static_cast<uint64_t>(i)));
+  } else {
+    buffer.set(i, value);
+  }
+}
+
+void step_by_hand(State& s, const AdamWStep& step, const AdamWCase& c, RoundingKey key) {
+  for (int64_t i = 0; i < c.numel; ++i) {
+    const float g = s.grad.get_float(i) * c.grad_scale;
+    const float m = std::fma(step.weight, g - s.m.get_float(i), s.m.get_float(i));
+    const float v = std::fma(step.rest2 * g, g, s.v.get_float(i) * step.beta2);
+    float second = v;
+    if (c.amsgrad) {
+      second = std::max(s.largest.get_float(i), v);
+      s.largest.set(i, second);
+    }
+    const float p =
+        s.param.get_float(i) * step.decay + step.minus_size * m / (std::sqrt(second) / step.root + step.eps);
+    set_rounded(s.param, i, p, c, key, Draw::param);
+    set_rounded(s.m, i, m, c, key, Draw::exp_avg);
+    set_rounded(s.v, i, v, c, key, Draw::exp_avg_sq);
+    if (s.shadow) s.shadow->set(i, p);
+  }
+}
+
+void expect_adamw(const AdamWCase& c, std::mt19937_64& random) {
+  State state = {normal_values(c.type, c.numel, random),          normal_values(c.type, c.numel, random),
+                 normal_values(c.moments, c.numel, random),       normal_values(c.moments, c.numel, random, true),
+                 normal_values(c.moments, c.numel, random, true), std::nullopt};
+  if (c.shadow) state.shadow = Buffer(DType::bf16, c.numel);
+  const auto upload = [&](const Buffer& buffer) {
+    return Region(bytes_of(buffer, c.numel), c.shift * dtype_bytes(buffer.type()));
+  };
+  const Region param = upload(state.param), grad = upload(state.grad), m = upload(state.m), v = upload(state.v),
+               largest = upload(state.largest);
+  const Region shadow(c.shadow ? static_cast<size_t>(c.numel) * 2 : 0, c.shift * 2);
+  const Region scale(std::as_bytes(std::span(&c.grad_scale, 1)), 0);
+
+  AdamWSegment segment;
+  segment.param = param.data();
+  segment.exp_avg = m.data();
+  segment.exp_avg_sq = v.data();
+  segment.max_exp_avg_sq = c.amsgrad ? largest.data() : nullptr;
+  segment.shadow = c.shadow ? shadow.data() : nullptr;
+  segment.numel = c.numel;
+  segment.first_index = c.first_index;
+  segment.source = 3;
+  segment.group = 2;
+  segment.param_type = segment.grad_type = c.type;
+  segment.moment_type = c.moments;
+  AdamWArgs args;
+  args.steps[2] = adamw_step();
+  args.grads[3] = grad.data();
+  args.grad_scale = c.grad_scale == 1.0f ? nullptr : scale.as<float>();
+  args.stochastic = c.stochastic;
+  args.rounding = {0x123456789abcdefu, 77};
+  const Uploaded plan(make_plan(std::vector{segment}));
+  kernels().adamw(plan.list(), args, nullptr);
+
+  State expected = state;
+  step_by_hand(expected, args.steps[2], c, args.rounding);
+  const std::string what = std::string(dtype_name(c.type)) + ", moments " + dtype_name(c.moments) + ", " +
+                           std::to_string(c.numel) + " elements, shift " + std::to_string(c.shift) +
+                           (c.stochastic ? ", stochastic" : "") + (c.amsgrad ? ", amsgrad" : "");
+  EXPECT_TRUE(same(c.type, param.read(), bytes_of(expected.param, c.numel))) << "parameters, " << what;
+  EXPECT_TRUE(same(c.moments, m.read(), bytes_of(expected.m, c.numel))) << "exp_avg, " << what;
+  EXPECT_TRUE(same(c.moments, v.read(), bytes_of(expected.v, c.numel))) << "exp_avg_sq, " << what;
+  EXPECT_TRUE(same(c.moments, largest.read(), bytes_of(expected.largest, c.numel))) << "max_exp_avg_sq, " << what;
+  if (c.shadow) {
+    EXPECT_TRUE(same(DType::bf16, shadow.read(), bytes_of(*expected.shadow, c.numel))) << "shadow, " << what;
+  }
+  EXPECT_EQ(grad.read(), bytes_of(state.grad, c.numel));
+
+  if (c.moments == DType::f32 && !(c.stochastic && c.type == DType::bf16) && c.grad_scale == 1.0f) {
+    cpu::AdamWPiece piece;
+    piece.type = c.type;
+    piece.param = state.param.data();
+    piece.grad = state.grad.data();
+    piece.exp_avg = static_cast<float*>(state.m.data());
+    piece.exp_avg_sq = static_cast<float*>(state.v.data());
+    piece.max_exp_avg_sq = c.amsgrad ? static_cast<float*>(state.largest.data()) : nullptr;
+    piece.numel = c.numel;
+    cpu::adamw(piece, as_cpu<cpu::AdamWStep>(args.steps[2]));
+    EXPECT_TRUE(same(c.type, param.read(), bytes_of(state.param, c.numel))) << "as on the CPU, " << what;
+  }
+}
+
+TEST(AdamW, EveryTypeSizeAndOption) {
+  std::mt19937_64 random(1);
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    for (const DType moments : {DType::f32, DType::bf16}) {
+      for (const int64_t numel : kSizes) {
+        for (const bool stochastic : {false, true}) {
+          for (const size_t shift : {size_t{0}, size_t{1}}) {
+            AdamWCase c = {type, moments, numel, shift, random() % 3 == 0, stochastic, random() % 2 == 0, 1.0f, 0};
+            if (random() % 2 == 0) c.grad_scale = 0.37f;
+            if (random() % 2 == 0) c.first_index = (uint64_t{1} << 40) + 8 * (random() % 100);
+            expect_adamw(c, random);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Ranges of two groups and a gradient that is missing, in one launch.
+TEST(AdamW, RangesHaveTheirOwnGroupsAndGradients) {
+  constexpr int64_t kNumel = 5000;
+  std::mt19937_64 random(2);
+  const Buffer values = normal_values(DType::f32, 3 * kNumel, random);
+  const Buffer grads = normal_values(DType::f32, 2 * kNumel, random);
+  const Region param(bytes_of(values, 3 * kNumel), 0), grad(bytes_of(grads, 2 * kNumel), 0);
+  const Buffer zeros(DType::f32, 3 * kNumel);
+  const std::vector<std::byte> nothing(3 * kNumel * 4);
+  const Region m(nothing, 0), v(nothing, 0);
+  std::vector<AdamWSegment> segments(3);
+  for (size_t i = 0; i < 3; ++i) {
+    segments[i].param = param.as<float>() + i * kNumel;
+    segments[i].exp_avg = m.as<float>() + i * kNumel;
+    segments[i].exp_avg_sq = v.as<float>() + i * kNumel;
+    segments[i].numel = kNumel;
+    segments[i].source = i == 1 ? 1 : 0;
+    segments[i].grad_offset = i == 2 ? kNumel * 4 : 0;
+    segments[i].group = i == 2 ? 1 : 0;
+  }
+  AdamWArgs args;
+  args.steps[0] = adamw_step();
+  args.steps[1] = adamw_step();
+  args.steps[1].minus_size = -1e-1f;
+  args.grads[0] = grad.data();
+  const Uploaded plan(make_plan(segments));
+  kernels().adamw(plan.list(), args, nullptr);
+  const std::vector<float> got = param.read_as<float>();
+  for (int64_t i = 0; i < 3 * kNumel; ++i) {
+    const int64_t range = i / kNumel;
+    float expected = values.get_float(i);
+    if (range != 1) {
+      const AdamWStep& step = args.steps[range == 2 ? 1 : 0];
+      const float g = grads.get_float(range == 2 ? i - kNumel : i);
+      const float mean = std::fma(step.weight, g, 0.0f);
+      const float square = std::fma(step.rest2 * g, g, 0.0f);
+      expected = expected * step.decay + step.minus_size * mean / (std::sqrt(square) / step.root + step.eps);
+    }
+    ASSERT_EQ(got[static_cast<size_t>(i)], expected) << "element " << i;
+  }
+}
+
+TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
+  const auto plan_with = [](auto change) {
+    AdamWSegment segment;
+    segment.numel = 1;
+    change(segment);
+    return make_plan(std::vector{segment});
+  };
+  EXPECT_NO_THROW(plan_with([](AdamWSegment&) {}));
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.param_type = DType::f64; }), Error);
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.grad_type = DType::byte; }), Error);
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.moment_type = DType::f16; }), Error);
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.first_index = 4; }), Error);
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.group = kMaxGroups; }), Error);
+  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.source = kMaxTable; }), Error);
+}
+
+// --- SGD -------------------------------------------------------------------------------------------------------------
+
+TEST(Sgd, EveryTypeMomentumAndOption) {
+  std::mt19937_64 random(3);
+  const RoundingKey key = {42, 3};
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    for (const DType buffer_type : {DType::f32, DType::bf16}) {
+      for (int mode = 0; mode < cpu::kNumSgdMomentum; ++mode) {
+        for (const int64_t numel : {7, 4099}) {
+          const auto momentum = static_cast<SgdMomentum>(mode);
+          const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
+          const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
+          AdamWCase c;
+          c.numel = numel;
+          c.stochastic = random() % 2 == 0;
+          c.shift = random() % 2;
+          c.grad_scale = random() % 2 == 0 ? 1.0f : 0.25f;
+          const float weight_decay = random() % 2 == 0 ? 0.0f : 0.1f;
+          Buffer param = normal_values(type, numel, random), grad = normal_values(type, numel, random),
+                 buffer = normal_values(buffer_type, numel, random), shadow(DType::bf16, numel);
+          const Region params(bytes_of(param, numel), c.shift * dtype_bytes(type));
+          const Region grads(bytes_of(grad, numel), c.shift * dtype_bytes(type));
+          const Region buffers(bytes_of(buffer, numel), c.shift * dtype_bytes(buffer_type));
+          const Region shadows(static_cast<size_t>(numel) * 2, 0);
+          const Region scale(std::as_bytes(std::span(&c.grad_scale, 1)), 0);
+          SgdSegment segment;
+          segment.param = params.data();
+          segment.buffer = momentum == SgdMomentum::none ? nullptr : buffers.data();
+          segment.shadow = shadows.data();
+          segment.numel = numel;
+          segment.param_type = segment.grad_type = type;
+          segment.buffer_type = buffer_type;
+          SgdArgs args;
+          args.steps[0] = {weight_decay, 0.9f, 0.7f, -0.05f, -1.0f};
+          args.momentum[0] = momentum;
+          args.grads[0] = grads.data();
+          args.grad_scale = scale.as<float>();
+          args.stochastic = c.stochastic;
+          args.rounding = key;
+          const Uploaded plan(make_plan(std::vector{segment}));
+          kernels().sgd(plan.list(), args, nullptr);
+          for (int64_t i = 0; i < numel; ++i) {
+            float d = -grad.get_float(i) * c.grad_scale;
+            if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
+            if (momentum != SgdMomentum::none) {
+              const float b = later ? std::fma(0.7f, d, buffer.get_float(i) * 0.9f) : d;
+              set_rounded(buffer, i, b, c, key, Draw::exp_avg);
+              d = nesterov ? std::fma(0.9f, b, d) : b;
+            }
+            const float p = std::fma(-0.05f, d, param.get_float(i));
+            set_rounded(param, i, p, c, key, Draw::param);
+            shadow.set(i, p);
+          }
+          EXPECT_TRUE(same(type, params.read(), bytes_of(param, numel))) << dtype_name(type) << " momentum " << mode;
+          EXPECT_TRUE(same(buffer_type, buffers.read(), bytes_of(buffer, numel))) << "momentum " << mode;
+          EXPECT_TRUE(same(DType::bf16, shadows.read(), bytes_of(shadow, numel)));
+        }
+      }
+    }
+  }
+}
+
+// --- random rounding -------------------------------------------------------------------------------------------------
+
+TEST(Philox, KnownAnswers) {
+  const auto words = [](const PhiloxBlock& block) {
+    return std::vector<uint32_t>(std::begin(block.words), std::end(block.words));
+  };
+  EXPECT_EQ(words(philox({{0, 0, 0, 0}}, 0, 0)),
+            (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words(philox({{~0u, ~0u, ~0u, ~0u}}, ~0u, ~0u)),
+            (std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(words(philox({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0)),
+            (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(Philox, StochasticRoundingIsUnbiasedAndKeepsWhatIsExact) {
+  const float low = 1.0f, high = 1.0f + 0x1p-7f;
+  for (const float share : {0.0f, 0.125f, 0.5f, 0.9f}) {
+    const float value = low + share * (high - low);
+    int num_up = 0;
+    constexpr int kDraws = 40000;
+    for (uint64_t i = 0; i < kDraws; ++i) {
+      const uint32_t random = rounding_bits(rounding_block({7, 1}, Draw::param, i), i);
+      const uint16_t code = stochastic_bf16(twins::to_bits(value), random);
+      ASSERT_TRUE(code == 0x3f80 || code == 0x3f81);
+      num_up += code == 0x3f81;
+    }
+    // Five standard deviations.
+    EXPECT_NEAR(num_up, share * kDraws, 5 * std::sqrt(kDraws * 0.25)) << "share " << share;
+  }
+  EXPECT_EQ(stochastic_bf16(0x7f800000u, 0xffffu), 0x7f80) << "infinity";
+  EXPECT_EQ(stochastic_bf16(0xff800001u, 0xffffu), 0xffc0) << "NaN";
+}
+
+TEST(Philox, DrawsAndStepsAndRanksDiffer) {
+  const PhiloxBlock base = rounding_block({1, 1}, Draw::param, 0);
+  for (const PhiloxBlock& other : {rounding_block({1, 1}, Draw::exp_avg, 0),
+                                   rounding_block({1, 1}, Draw::exp_avg_sq, 0), rounding_block({1, 2}, Draw::param, 0),
+                                   rounding_block({2, 1}, Draw::param, 0), rounding_block({1, 1}, Draw::param, 8)}) {
+    EXPECT_NE(base.words[0], other.words[0]);
+  }
+}
+
+}  // namespace
+}  // namespace fsdp2x::cuda

@@ -1,0 +1,304 @@
+// Reductions on the kernels against cpu::reduce bit for bit, norms against plain sums, over every type and mode.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/kernels.hpp"
+#include "executor.hpp"
+#include "virtual_ranks.hpp"
+
+namespace fsdp2x::cuda {
+namespace {
+
+constexpr std::array kSizes = {1, 7, 8, 9, 4095, 4097, 9001};
+
+ReduceSegment segment_of(DType src, DType dst, int64_t numel, int target = 0) {
+  ReduceSegment segment;
+  segment.numel = numel;
+  segment.target = target;
+  segment.src = src;
+  segment.dst = dst;
+  return segment;
+}
+
+double sum_of(const std::vector<double>& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
+
+struct Case {
+  DType src;
+  DType dst;
+  int num_sources;
+  int64_t numel;
+  double divisor;
+  bool round;
+  TableMode mode;
+  size_t shift;  // of all memory, in elements
+};
+
+void expect_reduction(const Case& c, std::mt19937_64& random) {
+  std::vector<Bytes> contents;
+  std::vector<Region> sources;
+  PeerTable peers;
+  peers.num_ranks = c.num_sources;
+  for (int rank = 0; rank < c.num_sources; ++rank) {
+    contents.push_back(random_bytes(c.src, c.numel, random));
+    sources.emplace_back(contents.back(), c.shift * dtype_bytes(c.src));
+    peers.base[rank] = sources.back().data();
+  }
+  Bytes expected = random_bytes(c.dst, c.numel, random);
+  const Region out(expected, c.shift * dtype_bytes(c.dst));
+  TargetTable targets;
+  targets.base[0] = out.data();
+  targets.mode[0] = c.mode;
+  ReduceArgs args;
+  args.scale = divide_by(c.divisor);
+  args.round = c.round;
+  const Uploaded plan(make_plan(std::vector{segment_of(c.src, c.dst, c.numel)}));
+  kernels().reduce(plan.list(), peers, targets, args, nullptr);
+
+  if (c.mode != TableMode::skip) {
+    std::vector<const void*> pointers;
+    for (const Bytes& content : contents) pointers.push_back(content.data());
+    cpu::ReducePiece piece;
+    piece.src_type = c.src;
+    piece.dst_type = c.dst;
+    piece.sources = pointers.data();
+    piece.num_sources = c.num_sources;
+    piece.dst = expected.data();
+    piece.piece_numel = piece.src_stride = c.numel;
+    piece.divisor = c.divisor;
+    piece.round = c.round;
+    piece.accumulate = c.mode == TableMode::add;
+    cpu::reduce(piece);
+  }
+  EXPECT_TRUE(same(c.dst, out.read(), expected))
+      << dtype_name(c.src) << " to " << dtype_name(c.dst) << ", " << c.num_sources << " sources, " << c.numel
+      << " elements, divisor " << c.divisor << ", mode " << static_cast<int>(c.mode) << ", shift " << c.shift;
+}
+
+TEST(Reduce, EqualsTheCpuKernels) {
+  std::mt19937_64 random(1);
+  for (const DType src : twins::kTypes) {
+    for (const DType dst : twins::kTypes) {
+      for (const int num_sources : {1, 2, 3, 4, 5, 8}) {
+        for (const int64_t numel : kSizes) {
+          Case c = {src, dst, num_sources, numel, static_cast<double>(num_sources), false, TableMode::write, 0};
+          c.mode = static_cast<TableMode>(random() % 3);
+          c.round = random() % 2 == 0;
+          c.shift = random() % 4 == 0 ? 1 : 0;
+          if (random() % 4 == 0) c.divisor = 7.0;
+          expect_reduction(c, random);
+        }
+      }
+    }
+  }
+}
+
+TEST(Reduce, WantsOneRankAtLeastAndNoMoreThanTheTableHolds) {
+  const Uploaded plan(make_plan(std::vector{segment_of(DType::f32, DType::f32, 1)}));
+  PeerTable peers;
+  EXPECT_THROW(kernels().reduce(plan.list(), peers, TargetTable(), ReduceArgs(), nullptr), Error);
+  peers.num_ranks = kMaxRanks + 1;
+  EXPECT_THROW(kernels().reduce(plan.list(), peers, TargetTable(), ReduceArgs(), nullptr), Error);
+  EXPECT_THROW(make_plan(std::vector{segment_of(DType::byte, DType::f32, 1)}), Error);
+}
+
+// Three targets, one of them skipped: squares of the stored values, infinities found, the same bits every time.
+TEST(Reduce, SquaresAndInfinities) {
+  std::mt19937_64 random(2);
+  std::normal_distribution<float> normal;
+  const std::array numels = {int64_t{10000}, int64_t{5}, int64_t{4096}};
+  for (const DType dst : twins::kTypes) {
+    std::vector<ReduceSegment> segments;
+    std::vector<Region> sources, outs;
+    std::vector<std::byte> source;
+    TargetTable targets;
+    double expected = 0.0;
+    for (int i = 0; i < 3; ++i) {
+      twins::Buffer values(DType::f32, numels[static_cast<size_t>(i)]);
+      twins::Buffer stored(dst, numels[static_cast<size_t>(i)]);
+      for (int64_t k = 0; k < numels[static_cast<size_t>(i)]; ++k) {
+        values.set(k, normal(random));
+        stored.set(k, values.get_float(k));
+        if (i != 1) expected += stored.get_double(k) * stored.get_double(k);
+      }
+      segments.push_back(segment_of(DType::f32, dst, numels[static_cast<size_t>(i)], i));
+      segments.back().src_offset = static_cast<int64_t>(source.size());
+      const std::vector<std::byte> bytes = bytes_of(values, numels[static_cast<size_t>(i)]);
+      source.insert(source.end(), bytes.begin(), bytes.end());
+      source.resize(align_up(source.size()));
+      outs.emplace_back(static_cast<size_t>(numels[static_cast<size_t>(i)]) * dtype_bytes(dst));
+      targets.base[i] = outs.back().data();
+    }
+    targets.mode[1] = TableMode::skip;
+    const Region in(source, 0);
+    PeerTable peers;
+    peers.base[0] = in.data();
+    peers.num_ranks = 1;
+    const Uploaded plan(make_plan(segments));
+    const auto num_tiles = static_cast<size_t>(plan.plan().num_tiles());
+    ASSERT_EQ(num_tiles, 5u);
+    const Region sums(num_tiles * sizeof(double)), again(num_tiles * sizeof(double)), inf(sizeof(float));
+    const Region total(sizeof(double)), norm(sizeof(float)), factor(sizeof(float));
+    const float zero = 0.0f;
+    Region flag(std::as_bytes(std::span(&zero, 1)), 0);
+    ReduceArgs args;
+    args.tile_sums = sums.as<double>();
+    args.found_inf = flag.as<float>();
+    kernels().reduce(plan.list(), peers, targets, args, nullptr);
+    const std::vector<double> tile_sums = sums.read_as<double>();
+    EXPECT_NEAR(sum_of(tile_sums), expected, 1e-12 * expected);
+    EXPECT_EQ(tile_sums[3], 0.0) << "the skipped target";
+    EXPECT_EQ(flag.read_as<float>()[0], 0.0f);
+
+    // The same from the targets themselves, bit for bit.
+    kernels().sum_squares(plan.list(), targets, again.as<double>(), flag.as<float>(), nullptr);
+    EXPECT_EQ(again.read_as<double>(), tile_sums);
+    EXPECT_EQ(flag.read_as<float>()[0], 0.0f);
+
+    kernels().add_up(sums.as<double>(), plan.plan().num_tiles(), total.as<double>(), nullptr);
+    EXPECT_NEAR(total.read_as<double>()[0], expected, 1e-12 * expected);
+    kernels().clip_factor(total.as<double>(), 0.5f, norm.as<float>(), factor.as<float>(), nullptr);
+    const auto root = static_cast<float>(std::sqrt(total.read_as<double>()[0]));
+    EXPECT_EQ(norm.read_as<float>()[0], root);
+    EXPECT_EQ(factor.read_as<float>()[0], 0.5f / (root + 1e-6f));
+
+    const std::vector<std::byte> before = outs[0].read();
+    const std::vector<std::byte> skipped = outs[1].read();
+    kernels().scale_gradients(plan.list(), targets, factor.as<float>(), nullptr);
+    std::vector<std::byte> scaled_down = before;
+    cpu::multiply(dst, scaled_down.data(), numels[0], static_cast<double>(factor.read_as<float>()[0]));
+    EXPECT_TRUE(same(dst, outs[0].read(), scaled_down));
+    EXPECT_EQ(outs[1].read(), skipped);
+
+    // An infinity in the last element of the last tile of a target, seen by both.
+    std::vector<std::byte> with_inf = source;
+    const float infinity = std::numeric_limits<float>::infinity();
+    std::memcpy(with_inf.data() + 4 * 9999, &infinity, sizeof(infinity));
+    const Region bad(with_inf, 0);
+    peers.base[0] = bad.data();
+    kernels().reduce(plan.list(), peers, targets, args, nullptr);
+    EXPECT_EQ(flag.read_as<float>()[0], 1.0f);
+    flag.write(std::as_bytes(std::span(&zero, 1)));
+    kernels().sum_squares(plan.list(), targets, again.as<double>(), flag.as<float>(), nullptr);
+    EXPECT_EQ(flag.read_as<float>()[0], 1.0f);
+  }
+}
+
+TEST(Norms, ClippingLeavesSmallNormsAndPassesNanOn) {
+  const Region norm(sizeof(float)), factor(sizeof(float));
+  const auto run = [&](double square_sum, float max_norm) {
+    const Region sum(std::as_bytes(std::span(&square_sum, 1)), 0);
+    kernels().clip_factor(sum.as<double>(), max_norm, norm.as<float>(), factor.as<float>(), nullptr);
+    return factor.read_as<float>()[0];
+  };
+  EXPECT_EQ(run(0.25, 1.0f), 1.0f);
+  EXPECT_EQ(norm.read_as<float>()[0], 0.5f);
+  EXPECT_EQ(run(4.0, 1.0f), 1.0f / (2.0f + 1e-6f));
+  EXPECT_EQ(run(std::numeric_limits<double>::infinity(), 1.0f), 0.0f);
+  EXPECT_TRUE(std::isnan(run(std::numeric_limits<double>::quiet_NaN(), 1.0f)));
+}
+
+TEST(Norms, AddingUpTakesAnyNumber) {
+  for (const size_t num : {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}}) {
+    std::vector<double> values(num);
+    for (size_t i = 0; i < num; ++i) values[i] = static_cast<double>(i % 17) - 3.0;
+    const Region in(std::as_bytes(std::span(values)), 0);
+    const Region sum(sizeof(double));
+    kernels().add_up(in.as<double>(), static_cast<int64_t>(num), sum.as<double>(), nullptr);
+    EXPECT_EQ(sum.read_as<double>()[0], sum_of(values));
+  }
+}
+
+// --- virtual ranks ---------------------------------------------------------------------------------------------------
+
+class ReduceWorld : public VirtualRanks {};
+
+// Every rank packs gradients of its own; the sum reaches the owner's rows, by reading the peers' buffers and from the
+// segment that a reduce-scatter would have left.
+TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
+  for (const Unit& unit : units()) {
+    const Layout& first = unit.layouts[0];
+    const size_t stride = first.reduce_segment_bytes();
+    std::vector<DType> types;
+    for (const ParamPlace& place : first.params()) types.push_back(place.shape.compute);
+    const Uploaded pack(plan_pack(first, types, stride).at(0));
+    std::vector<Region> packed;
+    PeerTable peers;
+    peers.num_ranks = world();
+    for (int rank = 0; rank < world(); ++rank) {
+      std::vector<Region> gradients;
+      PackTable table;
+      for (size_t p = 0; p < first.params().size(); ++p) {
+        const ParamShape& shape = first.params()[p].shape;
+        Bytes whole(static_cast<size_t>(shape.numel()) * dtype_bytes(types[p]));
+        // Small whole numbers: every partial sum is exact in every type.
+        for (int64_t i = 0; i < shape.numel(); ++i) put(whole, 0, types[p], i, static_cast<double>((i + rank) % 13));
+        gradients.emplace_back(whole, 0);
+        table.base[p] = gradients.back().data();
+      }
+      packed.emplace_back(stride * static_cast<size_t>(world()));
+      kernels().pack_gradients(pack.list(), table, packed.back().data(), Scale(), nullptr);
+      peers.base[rank] = packed.back().data();
+    }
+    for (const Layout& layout : unit.layouts) {
+      const size_t own = stride * static_cast<size_t>(layout.rank());
+      const Region pool(layout.shard_pool_bytes());
+      TargetTable targets;
+      for (size_t p = 0; p < layout.params().size(); ++p) {
+        targets.base[p] = pool.as<std::byte>() + layout.params()[p].shard_offset;
+      }
+      const Uploaded plan(plan_reduce(layout, own).at(0));
+      ReduceArgs args;
+      args.scale = multiply_by(2.0);
+      kernels().reduce(plan.list(), peers, targets, args, nullptr);
+      const Bytes got = pool.read();
+      for (size_t p = 0; p < layout.params().size(); ++p) {
+        const ParamPlace& place = layout.params()[p];
+        const ParamShape& shape = place.shape;
+        int64_t local = 0;
+        for (int64_t o = 0; shape.trainable && o < shape.outer; ++o) {
+          for (int64_t k = place.rows.begin * shape.inner; k < place.rows.end * shape.inner; ++k, ++local) {
+            double sum = 0;
+            for (int rank = 0; rank < world(); ++rank) {
+              sum += static_cast<double>((o * shape.dim * shape.inner + k + rank) % 13);
+            }
+            ASSERT_EQ(get(got, place.shard_offset, shape.orig, local), 2.0 * sum) << "parameter " << p;
+          }
+        }
+      }
+      // What a collective leaves: this rank's segment alone, the sum already in it.
+      Region segment(stride);
+      Bytes summed(stride);
+      for (const ParamPlace& place : layout.params()) {
+        if (!place.shape.trainable) continue;
+        cpu::cast_copy(place.shape.reduce, summed.data() + place.reduce_segment_offset, place.shape.orig,
+                       got.data() + place.shard_offset, place.shard_numel);
+      }
+      segment.write(summed);
+      PeerTable one;
+      one.num_ranks = 1;
+      one.base[0] = segment.data();
+      const Uploaded epilogue(plan_reduce(layout, 0).at(0));
+      for (size_t p = 0; p < layout.params().size(); ++p) targets.mode[p] = TableMode::add;
+      kernels().reduce(epilogue.list(), one, targets, ReduceArgs(), nullptr);
+      const Bytes doubled = pool.read();
+      for (const ParamPlace& place : layout.params()) {
+        for (int64_t i = 0; place.shape.trainable && i < place.shard_numel; ++i) {
+          ASSERT_EQ(get(doubled, place.shard_offset, place.shape.orig, i),
+                    2.0 * get(got, place.shard_offset, place.shape.orig, i));
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ReduceWorld, testing::Values(1, 2, 3, 4, 5, 8));
+
+}  // namespace
+}  // namespace fsdp2x::cuda
