@@ -54,7 +54,8 @@ def test_memory_is_that_of_the_units(ctx, transport):
         sizes = [unit.slot_bytes for unit in report.units]
         assert sum(sizes) <= report.stats["gather_slot_bytes"] <= sum(sizes) + len(sizes) * 4096
         assert report.stats["gather_slots_owned"] == len(sizes)
-        assert report.stats["scratch_bytes"] <= 2.3 * max(sizes)
+        slots = sum(sizes) if transport == "process_group" else 0  # counted with the staging there
+        assert report.stats["scratch_bytes"] <= slots + 2.3 * max(sizes)
     assert fsdp2x.describe(model).stats["gather_slots_owned"] == 0
 
 
