@@ -196,29 +196,39 @@ void multiply(DType type, void* dst, int64_t numel, double factor) {
                       [&](float* tile, int64_t count) { table.f32.multiply(tile, count, rounded); });
 }
 
-void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base) {
-  for (const Copy& copy : copies) {
-    const std::byte* src = static_cast<const std::byte*>(src_base) + copy.src_offset;
-    std::byte* dst = static_cast<std::byte*>(dst_base) + copy.dst_offset;
-    if (copy.count == 1) {
-      cast_copy(copy.dst, dst, copy.src, src, copy.piece_numel);
+void run_copy(const Copy& copy, int64_t begin, int64_t end, const void* src_base, void* dst_base) {
+  const size_t src_bytes = dtype_bytes(copy.src), dst_bytes = dtype_bytes(copy.dst);
+  while (begin < end) {
+    const int64_t piece = begin / copy.piece_numel, within = begin % copy.piece_numel;
+    const auto* src = static_cast<const std::byte*>(src_base) + copy.src_offset +
+                      static_cast<size_t>(piece * copy.src_stride + within) * src_bytes;
+    auto* dst = static_cast<std::byte*>(dst_base) + copy.dst_offset +
+                static_cast<size_t>(piece * copy.dst_stride + within) * dst_bytes;
+    const int64_t num_whole = within == 0 ? (end - begin) / copy.piece_numel : 0;
+    if (num_whole <= 1) {
+      const int64_t numel = std::min(end - begin, copy.piece_numel - within);
+      cast_copy(copy.dst, dst, copy.src, src, numel);
+      begin += numel;
       continue;
     }
-    if (copy.count <= 0 || copy.piece_numel <= 0) continue;
-    const size_t src_step = static_cast<size_t>(copy.src_stride) * dtype_bytes(copy.src);
-    const size_t dst_step = static_cast<size_t>(copy.dst_stride) * dtype_bytes(copy.dst);
+    begin += num_whole * copy.piece_numel;
+    const size_t src_step = static_cast<size_t>(copy.src_stride) * src_bytes;
+    const size_t dst_step = static_cast<size_t>(copy.dst_stride) * dst_bytes;
     if (copy.src == copy.dst) {
-      copy_pieces(dst, dst_step, src, src_step, copy.count,
-                  static_cast<size_t>(copy.piece_numel) * dtype_bytes(copy.src));
+      copy_pieces(dst, dst_step, src, src_step, num_whole, static_cast<size_t>(copy.piece_numel) * src_bytes);
       continue;
     }
     const CastLoop loop = cast_loop(copy.dst, copy.src);
-    for (int64_t i = 0; i < copy.count; ++i) {
+    for (int64_t i = 0; i < num_whole; ++i) {
       loop(dst, src, copy.piece_numel);
       src += src_step;
       dst += dst_step;
     }
   }
+}
+
+void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base) {
+  for (const Copy& copy : copies) run_copy(copy, 0, copy.count * copy.piece_numel, src_base, dst_base);
 }
 
 }  // namespace fsdp2x::cpu

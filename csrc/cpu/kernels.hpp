@@ -26,6 +26,9 @@ void multiply(DType type, void* dst, int64_t numel, double factor);
 // The sum of values[i]^2 in f64.
 double sum_squares(DType type, const void* values, int64_t numel);
 
+// Runs elements [begin, end) of a copy, of count * piece_numel, from one base pointer to another.
+void run_copy(const Copy& copy, int64_t begin, int64_t end, const void* src_base, void* dst_base);
+
 // Runs a copy plan from one base pointer to another.
 void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_base);
 
@@ -43,8 +46,8 @@ struct ReducePiece {
   bool accumulate = false;  // dst += cast(sum / divisor) instead of dst = ...
 };
 
-// dst = cast(sum of the sources in rank order / divisor), optionally added to dst. Returns the sum of squares of the
-// stored dst values in f64.
-double reduce(const ReducePiece& piece);
+// dst = cast(sum of the sources in rank order / divisor), optionally added to dst; elements [begin, end) of it.
+void reduce(const ReducePiece& piece, int64_t begin, int64_t end);
+inline void reduce(const ReducePiece& piece) { reduce(piece, 0, piece.count * piece.piece_numel); }
 
 }  // namespace fsdp2x::cpu

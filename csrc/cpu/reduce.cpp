@@ -1,5 +1,5 @@
 // The reduction kernel: one walk over the destination in tiles that stay in the first-level cache, so that sources are
-// read once, the destination is written once, and its squares are summed while it is still near.
+// read once and the destination is written once.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -14,7 +14,8 @@ namespace {
 // Where in the sources a position of the (dense) destination lies.
 class Cursor {
  public:
-  explicit Cursor(const ReducePiece& piece) : piece_(piece) {}
+  Cursor(const ReducePiece& piece, int64_t begin)
+      : piece_(piece), index_(begin / piece.piece_numel), within_(begin % piece.piece_numel) {}
   // Elements left in this piece, at most `wanted`.
   int64_t run(int64_t wanted) const { return std::min(wanted, piece_.piece_numel - within_); }
   int64_t source_index() const { return index_ * piece_.src_stride + within_; }
@@ -28,28 +29,20 @@ class Cursor {
 
  private:
   const ReducePiece& piece_;
-  int64_t index_ = 0;
-  int64_t within_ = 0;
+  int64_t index_;
+  int64_t within_;
 };
 
-double fold(const double* lanes) {
-  double sum = 0.0;
-  for (int i = 0; i < kNumLanes; ++i) sum += lanes[i];
-  return sum;
-}
-
 // fp32 to fp32 with few sources: sum, division and accumulation in registers.
-double reduce_fused(const KernelTable& table, const ReducePiece& piece) {
+void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t begin, int64_t end) {
   const float divisor = static_cast<float>(piece.divisor);
   const bool multiply = reciprocal_is_exact(divisor);
   const auto loop = table.sum_f32[piece.accumulate][!multiply][piece.num_sources - 1];
   const float factor = multiply ? 1.0f / divisor : divisor;
   float* dst = static_cast<float*>(piece.dst);
-  const int64_t numel = piece.count * piece.piece_numel;
-  alignas(kAlignBytes) double lanes[kNumLanes] = {};
-  Cursor cursor(piece);
-  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, numel - begin);
+  Cursor cursor(piece, begin);
+  for (; begin < end; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, end - begin);
     for (int64_t done = 0; done < count;) {
       const int64_t run = cursor.run(count - done);
       const float* sources[kMaxFusedSources];
@@ -60,9 +53,7 @@ double reduce_fused(const KernelTable& table, const ReducePiece& piece) {
       cursor.advance(run);
       done += run;
     }
-    table.f32.sum_squares(dst + begin, count, lanes);
   }
-  return fold(lanes);
 }
 
 // The sum of `numel` elements at `cursor`, divided.
@@ -93,34 +84,28 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
 
 // The destination has the accumulator's type: it is the accumulator.
 template <class A>
-double reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece) {
+void reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
-  const int64_t numel = piece.count * piece.piece_numel;
   alignas(kAlignBytes) A tile[kTileNumel];
-  alignas(kAlignBytes) double lanes[kNumLanes] = {};
-  Cursor cursor(piece);
-  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, numel - begin);
+  Cursor cursor(piece, begin);
+  for (; begin < end; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, end - begin);
     A* out = static_cast<A*>(piece.dst) + begin;
     sum_into(piece.accumulate ? tile : out, count, ops, piece, cursor);
     if (piece.accumulate) ops.add[kOwn](out, tile, count);
-    ops.sum_squares(out, count, lanes);
   }
-  return fold(lanes);
 }
 
 // The destination is narrower: it is rounded to from a tile.
 template <class A>
-double reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece) {
+void reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
   const int dst = static_cast<int>(piece.dst_type);
-  const int64_t numel = piece.count * piece.piece_numel;
   alignas(kAlignBytes) A tile[kTileNumel];
   alignas(kAlignBytes) A sum[kTileNumel];
-  alignas(kAlignBytes) double lanes[kNumLanes] = {};
-  Cursor cursor(piece);
-  for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, numel - begin);
+  Cursor cursor(piece, begin);
+  for (; begin < end; begin += kTileNumel) {
+    const int64_t count = std::min(kTileNumel, end - begin);
     std::byte* out = static_cast<std::byte*>(piece.dst) + static_cast<size_t>(begin) * dtype_bytes(piece.dst_type);
     sum_into(tile, count, ops, piece, cursor);
     if (piece.accumulate) {
@@ -131,29 +116,28 @@ double reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece) {
       ops.add[kOwn](tile, sum, count);
     }
     ops.store[dst](out, tile, count);
-    ops.load[dst](tile, out, count);
-    ops.sum_squares(tile, count, lanes);
   }
-  return fold(lanes);
 }
 
 template <class A>
-double reduce_tiles(const Arithmetic<A>& ops, const ReducePiece& piece) {
+void reduce_tiles(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr DType kOwn = std::is_same_v<A, double> ? DType::f64 : DType::f32;
-  return piece.dst_type == kOwn ? reduce_in_place(ops, piece) : reduce_rounded(ops, piece);
+  return piece.dst_type == kOwn ? reduce_in_place(ops, piece, begin, end) : reduce_rounded(ops, piece, begin, end);
 }
 
 }  // namespace
 
-double reduce(const ReducePiece& piece) {
+void reduce(const ReducePiece& piece, int64_t begin, int64_t end) {
   require_summable(piece.src_type, "reduce");
   require_summable(piece.dst_type, "reduce");
-  if (piece.count <= 0 || piece.piece_numel <= 0) return 0.0;
+  if (begin >= end) return;
   const KernelTable& table = kernel_table();
-  if (piece.src_type == DType::f64 || piece.dst_type == DType::f64) return reduce_tiles(table.f64, piece);
+  if (piece.src_type == DType::f64 || piece.dst_type == DType::f64) return reduce_tiles(table.f64, piece, begin, end);
   const bool all_f32 = piece.src_type == DType::f32 && piece.dst_type == DType::f32;
-  if (all_f32 && piece.num_sources >= 1 && piece.num_sources <= kMaxFusedSources) return reduce_fused(table, piece);
-  return reduce_tiles(table.f32, piece);
+  if (all_f32 && piece.num_sources >= 1 && piece.num_sources <= kMaxFusedSources) {
+    return reduce_fused(table, piece, begin, end);
+  }
+  reduce_tiles(table.f32, piece, begin, end);
 }
 
 }  // namespace fsdp2x::cpu

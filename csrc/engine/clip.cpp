@@ -1,10 +1,13 @@
 // Gradient clipping: sums of squares per bucket of placements, then one multiplication in place.
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "cpu/kernels.hpp"
 #include "engine/gil.hpp"
 #include "engine/local_tensor.hpp"
 #include "engine/optimizer.hpp"
+#include "engine/parallel.hpp"
 #include "engine/storage.hpp"
 
 namespace fsdp2x {
@@ -59,6 +62,37 @@ struct Term {
   size_t bucket;
 };
 
+// Adds the squares of every term to its bucket. Terms are summed in parts that do not depend on the number of threads,
+// and the parts are added in their order, so that the sums do not depend on it either.
+void add_up(const std::vector<Term>& terms, std::vector<double>& sums) {
+  struct Part {
+    size_t term;
+    int64_t begin, end;
+    double sum;
+  };
+  std::vector<Part> parts;
+  int64_t total = 0;
+  for (size_t t = 0; t < terms.size(); ++t) {
+    const int64_t numel = terms[t].values.numel();
+    total += numel;
+    for (int64_t begin = 0; begin < numel; begin += kGrainNumel) {
+      parts.push_back({t, begin, std::min(numel, begin + kGrainNumel), 0.0});
+    }
+  }
+  const auto num_parts = static_cast<int64_t>(parts.size());
+  const int64_t grain = total <= kGrainNumel ? num_parts : std::max<int64_t>(num_parts * kGrainNumel / total, 1);
+  at::parallel_for(0, num_parts, grain, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      Part& part = parts[static_cast<size_t>(p)];
+      const at::Tensor& values = terms[part.term].values;
+      const auto* data = static_cast<const std::byte*>(values.const_data_ptr()) +
+                         static_cast<size_t>(part.begin) * values.element_size();
+      part.sum = cpu::sum_squares(engine_dtype(values.scalar_type()), data, part.end - part.begin);
+    }
+  });
+  for (const Part& part : parts) sums[terms[part.term].bucket] += part.sum;
+}
+
 }  // namespace
 
 GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
@@ -81,10 +115,7 @@ GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
     }
   }
   const ReleaseGil released;
-  for (const Term& term : terms) {
-    result.sums[term.bucket] +=
-        cpu::sum_squares(engine_dtype(term.values.scalar_type()), term.values.const_data_ptr(), term.values.numel());
-  }
+  add_up(terms, result.sums);
   return result;
 }
 
@@ -102,10 +133,14 @@ std::vector<size_t> multiply_gradients(PyObject* params, double factor) {
   }
   {
     const ReleaseGil released;
-    for (const Gradient& grad : grads) {
-      const at::Tensor& local = grad.local.tensor;
-      cpu::multiply(engine_dtype(local.scalar_type()), local.mutable_data_ptr(), local.numel(), factor);
-    }
+    std::vector<int64_t> numels;
+    for (const Gradient& grad : grads) numels.push_back(grad.local.tensor.numel());
+    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
+      const at::Tensor& local = grads[i].local.tensor;
+      auto* data =
+          static_cast<std::byte*>(local.mutable_data_ptr()) + static_cast<size_t>(begin) * local.element_size();
+      cpu::multiply(engine_dtype(local.scalar_type()), data, end - begin, factor);
+    });
   }
   for (const Gradient& grad : grads) {
     THPVariable_Unpack(grad.object.get()).unsafeGetTensorImpl()->bump_version();

@@ -2,6 +2,7 @@
 #include "engine/device_copy.hpp"
 
 #include "cpu/kernels.hpp"
+#include "engine/parallel.hpp"
 
 namespace fsdp2x {
 
@@ -33,7 +34,10 @@ at::ScalarType torch_dtype(DType dtype) {
 
 void run_copies_on(at::Device device, const std::vector<Copy>& copies, const void* src, void* dst) {
   if (device.is_cpu()) {
-    cpu::run_copies(copies, src, dst);
+    std::vector<int64_t> numels;
+    for (const Copy& copy : copies) numels.push_back(copy.count * copy.piece_numel);
+    for_each_range(numels,
+                   [&](size_t i, int64_t begin, int64_t end) { cpu::run_copy(copies[i], begin, end, src, dst); });
     return;
   }
   for (const Copy& copy : copies) {
@@ -78,7 +82,7 @@ void scale_into(at::Device device, DType dst_type, void* dst, DType src_type, co
     piece.divisor = divisor;
     piece.round = true;
     piece.accumulate = accumulate;
-    cpu::reduce(piece);
+    for_each_range({numel}, [&](size_t, int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
     return;
   }
   at::Tensor source = view_of(device, src_type, const_cast<void*>(src), 0, 1, numel, numel);

@@ -5,11 +5,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
+#include "engine/device_copy.hpp"
 #include "engine/gil.hpp"
 #include "engine/group.hpp"
+#include "engine/parallel.hpp"
 #include "engine/root.hpp"
 
 namespace fsdp2x {
@@ -71,7 +74,7 @@ void HostTransport::begin_gather(Group& group) {
     gather.read = window.isolated;
     group_->acquire_slot(post_of(group), gather.slot.num_uses);
   }
-  cpu::run_copies(group.layout.shard_to_slot(), group.pool.const_data_ptr(), gather.write);
+  run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), gather.write);
   if (group_) group_->post_gather(post_of(group));
 }
 
@@ -137,13 +140,14 @@ void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
     dense = dense.to(at::kFloat);
     type = DType::f32;
   }
-  void* target = scratch.data + place.scratch_offset;
-  if (scratch.filled[i]) {
-    cpu::add(place.shape.reduce, target, type, dense.const_data_ptr(), place.shape.numel());
-  } else {
-    cpu::cast_copy(place.shape.reduce, target, type, dense.const_data_ptr(), place.shape.numel());
-    scratch.filled[i] = 1;
-  }
+  const bool adds = std::exchange(scratch.filled[i], uint8_t{1}) != 0;
+  std::byte* target = scratch.data + place.scratch_offset;
+  const auto* source = static_cast<const std::byte*>(dense.const_data_ptr());
+  for_each_range({place.shape.numel()}, [&](size_t, int64_t begin, int64_t end) {
+    const auto at = static_cast<size_t>(begin);
+    (adds ? cpu::add : cpu::cast_copy)(place.shape.reduce, target + at * dtype_bytes(place.shape.reduce), type,
+                                       source + at * dtype_bytes(type), end - begin);
+  });
 }
 
 void HostTransport::begin_reduce(Group& group) {
@@ -225,21 +229,35 @@ bool HostTransport::Sources::any_filled(size_t param) const {
   return std::any_of(filled.begin(), filled.end(), [param](const uint8_t* flags) { return flags[param] != 0; });
 }
 
-void HostTransport::sum_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
+void HostTransport::add_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
   const ParamPlace& place = group.layout.params()[i];
   if (place.shard_numel == 0) return;
-  pointers_.clear();
   const size_t first_row = static_cast<size_t>(place.rows.begin * place.shape.inner) * dtype_bytes(place.shape.reduce);
-  for (size_t r = 0; r < sources.scratches.size(); ++r) {
-    if (sources.filled[r][i]) pointers_.push_back(sources.scratches[r] + place.scratch_offset + first_row);
-  }
   piece.src_type = place.shape.reduce;
-  piece.sources = pointers_.data();
-  piece.num_sources = static_cast<int>(pointers_.size());
+  piece.num_sources = 0;
+  const void** pointers = pointers_.data() + pieces_.size() * sources.scratches.size();
+  piece.sources = pointers;
+  for (size_t r = 0; r < sources.scratches.size(); ++r) {
+    if (sources.filled[r][i]) {
+      pointers[piece.num_sources++] = sources.scratches[r] + place.scratch_offset + first_row;
+    }
+  }
   piece.count = place.shape.outer;
   piece.piece_numel = place.rows.size() * place.shape.inner;
   piece.src_stride = place.shape.dim * place.shape.inner;
-  cpu::reduce(piece);
+  pieces_.push_back(piece);
+}
+
+void HostTransport::begin_rows(const Group& group, const Sources& sources) {
+  pieces_.clear();
+  pointers_.resize(group.params.size() * sources.scratches.size());
+}
+
+void HostTransport::sum_rows() {
+  const ReleaseGil released;
+  std::vector<int64_t> numels;
+  for (const cpu::ReducePiece& piece : pieces_) numels.push_back(piece.count * piece.piece_numel);
+  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(pieces_[i], begin, end); });
 }
 
 void HostTransport::sum(Group& group) {
@@ -252,19 +270,18 @@ void HostTransport::sum(Group& group) {
       if (sources.any_filled(i)) targets[i] = group.gradients.prepare(i, group.root().blocks);
     }
   }
-  {
-    const ReleaseGil released;
-    for (size_t i = 0; i < num_params; ++i) {
-      if (!sources.any_filled(i)) continue;
-      cpu::ReducePiece piece;
-      piece.dst_type = group.layout.params()[i].shape.orig;
-      piece.dst = targets[i].data;
-      piece.divisor = group.divisor() / before_sum(group);
-      piece.round = true;
-      piece.accumulate = targets[i].accumulate;
-      sum_rows(group, sources, i, piece);
-    }
+  begin_rows(group, sources);
+  for (size_t i = 0; i < num_params; ++i) {
+    if (!sources.any_filled(i)) continue;
+    cpu::ReducePiece piece;
+    piece.dst_type = group.layout.params()[i].shape.orig;
+    piece.dst = targets[i].data;
+    piece.divisor = group.divisor() / before_sum(group);
+    piece.round = true;
+    piece.accumulate = targets[i].accumulate;
+    add_rows(group, sources, i, piece);
   }
+  sum_rows();
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < num_params; ++i) {
     if (sources.any_filled(i)) group.gradients.attach(i, targets[i]);
@@ -279,6 +296,7 @@ void HostTransport::sum_into_segment(Group& group) {
   const at::Tensor segment = at::zeros({static_cast<int64_t>(Group::segment_bytes(group.layout))}, at::kByte);
   auto* const data = static_cast<std::byte*>(segment.data_ptr());
   auto* flags = data + group.layout.reduce_segment_bytes();
+  begin_rows(group, sources);
   for (size_t i = 0; i < group.params.size(); ++i, flags += dtype_bytes(type)) {
     const ParamPlace& place = group.layout.params()[i];
     if (!place.shape.trainable) continue;
@@ -288,8 +306,9 @@ void HostTransport::sum_into_segment(Group& group) {
     piece.dst_type = type;
     piece.dst = data + place.reduce_segment_offset;
     if (group.averages()) piece.divisor = static_cast<double>(group.layout.world());
-    sum_rows(group, sources, i, piece);  // without sources: zeros
+    add_rows(group, sources, i, piece);  // without sources: zeros
   }
+  sum_rows();
   consume(group);
   group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
 }

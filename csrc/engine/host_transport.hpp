@@ -50,8 +50,10 @@ class HostTransport final : public Transport {
     bool any_filled(size_t param) const;
   };
   Sources sources_of(Group& group);
-  // Completes `piece` with this rank's rows of a parameter and runs it.
-  void sum_rows(const Group& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
+  // Sums of this rank's rows: begun, one piece added for a parameter (completed with its sources), all run.
+  void begin_rows(const Group& group, const Sources& sources);
+  void add_rows(const Group& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
+  void sum_rows();
   void sum(Group& group);               // straight into `.grad`
   void sum_into_segment(Group& group);  // for groups that are staged
   void consume(Group& group);
@@ -70,7 +72,9 @@ class HostTransport final : public Transport {
   uint64_t gather_sequence_ = 0;
   std::vector<uint64_t> epochs_;  // reductions posted, per group
   uint32_t num_groups_ = 0;
-  std::vector<const void*> pointers_;  // reused by sum_rows
+  // Reused by every reduction.
+  std::vector<cpu::ReducePiece> pieces_;
+  std::vector<const void*> pointers_;
 };
 
 }  // namespace fsdp2x

@@ -11,6 +11,7 @@
 #include "cpu/adamw.hpp"
 #include "engine/gil.hpp"
 #include "engine/local_tensor.hpp"
+#include "engine/parallel.hpp"
 #include "engine/storage.hpp"
 
 namespace fsdp2x {
@@ -161,17 +162,27 @@ void count_steps(std::vector<AdamWJob>& jobs) {
   }
 }
 
-void run(const AdamWJob& job) {
+std::byte* at(const at::Tensor& tensor, int64_t index) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
+}
+
+const std::byte* const_at(const at::Tensor& tensor, int64_t index) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
+}
+
+void run(const AdamWJob& job, int64_t begin, int64_t end) {
   cpu::AdamWPiece piece;
   piece.type = engine_dtype(job.pair.param.tensor.scalar_type());
   piece.moments = engine_dtype(job.exp_avg.scalar_type());
-  piece.param = job.pair.param.tensor.mutable_data_ptr();
-  piece.grad = job.pair.grad.tensor.const_data_ptr();
-  piece.exp_avg = job.exp_avg.mutable_data_ptr();
-  piece.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
-  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
-  piece.numel = job.pair.param.tensor.numel();
-  if (job.is_stochastic) piece.rounding = &job.rounding;
+  piece.param = at(job.pair.param.tensor, begin);
+  piece.grad = const_at(job.pair.grad.tensor, begin);
+  piece.exp_avg = at(job.exp_avg, begin);
+  piece.exp_avg_sq = at(job.exp_avg_sq, begin);
+  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = at(job.max_exp_avg_sq, begin);
+  piece.numel = end - begin;
+  cpu::Rounding rounding = job.rounding;
+  rounding.offset = begin;
+  if (job.is_stochastic) piece.rounding = &rounding;
   cpu::adamw(piece, job.step);
 }
 
@@ -184,7 +195,7 @@ struct SgdJob {
   bool is_first;
 };
 
-void run(const SgdJob& job) {
+void run(const SgdJob& job, int64_t begin, int64_t end) {
   const SgdGroup& group = *job.group;
   cpu::SgdStep step;
   step.weight_decay = static_cast<float>(group.weight_decay);
@@ -193,11 +204,11 @@ void run(const SgdJob& job) {
   step.minus_lr = static_cast<float>(-group.lr);
   step.sign = group.maximize ? -1.0f : 1.0f;
   cpu::SgdPiece piece;
-  piece.param = job.pair.param.tensor.mutable_data_ptr<float>();
-  piece.grad = job.pair.grad.tensor.const_data_ptr<float>();
-  piece.numel = job.pair.param.tensor.numel();
+  piece.param = reinterpret_cast<float*>(at(job.pair.param.tensor, begin));
+  piece.grad = reinterpret_cast<const float*>(const_at(job.pair.grad.tensor, begin));
+  piece.numel = end - begin;
   if (job.buffer.defined()) {
-    piece.buffer = job.buffer.mutable_data_ptr<float>();
+    piece.buffer = reinterpret_cast<float*>(at(job.buffer, begin));
     if (job.is_first) {
       piece.momentum = group.nesterov ? cpu::SgdMomentum::first_nesterov : cpu::SgdMomentum::first;
     } else {
@@ -211,9 +222,9 @@ template <class Job>
 void run_all(const std::vector<Job>& jobs) {
   {
     const ReleaseGil released;
-    for (const Job& job : jobs) {
-      if (job.pair.param.tensor.numel() != 0) run(job);
-    }
+    std::vector<int64_t> numels;
+    for (const Job& job : jobs) numels.push_back(job.pair.param.tensor.numel());
+    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
   }
   for (const Job& job : jobs) job.pair.bump_versions();
 }

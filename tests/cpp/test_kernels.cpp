@@ -173,7 +173,14 @@ TEST_P(Kernels, RunsStridedCopies) {
       copy.dst_stride = dst_stride;
       copy.src = src_type;
       copy.dst = dst_type;
+      Buffer in_ranges = dst;
       cpu::run_copies({&copy, 1}, src.data(), dst.data());
+      const int64_t numel = copy.count * copy.piece_numel;
+      for (const int64_t cut : {int64_t{1}, numel / 2, numel - 1}) {
+        cpu::run_copy(copy, cut, numel, src.data(), in_ranges.data());
+        cpu::run_copy(copy, 0, cut, src.data(), in_ranges.data());
+        EXPECT_TRUE(in_ranges.equals(dst, false)) << "cut at " << cut;
+      }
       EXPECT_EQ(std::memcmp(dst.data(), expected.data(), static_cast<size_t>(total) * dst_bytes), 0)
           << dtype_name(src_type) << " to " << dtype_name(dst_type) << ", pieces of " << piece;
     }

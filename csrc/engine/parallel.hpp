@@ -1,0 +1,34 @@
+// Splits a rank's work over the threads it owns: torch.set_num_threads, OMP_NUM_THREADS.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace fsdp2x {
+
+// Fewer elements than this are not worth another thread: waking one costs what a few ten thousand elements cost.
+inline constexpr int64_t kGrainNumel = 1 << 15;
+
+// Calls run(item, begin, end) for ranges that together are every element of every item. How many there are and where
+// they end depends on the number of threads, so nothing that `run` computes may depend on it.
+template <class Run>
+void for_each_range(const std::vector<int64_t>& numels, const Run& run) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (const int64_t numel : numels) ends.push_back(total += numel);
+  at::parallel_for(0, total, kGrainNumel, [&](int64_t begin, int64_t end) {
+    auto item = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+    for (; begin < end; ++item) {
+      const int64_t first = ends[item] - numels[item];
+      const int64_t stop = std::min(end, ends[item]);
+      if (begin < stop) run(item, begin - first, stop - first);
+      begin = stop;
+    }
+  });
+}
+
+}  // namespace fsdp2x
