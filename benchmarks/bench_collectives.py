@@ -25,7 +25,7 @@ from torch import nn
 
 import harness
 
-SIZES = [1 << shift for shift in (10, 14, 18, 20, 22, 24, 26)]
+SIZES = [1 << shift for shift in (10, 14, 18, 20, 22, 24, 26, 28)]
 QUICK_SIZES = [1 << shift for shift in (10, 18, 22)]
 
 

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from bench_step import qwen3_sizes, shard_stock
+from bench_step import qwen3_sizes
+from peers import shard_stock
 
 WAYS = ("fsdp2x", "fsdp2x broadcast", "every rank", "rank 0 broadcast", "accelerate")
 

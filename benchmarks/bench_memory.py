@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from bench_step import CASES, Case, build_model, shard_stock
+from bench_step import CASES, Case, build_model
+from peers import shard_stock
 
 SIDES = ("fsdp2x", "stock", "ddp")
 QUICK = Case(hidden=256, layers=4, tokens=16, intermediate=768)

@@ -1,10 +1,11 @@
-"""One training step (forward, backward, AdamW, zero_grad) of fsdp2x against FSDP2 and DDP, alternating in one run.
+"""One training step (forward, backward, AdamW, zero_grad) of fsdp2x against its peers, alternating in one run.
 
     python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--transport auto] [--json FILE]
 
 Starts its own 2 ranks. All models have the same weights and inputs, the sharded ones the same units (fsdp2x's plan),
 and every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with ``torch.optim.AdamW``, the
-others with the latter. DDP does not shard: it is the speed that sharding is said to cost.
+others with the latter: FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, where it is installed), and DDP, which does not
+shard: it is the speed that sharding is said to cost.
 Cases: ``comm`` (Qwen3, hidden 512, 12 layers, 16 tokens), ``many`` (hidden 64, 48 layers, 8 tokens), ``compute``
 (hidden 512, 12 layers, 512 tokens), ``moe`` (Qwen3-MoE, 8 experts of which 2 are used), ``lora`` (rank 8 on the
 attention of ``comm``, the rest frozen). fp32, one thread a rank.
@@ -22,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import harness
+import peers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ CASES = {
     "compute": Case(hidden=512, layers=12, tokens=512, intermediate=1536),
     "moe": Case(hidden=256, layers=8, tokens=32, intermediate=512, kind="moe"),
     "lora": Case(hidden=512, layers=12, tokens=16, intermediate=1536, kind="lora"),
+}
+
+
+LR = 1e-4
+TITLES = {
+    "fsdp2x": "fsdp2x",
+    "fsdp2x_torch_adamw": "with torch's AdamW",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "zero3": "DeepSpeed ZeRO-3",
 }
 
 
@@ -77,27 +88,24 @@ def build_model(case: Case) -> nn.Module:
     return model
 
 
-def shard_stock(model: nn.Module) -> nn.Module:
-    """Torch's FSDP2 with the units fsdp2x plans."""
-    from fsdp2x.wrap import plan_units
-
-    for plan in plan_units(model, None):
-        part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
-        stock_fully_shard(part, reshard_after_forward=plan.reshard_after_forward)
-    return stock_fully_shard(model)
-
-
-def make_step(model: nn.Module, adamw: type[torch.optim.Optimizer], tokens: int, losses: list[torch.Tensor]):
-    optimizer = adamw(model.parameters(), lr=1e-4)
+def make_step(model, adamw: type[torch.optim.Optimizer] | None, tokens: int, losses: list[torch.Tensor]):
+    """``adamw`` is None for ZeRO-3, which has an optimizer of its own."""
+    optimizer = None if adamw is None else adamw(model.parameters(), lr=LR)
     ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(timer: harness.PhaseTimer) -> None:
         loss = model(input_ids=ids, labels=ids).loss
         timer.mark("forward")
-        loss.backward()
+        if optimizer is None:
+            model.backward(loss)
+        else:
+            loss.backward()
         timer.mark("backward")
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is None:
+            model.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
         timer.mark("optimizer")
         losses.append(loss.detach())
 
@@ -111,9 +119,12 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
     sides = {
         "fsdp2x": (copy.deepcopy(ours), fsdp2x.optim.AdamW),
         "fsdp2x_torch_adamw": (ours, torch.optim.AdamW),
-        "stock": (shard_stock(copy.deepcopy(ours)), torch.optim.AdamW),
+        "stock": (peers.shard_stock(copy.deepcopy(ours)), torch.optim.AdamW),
         "ddp": (DistributedDataParallel(copy.deepcopy(ours)), torch.optim.AdamW),
+        "fsdp1": (peers.shard_fsdp1(copy.deepcopy(ours)), torch.optim.AdamW),
     }
+    if case.kind == "dense" and peers.has_deepspeed():
+        sides["zero3"] = (peers.ZeRO3(copy.deepcopy(ours), lr=LR), None)
     for name in ("fsdp2x", "fsdp2x_torch_adamw"):
         fsdp2x.fully_shard(sides[name][0], transport=transport)
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
@@ -127,7 +138,8 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
 
 def rows_of(results: dict) -> list[list[str]]:
     """The table: medians of each phase, and how many times faster than stock FSDP2 they are."""
-    titles = {"fsdp2x": "fsdp2x", "fsdp2x_torch_adamw": "with torch's AdamW", "ddp": "DDP"}
+    measured = {side for result in results.values() for side in result}
+    titles = {side: title for side, title in TITLES.items() if side in measured}
     rows = [["case", "phase", "stock FSDP2, ms"]]
     for title in titles.values():
         rows[0] += [f"{title}, ms", "ratio"]
@@ -136,6 +148,9 @@ def rows_of(results: dict) -> list[list[str]]:
             stock = result["stock"][phase]["median_ms"]
             row = [name, phase, f"{stock:.1f}"]
             for side in titles:
+                if side not in result:
+                    row += ["", ""]
+                    continue
                 time_ms = result[side][phase]["median_ms"]
                 row += [f"{time_ms:.1f}", f"{stock / time_ms:.2f}x"]
             rows.append(row)

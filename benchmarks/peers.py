@@ -1,0 +1,72 @@
+"""The other ways to shard that bench_step measures: stock FSDP2, FSDP1 and DeepSpeed ZeRO-3, over the same units."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+
+def _units(model: nn.Module) -> list:
+    """The units that fsdp2x plans."""
+    from fsdp2x.wrap import plan_units
+
+    return plan_units(model, None)
+
+
+def shard_stock(model: nn.Module) -> nn.Module:
+    """Torch's FSDP2."""
+    for plan in _units(model):
+        part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
+        stock_fully_shard(part, reshard_after_forward=plan.reshard_after_forward)
+    return stock_fully_shard(model)
+
+
+def shard_fsdp1(model: nn.Module) -> nn.Module:
+    """Torch's FullyShardedDataParallel; a unit of several modules becomes several."""
+    chosen = {id(module) for plan in _units(model) for module in plan.modules}
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"), sync_module_states=False
+    )
+
+
+def has_deepspeed() -> bool:
+    """Whether it is installed; it is not required for anything."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+class ZeRO3:
+    """DeepSpeed's stage 3 around a model: model(...), backward(loss), step()."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+        import deepspeed
+
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def __call__(self, **inputs: torch.Tensor):
+        return self.engine(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        """Zeroes the gradients as well."""
+        self.engine.step()
