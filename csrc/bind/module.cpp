@@ -8,6 +8,7 @@
 #include "cpu/shm_group.hpp"
 #include "engine/group_transport.hpp"
 #include "engine/hooks.hpp"
+#include "engine/host_all_reduce.hpp"
 #include "engine/host_transport.hpp"
 #include "engine/root.hpp"
 #include "engine/storage.hpp"
@@ -116,6 +117,13 @@ void bind_layout(py::module_& m) {
   m.def("tensor_without_memory", &tensor_without_memory, py::arg("sizes"), py::arg("dtype"), py::arg("device"));
 }
 
+std::unique_ptr<cpu::ShmGroup> shm_group(int rank, int world, const std::string& socket_name, const py::bytes& token,
+                                         double timeout_s) {
+  const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal};
+  const py::gil_scoped_release released;
+  return cpu::ShmGroup::create(options);
+}
+
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", &Transport::name);
   m.def("local_transport", []() -> std::shared_ptr<Transport> { return std::make_shared<HostTransport>(nullptr); });
@@ -123,15 +131,15 @@ void bind_transports(py::module_& m) {
       "shm_transport",
       [](int rank, int world, const std::string& socket_name, const py::bytes& token,
          double timeout_s) -> std::shared_ptr<Transport> {
-        const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal};
-        std::unique_ptr<cpu::ShmGroup> group;
-        {
-          py::gil_scoped_release released;
-          group = cpu::ShmGroup::create(options);
-        }
-        return std::make_shared<HostTransport>(std::move(group));
+        return std::make_shared<HostTransport>(shm_group(rank, world, socket_name, token, timeout_s));
       },
       py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"));
+  py::class_<HostAllReduce>(m, "HostAllReduce")
+      .def(py::init([](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s) {
+             return std::make_unique<HostAllReduce>(shm_group(rank, world, socket_name, token, timeout_s));
+           }),
+           py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"))
+      .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
   m.def(
       "group_transport",
       [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& wait,

@@ -21,17 +21,10 @@ from fsdp2x.runtime.transport import all_gather, reduce_scatter, wait
 
 def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
     """Gives the engine's group its callables; once, when it is made."""
-    if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
-        group.engine.all_reduce = functools.partial(_all_reduce, group.ranks.replicate_group)
     if any(param.extension is not None or param.is_alias for param in group.params):
         slow = group.slow_gathers = _SlowGathers(group, mp_policy)
         group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish
         group.engine.free_slowly = slow.free
-
-
-def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> bool:
-    dist.all_reduce(rows, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
-    return True
 
 
 class _SlowGathers:

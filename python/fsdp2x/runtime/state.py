@@ -257,6 +257,9 @@ class UnitState(StateNames, torch_private.State):
         else:
             self.unit.reshard()
         root.add_unit(self.unit, [choice.transport_of(group.ranks) for group in self.groups])
+        for group in self.groups:
+            if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
+                group.engine.all_reduce = choice.all_reduce_of(group.ranks)
         if self.post_forward_world is not None:
             for group in self.groups:
                 small = post_forward_group(group.ranks, self.post_forward_world)

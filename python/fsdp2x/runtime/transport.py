@@ -42,6 +42,7 @@ class TransportChoice:
         self._name = "process_group" if custom else name
         self._timeout = timeout
         self._made: dict[Any, Any] = {}
+        self._all_reduces: dict[Any, Any] = {}
 
     def transport_of(self, ranks: ShardGroup):
         """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
@@ -50,24 +51,51 @@ class TransportChoice:
             ValueError: ``transport="shm"`` where the ranks cannot share memory; the message says why.
         """
         if ranks.group not in self._made:
-            self._made[ranks.group] = _make(ranks, self._name, self._timeout)
+            self._made[ranks.group] = self._make(ranks)
         return self._made[ranks.group]
 
+    def all_reduce_of(self, ranks: ShardGroup):
+        """What sums over the replicas; the same object for the same group. Collective over it at the first call.
 
-def _make(ranks: ShardGroup, transport: str, timeout: timedelta | None):
-    on_cpu = ranks.device.type == "cpu"
-    if ranks.world == 1 and on_cpu and (transport != "process_group" or ranks.group is None):
-        return _C.local_transport()
-    reason, hello, is_observed = "the mesh is not on the CPU", None, False
-    if on_cpu and transport != "process_group":
-        reason, hello, is_observed = why_not_shared(ranks.group)
-    if transport == "shm" and reason is not None:
-        raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
-    if transport == "auto" and is_observed:
-        reason = "a dispatch mode watches the collectives"
-    if reason is None and transport != "process_group":
-        limit = timeout or torch_private.group_timeout(ranks.group)
-        return _C.shm_transport(ranks.rank, ranks.world, hello["socket"], hello["token"], limit.total_seconds())
+        Replicas on several hosts, or watched by a dispatch mode, use the process group whatever the shards use.
+        """
+        group = ranks.replicate_group
+        if group not in self._all_reduces:
+            reason, arguments = self._sharing(group, ranks.device)
+            if reason is None:
+                self._all_reduces[group] = _C.HostAllReduce(*arguments)
+            else:
+                self._all_reduces[group] = functools.partial(_all_reduce, group)
+        return self._all_reduces[group]
+
+    def _make(self, ranks: ShardGroup):
+        on_cpu = ranks.device.type == "cpu"
+        if ranks.world == 1 and on_cpu and (self._name != "process_group" or ranks.group is None):
+            return _C.local_transport()
+        reason, arguments = self._sharing(ranks.group, ranks.device)
+        if reason is None:
+            return _C.shm_transport(*arguments)
+        if self._name == "shm":
+            raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
+        return _group_transport(ranks)
+
+    def _sharing(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, tuple]:
+        """Why the ranks of a group are not to share memory, or None and the arguments of what lets them."""
+        if device.type != "cpu":
+            return "the mesh is not on the CPU", ()
+        if self._name == "process_group":
+            return "a process group was asked for", ()
+        reason, hello, is_observed = why_not_shared(group)
+        if reason is None and self._name == "auto" and is_observed:
+            reason = "a dispatch mode watches the collectives"
+        if reason is not None:
+            return reason, ()
+        limit = self._timeout or torch_private.group_timeout(group)
+        place = (dist.get_rank(group), dist.get_world_size(group))
+        return None, (*place, hello["socket"], hello["token"], limit.total_seconds())
+
+
+def _group_transport(ranks: ShardGroup):
     return _C.group_transport(
         functools.partial(all_gather, ranks.group),
         functools.partial(reduce_scatter, ranks.group),
@@ -125,6 +153,11 @@ def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     return scatter(output, source, op=op, group=group, async_op=True)
+
+
+def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> bool:
+    dist.all_reduce(rows, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
+    return True
 
 
 def wait(work) -> bool:

@@ -1,0 +1,38 @@
+// Sums over the replicas of a 2-D mesh through shared memory, when all of them run on one host.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "core/slots.hpp"
+#include "cpu/shm_group.hpp"
+
+namespace fsdp2x {
+
+// Every rank copies its values into a scratch of its own and sums those of all ranks, in rank order: the same bits on
+// every replica and in every run. Uses the reduction protocol of csrc/README.md with two units in turn, so that a rank
+// may fill one scratch while its peers still read the other.
+class HostAllReduce {
+ public:
+  explicit HostAllReduce(std::unique_ptr<cpu::ShmGroup> group);
+
+  // values = their sum over all ranks, in fp32 (f64 for f64) and rounded once; divided by the number of ranks when
+  // `average`. Dense, on the CPU. Collective: the same sizes and dtypes in the same order on every rank.
+  void run(const at::Tensor& values, bool average);
+
+ private:
+  struct Turn {
+    uint64_t epoch = 0;
+    int slot = -1;
+  };
+
+  std::unique_ptr<cpu::ShmGroup> group_;
+  SlotLedger ledger_;
+  std::array<Turn, 2> turns_;
+  uint64_t num_runs_ = 0;
+};
+
+}  // namespace fsdp2x
