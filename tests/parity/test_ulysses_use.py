@@ -217,6 +217,7 @@ def test_whole_sequences_while_disabled(ctx):
     assert reference.config._attn_implementation == ours.config._attn_implementation == "eager"
 
 
+@pytest.mark.full
 @distributed(world_sizes=(2,), timeout=180)
 def test_compiled_blocks(ctx):
     """Attention stays outside of the graphs; rows of another length and layout compile at most once more each."""
