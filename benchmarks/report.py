@@ -19,6 +19,7 @@ import bench_host
 import bench_load
 import bench_memory
 import bench_optimizer
+import bench_sequence
 import bench_step
 import harness
 
@@ -34,6 +35,7 @@ TITLES = {
     "memory": "Memory above the imports",
     "load": "From HuggingFace files to shards",
     "export": "Whole tensors of a sharded model",
+    "sequence": "Packing and sequence parallelism",
 }
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
@@ -43,6 +45,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "memory": bench_memory.rows_of,
     "load": bench_load.rows_of,
     "export": bench_export.rows_of,
+    "sequence": bench_sequence.rows_of,
 }
 
 
@@ -156,6 +159,21 @@ def plot_ways(axes, record: dict) -> None:
     axes.set_ylabel("s")
 
 
+def plot_sequence(axes, record: dict) -> None:
+    """Tokens a second of each side, ours in blue."""
+    bars = [
+        (f"{case}\n{side}", side in ("packed", "ulysses"), 1e3 * values["tokens"] / values["step"]["median_ms"])
+        for case, sides in record["results"].items()
+        for side, values in sides.items()
+    ]
+    for label, ours, color in (("without", False, OTHER), ("fsdp2x.sequence", True, OURS)):
+        chosen = [(place, value) for place, (_, mine, value) in enumerate(bars) if mine == ours]
+        if chosen:
+            axes.bar(*zip(*chosen, strict=True), 0.6, label=label, color=color)
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
+    axes.set_ylabel("tokens of samples a second")
+
+
 PLOTS = {
     "step": plot_pairs,
     "optimizer": plot_pairs,
@@ -164,6 +182,7 @@ PLOTS = {
     "memory": plot_memory,
     "load": plot_ways,
     "export": plot_ways,
+    "sequence": plot_sequence,
 }
 
 

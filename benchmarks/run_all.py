@@ -23,6 +23,7 @@ FULL = {
     "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],
     "memory_cpu_2ranks": ["bench_memory.py"],
     "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
+    "sequence_cpu_2ranks": ["bench_sequence.py"],
     "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "24"],
 }
 QUICK = {
@@ -31,6 +32,7 @@ QUICK = {
     "host_cpu": ["bench_host.py", "--quick"],
     "collectives_cpu_2ranks": ["bench_collectives.py", "--quick"],
     "memory_cpu_2ranks": ["bench_memory.py", "--quick"],
+    "sequence_cpu_2ranks": ["bench_sequence.py", "--quick"],
 }
 
 

@@ -15,6 +15,7 @@ TITLES = {
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
+    "sequence": "Packing and sequence parallelism",
 }
 
 
@@ -39,7 +40,12 @@ def records() -> dict[str, object]:
     case = {"question": "units", "world": 2, "num_units": 8, "num_params": 11}
     memory = {"built": 2**20, "peak": 3 * 2**20, "resting": 2 * 2**20}
     return {
-        "step": {"comm": {"fsdp2x": phases(*step), "stock": phases(*step, factor=4.0)}},
+        "step": {
+            "comm": {
+                **{side: phases(*step) for side in ("fsdp2x", "fsdp2x_torch_adamw", "ddp")},
+                "stock": phases(*step, factor=4.0),
+            }
+        },
         "optimizer": {
             "units": {
                 "fsdp2x": phases("step", "clip", "optimizer"),
@@ -67,6 +73,12 @@ def records() -> dict[str, object]:
                 "fsdp2x": {**memory, "plan": 2**20},
             }
         ],
+        "sequence": {
+            "packing": {
+                "padded": {**phases("step", factor=4.0), "tokens": 10, "positions": 20},
+                "packed": {**phases("step"), "tokens": 10, "positions": 10},
+            }
+        },
     }
 
 
@@ -91,7 +103,7 @@ def test_every_kind_of_result_makes_a_table_and_a_plot(tmp_path):
     text = (tmp_path / "out" / "README.md").read_text()
     for name, title in TITLES.items():
         part = text.split(f"## {title}")[1].split("## ")[0]
-        assert ("0.25x" if name == "memory" else "4.0") in part, part
+        assert {"memory": "0.25x", "sequence": "4.00x"}.get(name, "4.0") in part, part
         assert (tmp_path / "out" / "plots" / f"{name}_x.png").stat().st_size > 5000
     done = report("--check", "--results", tmp_path)
     assert done.returncode == 1 and "run benchmarks/report.py" in done.stderr
