@@ -18,7 +18,7 @@ from torch import nn
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence import exchange, layout
 from fsdp2x.sequence.decoder import attention_configs, check_rope, cut_decoder_inputs, find_decoder
-from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
+from fsdp2x.sequence.layout import KEYWORD, SequenceLayout, Shard
 from fsdp2x.sequence.varlen import Rules, attend
 
 IMPLEMENTATION = "fsdp2x_varlen"
@@ -70,6 +70,8 @@ def use_varlen_attention(model: nn.Module) -> SequenceAttention:
 
 class SequenceAttention:
     """A model's decoder under attention over layouts; owns the hooks and remembers what was there before."""
+
+    shard: Shard | None = None  # Ulysses: this rank's part of every sequence
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = find_decoder(model)
@@ -149,6 +151,11 @@ class SequenceAttention:
     def _check(self, found: SequenceLayout, inputs: dict[str, Any]) -> None:
         if inputs.get("past_key_values") is not None:
             raise ValueError("attention over layouts keeps no cache; pass past_key_values=None, or use disabled()")
+        if found.shard is not self.shard:
+            raise ValueError(
+                f"{type(self.decoder).__name__}: {found} was not made for this model; under Ulysses pass the inputs "
+                "that its own context's shard_inputs(batch) returns, else those of the batch"
+            )
         tokens = next((x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None), None)
         if tokens is None:
             return
