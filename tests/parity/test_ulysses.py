@@ -105,7 +105,9 @@ def grid(names, normal):
 
 
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.parametrize(("name", "kind"), grid(PAPER_MODELS, lambda name, kind: kind != "plain" or name == "llama"))
+@pytest.mark.parametrize(
+    ("name", "kind"), grid(PAPER_MODELS, lambda name, kind: kind == "packed" or name in ("llama", "qwen2_vl"))
+)
 def test_two_ranks(ctx, name, kind):
     check_three_steps(ctx, name, kind)
 
