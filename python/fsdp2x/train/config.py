@@ -284,13 +284,19 @@ class TrainSection:
 class CheckpointConfig:
     save_every: int = setting(0, "save every so many steps; 0 saves only at the end")
     save_last: bool = setting(True, "save after the last step")
-    keep: int = setting(2, "how many checkpoints stay on disk")
+    form: Literal["sharded", "full", "per_rank"] = setting(
+        "sharded", "a DCP directory or one file, both for any number of ranks, or a file of each rank for as many"
+    )
+    async_save: bool = setting(False, "copy the shards and train on while a thread writes them")
+    keep: int = setting(2, "how many checkpoints stay on disk beside those of keep_every")
+    keep_every: int = setting(0, "checkpoints of every so many steps are never deleted; 0 none")
     resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints whose latest one is taken")
     folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output")
 
     def __post_init__(self) -> None:
         require(self.save_every >= 0, "checkpoint.save_every", self.save_every, "zero or more")
         require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, "zero or more")
 
 
 @dataclass(frozen=True)
