@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo with us, not at the first call
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # the functions that files of torch.save name
 from torch.distributed._composable import contract  # fully_shard.state(module) and the "only once" error
 from torch.distributed._composable.contract import (  # to undo a registration whose sharding failed
     REGISTRY_KEY,
@@ -51,10 +52,13 @@ __all__ = [
     "local_tensor",
     "is_replicated",
     "is_traceable_wrapper_subclass",
+    "rebuild_tensor",
+    "rebuild_tensor_of_dtype",
     "root_modules",
     "set_local_tensor",
     "spec_of",
     "spec_with_dtype",
+    "storage_info",
     "unobserved",
     "wait_if_async",
 ]
@@ -62,6 +66,8 @@ __all__ = [
 State = _State
 never_compiled = _disable_dynamo
 StridedShard = _StridedShard
+rebuild_tensor = _rebuild_tensor_v2
+rebuild_tensor_of_dtype = _rebuild_tensor_v3
 root_modules = _get_root_modules
 local_shape_and_offset = compute_local_shape_and_global_offset
 
@@ -100,6 +106,13 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     if meta.dtype == dtype:
         return spec
     return dtensor_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
+
+
+def storage_info(file_name: str, offset: int, length: int):
+    """Where an entry lies, in DCP's ``.metadata``."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # importing DCP takes its time
+
+    return _StorageInfo(file_name, offset, length)
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:
