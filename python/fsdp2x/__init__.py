@@ -10,7 +10,7 @@ from fsdp2x.runtime import native  # noqa: F401
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import export, moe, optim
+from fsdp2x import checkpoint, export, moe, optim
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
@@ -45,6 +45,7 @@ __all__ = [
     "accumulate",
     "add_lora",
     "apply_tiled_mlp",
+    "checkpoint",
     "clip_grad_norm_",
     "describe",
     "export",

@@ -40,9 +40,9 @@ def train_and_die(ctx, config, module, owner, name, victim):
 
 # Who dies where: in DCP's write, among the small files, before the final name, after the rename.
 DEATHS = [
-    (1, "torch.distributed.checkpoint", "FileSystemWriter", "write_data"),
-    (1, "fsdp2x.checkpoint.state", None, "save_rng"),
-    (0, "fsdp2x.checkpoint.state", None, "write_manifest"),
+    (1, "fsdp2x.checkpoint.disk", "Sink", "close"),
+    (1, "fsdp2x.checkpoint.saving", None, "save_rng"),
+    (0, "fsdp2x.checkpoint.saving", None, "write_manifest"),
     (0, "fsdp2x.checkpoint.directory", None, "write_file"),
 ]
 
@@ -64,7 +64,8 @@ def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_p
 
 @distributed
 def test_an_error_on_one_rank_is_raised_on_all_and_the_run_goes_on(ctx):
-    from fsdp2x.checkpoint import CheckpointError, state
+    from fsdp2x.checkpoint import CheckpointError
+    from fsdp2x.checkpoint import saving
 
     def full(*args):
         raise OSError(28, "No space left on device", "rng")
@@ -76,7 +77,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_run_goes_on(ctx):
         trainer.train_step()
         with pytest.MonkeyPatch.context() as patch:
             if ctx.rank == 1:
-                patch.setattr(state, "save_rng", full)
+                patch.setattr(saving, "save_rng", full)
             with pytest.raises(CheckpointError, match=r"step-000002: rank 1: rng: No space left on device$"):
                 trainer.save()
         names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
@@ -122,7 +123,7 @@ def test_a_checkpoint_of_another_model_is_refused(ctx):
 def test_damaged_and_missing_files_are_named(ctx):
     with shared_folder(ctx) as folder:
         config, checkpoint = save_and_resume_config(folder)
-        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json", "rng-00001.json", "manifest.json"):
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.pt", "rng-00001.json", "manifest.json"):
             path = checkpoint / name
             whole = path.read_bytes()
             damaged = bytearray(whole)
@@ -146,7 +147,7 @@ def test_damaged_and_missing_files_are_named(ctx):
 
 @distributed
 def test_nothing_is_loaded_from_a_damaged_checkpoint(ctx):
-    from fsdp2x.checkpoint import CheckpointError, load_checkpoint
+    from fsdp2x.checkpoint import CheckpointError, load
 
     with shared_folder(ctx) as folder:
         config, checkpoint = save_and_resume_config(folder)
@@ -158,7 +159,7 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint(ctx):
         fresh = make_trainer({**config, "checkpoint": {}})
         before = weights(fresh)
         with pytest.raises(CheckpointError, match="__1_0.distcp: damaged"):
-            load_checkpoint(checkpoint, fresh.model, fresh.optimizer)
+            load(checkpoint, fresh.model, fresh.optimizer)
         assert all(torch.equal(a, b) for a, b in zip(before, weights(fresh), strict=True))
         assert not fresh.optimizer.state
         fresh.close()

@@ -7,7 +7,6 @@ import torch
 
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.checkpoint.manifest import (
-    check_same_model,
     describe_files,
     file_names,
     make_manifest,
@@ -60,30 +59,8 @@ def test_round_trip(folder):
     manifest = read_manifest(folder)
     assert (manifest["step"], manifest["world_size"], manifest["tied"]) == (7, 2, {"head.weight": "embed.weight"})
     assert set(manifest["files"]) == {"data.bin", "hf/config.json"}
-    check_same_model(manifest, model_layout(Tied())[0], folder)
     for rank in range(3):
         verify_files(folder, manifest, rank=rank, world_size=3)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: Tied(width=6), r"embed.weight has shape \[5, 4\] there, \[5, 6\] here"),
-        (lambda: Tied().double(), r"count has dtype float32 there, float64 here"),
-        (lambda: Tied(extra=True), r"it lacks last.weight of shape \[2, 2\]"),
-        (lambda: torch.nn.LayerNorm(4), r"it lacks weight of shape \[4\]"),
-    ],
-)
-def test_another_model_is_named(folder, model, message):
-    with pytest.raises(CheckpointError, match=message):
-        check_same_model(read_manifest(folder), model_layout(model())[0], folder)
-
-
-def test_a_smaller_model_is_named(folder):
-    tensors, _ = model_layout(Tied())
-    del tensors["count"]
-    with pytest.raises(CheckpointError, match=r"which has count of shape \[3\]; this one has none"):
-        check_same_model(read_manifest(folder), tensors, folder)
 
 
 def test_damage_is_named(folder):
@@ -104,7 +81,7 @@ def test_manifests_that_are_none_are_named(folder):
     for text, message in (
         ("{", "manifest.json: damaged, not valid JSON"),
         ("[]", "manifest.json: not the manifest of a checkpoint"),
-        (json.dumps({**manifest, "format": 99}), "manifest.json: format 99, this version of fsdp2x reads format 1"),
+        (json.dumps({**manifest, "format": 99}), "manifest.json: format 99, this version of fsdp2x reads format 2"),
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):

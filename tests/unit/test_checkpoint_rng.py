@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp2x.checkpoint import CheckpointError
-from fsdp2x.checkpoint.rng import read_rng, rng_file, save_rng, seed_all, set_rng
+from fsdp2x.checkpoint.rng import read_rng, rng_file, rng_state, save_rng, seed_all, set_rng
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def draw():
 def test_round_trip(tmp_path):
     seed_all(5, 0)
     draw()
-    save_rng(tmp_path, 3, CPU)
+    save_rng(tmp_path, 3, rng_state(CPU))
     expected = [draw() for _ in range(3)]
     seed_all(6, 0)
     set_rng(read_rng(tmp_path, 3), CPU)

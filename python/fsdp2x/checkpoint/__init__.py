@@ -1,7 +1,10 @@
-"""Sharded checkpoints: atomic, loadable at another world size, and executing nothing that they contain."""
+"""Checkpoints in three forms: atomic, for other world sizes too, in the background, and executing nothing they hold."""
 
 from .agree import CheckpointError
-from .directory import resolve
-from .state import Loaded, load_checkpoint, save_checkpoint
+from .background import Saved
+from .directory import mark, resolve
+from .loading import Loaded, load
+from .saving import save, wait
+from .sources import read_parts
 
-__all__ = ["CheckpointError", "Loaded", "load_checkpoint", "resolve", "save_checkpoint"]
+__all__ = ["CheckpointError", "Loaded", "Saved", "load", "mark", "read_parts", "resolve", "save", "wait"]

@@ -1,6 +1,6 @@
 """Making ranks agree about failure: an error on one rank is raised on all, and a rank that died is named.
 
-Nothing here may be skipped by a rank: each function is a collective of the whole default group.
+Nothing here may be skipped by a rank: each function is a collective of its group, by default of all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -21,35 +21,81 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or used; the message names the file, parameter or rank."""
 
 
-def together(work: Callable[[], T], *, what: str = "", raising: type[Exception] = CheckpointError) -> T:
+Group = dist.ProcessGroup | None
+
+
+def rank_and_size(group: Group = None) -> tuple[int, int]:
+    """Place in the group; a process without one is rank 0 of 1."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def together(
+    work: Callable[[], T], *, what: str = "", raising: type[Exception] = CheckpointError, group: Group = None
+) -> T:
     """Runs `work` on every rank and returns its result; if it failed anywhere, every rank raises the same `raising`.
 
     `work` itself must not contain a collective: a rank that fails early would leave the others waiting in it. An
     error that is neither `raising` nor from the file system is a slip of ours and stays attached as the cause.
     """
-    result = mine = None
-    try:
-        result = work()
-    except Exception as error:
-        mine = error
-    messages: list[str | None] = [None if mine is None else sentence(mine, raising)]
-    if dist.is_initialized():
-        messages = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, None if mine is None else sentence(mine, raising))
-    failures = {rank: message for rank, message in enumerate(messages) if message is not None}
-    if not failures:
-        return result  # type: ignore[return-value]
-    expected = mine is None or isinstance(mine, raising | OSError)
-    raise raising(join_failures(failures, len(messages), what)) from (None if expected else mine)
+    result, mine = _attempt(work)
+    _raise_failures(_exchange(None if mine is None else sentence(mine, raising), group), mine, what, raising)
+    return result  # type: ignore[return-value]
 
 
-def on_rank_0(work: Callable[[], T], *, what: str = "") -> T:
+def gather_all(work: Callable[[], T], *, what: str = "", group: Group = None) -> list[T]:
+    """Runs `work` on every rank and returns the results of all, in rank order; failures as in `together`."""
+    result, mine = _attempt(work)
+    found = _exchange((None if mine is None else sentence(mine), result), group)
+    _raise_failures([said for said, _ in found], mine, what, CheckpointError)
+    return [value for _, value in found]
+
+
+def on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> T:
     """Runs `work` on rank 0 and returns its result on every rank; its failure is raised on every rank."""
-    if not dist.is_initialized():
-        return together(work, what=what)
-    result = [together(lambda: work() if dist.get_rank() == 0 else None, what=what)]
-    dist.broadcast_object_list(result, src=0)
+    rank, size = rank_and_size(group)
+    result = [together(lambda: work() if rank == 0 else None, what=what, group=group)]
+    if size > 1:
+        dist.broadcast_object_list(result, src=_first(group), group=group)
     return result[0]  # type: ignore[return-value]
+
+
+def gather_on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> list[T]:
+    """Runs `work` on every rank; rank 0 gets the results of all, in rank order, the others an empty list."""
+    rank, size = rank_and_size(group)
+    mine = together(work, what=what, group=group)
+    if size == 1:
+        return [mine]
+    found: list[Any] = [None] * size if rank == 0 else []
+    dist.gather_object(mine, found if rank == 0 else None, dst=_first(group), group=group)
+    return found
+
+
+def _first(group: Group) -> int:
+    """Global rank of a group's rank 0."""
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _exchange(mine: T, group: Group) -> list[T]:
+    size = rank_and_size(group)[1]
+    if size == 1:
+        return [mine]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _raise_failures(messages: list[str | None], mine: Exception | None, what: str, raising: type[Exception]) -> None:
+    failures = {rank: message for rank, message in enumerate(messages) if message is not None}
+    if failures:
+        expected = mine is None or isinstance(mine, raising | OSError)
+        raise raising(join_failures(failures, len(messages), what)) from (None if expected else mine)
 
 
 def join_failures(failures: Mapping[int, str], num_ranks: int, what: str) -> str:

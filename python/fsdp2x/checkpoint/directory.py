@@ -5,6 +5,7 @@
       step-000010/           whole: it got this name after everything in it was on disk
       .tmp-step-000020/      being written, or left by a kill; removed by the next run
       .old-step-000010/      the former step-000010 while a new one takes its place; put back if the kill came between
+      step-000005/marked     an empty file: this checkpoint is never deleted
 
 Only rank 0 of a training run writes here. Readers never change anything.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from .agree import CheckpointError
 
 LATEST = "latest"
+MARKED = "marked"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -71,6 +73,38 @@ def resolve(path: str | Path) -> Path:
     return resolve(path / name)
 
 
+def candidates(root: Path) -> list[Path]:
+    """Whole checkpoints in the order in which a resuming run tries them: the one of `latest`, then newest first."""
+    checkpoints = whole_checkpoints(root)[::-1]
+    checkpoints += [path for path in sorted(root.glob(".old-step-*"))[::-1] if root / path.name[5:] not in checkpoints]
+    pointer = root / LATEST
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+    newest = [path for path in checkpoints if path.name.removeprefix(".old-") == name]
+    if not newest:
+        return checkpoints
+    # A run resumed from an older step leaves higher steps of the former run behind: those are tried last.
+    current = step_of(name) or 0
+    older = [path for path in checkpoints if (step_of(path.name.removeprefix(".old-")) or 0) < current]
+    return [*newest, *older, *(path for path in checkpoints if path not in newest and path not in older)]
+
+
+def is_root(path: Path) -> bool:
+    """Whether this is a folder of checkpoints rather than one of them."""
+    return path.is_dir() and ((path / LATEST).is_file() or bool(candidates(path)))
+
+
+def mark(checkpoint: str | Path, marked: bool = True) -> None:
+    """Keeps a checkpoint from being deleted by later saves, or lets it go again; one process calls."""
+    file = Path(checkpoint) / MARKED
+    if not (Path(checkpoint) / "manifest.json").is_file():
+        raise CheckpointError(f"{checkpoint}: not a checkpoint that could be marked (no manifest.json)")
+    if marked:
+        write_file(file, "")
+    else:
+        file.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
 def prepare(root: Path, step: int) -> Path:
     """Removes leftovers and makes an empty temporary folder for `step`."""
     root.mkdir(parents=True, exist_ok=True)
@@ -97,10 +131,13 @@ def publish(root: Path, step: int) -> Path:
 
 
 def retain(root: Path, keep: int) -> list[Path]:
-    """Deletes all but the newest `keep` checkpoints, never the one `latest` names; returns what was deleted."""
+    """Deletes all but the newest `keep` checkpoints and the marked ones, never the one `latest` names.
+
+    Returns what was deleted. Marked ones do not count.
+    """
     pointer = root / LATEST
     newest = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
-    checkpoints = whole_checkpoints(root)
+    checkpoints = [path for path in whole_checkpoints(root) if not (path / MARKED).exists()]
     # A run resumed from an older step leaves higher steps of the former run behind: those are older work.
     current = step_of(newest)
     former = [path for path in checkpoints if current is not None and (step_of(path.name) or 0) > current]
@@ -137,10 +174,19 @@ def repair(root: Path) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """Writes text and waits until it is on disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes bytes and waits until they are on disk."""
+    try:
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def sync_file(path: Path) -> None:

@@ -10,17 +10,18 @@ import json
 import platform
 import zlib
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .agree import CheckpointError
-from .directory import sync_file, write_file
+from .directory import MARKED, sync_file, write_file
 
 NAME = "manifest.json"
-FORMAT = 1
-NEEDED = {"format", "step", "world_size", "tensors", "tied", "files"}
+FORMAT = 2
+NEEDED = {"format", "form", "step", "world_size", "tensors", "tied", "files"}
 
 
 def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -43,8 +44,13 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    return {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()}
+def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of each tensor; entries of a state dict that are none have no part."""
+    return {
+        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+        for name, t in tensors.items()
+        if isinstance(t, torch.Tensor)
+    }
 
 
 def make_manifest(
@@ -55,22 +61,35 @@ def make_manifest(
     tensors: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
     model_type: str,
+    form: str = "sharded",
+    layouts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
+    """The manifest but for its files. `layouts`: how the tensors of model and optimizer were cut, by dotted name."""
     return {
         "format": FORMAT,
+        "form": form,
         "step": step,
         "world_size": world_size,
         "mesh": mesh,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"fsdp2x": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()},
         "model_type": model_type,
         "tensors": describe_tensors(tensors),
         "tied": dict(aliases),
+        "layouts": dict(layouts or {}),
     }
+
+
+def _own_version() -> str:
+    try:
+        return version("fsdp2x")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def file_names(folder: Path) -> list[str]:
     """Every file of a checkpoint but the manifest, relative to it, sorted."""
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != NAME)
+    files = (p for p in folder.rglob("*") if p.is_file() and p not in (folder / NAME, folder / MARKED))
+    return sorted(str(p.relative_to(folder)) for p in files)
 
 
 def checksum(path: Path) -> int:
@@ -125,22 +144,4 @@ def verify_files(folder: Path, manifest: Mapping[str, Any], *, rank: int = 0, wo
         if checksum(folder / name) != manifest["files"][name]["crc32"]:
             raise CheckpointError(
                 f"{folder / name}: damaged, its contents are not those that were written (CRC-32 differs)"
-            )
-
-
-def check_same_model(manifest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raises `CheckpointError` naming the first tensor that the checkpoint and the model do not share."""
-    saved, mine = manifest["tensors"], describe_tensors(tensors)
-    for name, have in mine.items():
-        if name not in saved:
-            raise CheckpointError(f"{folder}: of another model, it lacks {name} of shape {have['shape']}")
-        for key in ("shape", "dtype"):
-            if saved[name][key] != have[key]:
-                raise CheckpointError(
-                    f"{folder}: of another model, {name} has {key} {saved[name][key]} there, {have[key]} here"
-                )
-    for name in saved:
-        if name not in mine:
-            raise CheckpointError(
-                f"{folder}: of another model, which has {name} of shape {saved[name]['shape']}; this one has none"
             )

@@ -41,8 +41,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def save_rng(folder: Path, rank: int, device: torch.device) -> None:
-    write_file(folder / rng_file(rank), json.dumps(rng_state(device)))
+def save_rng(folder: Path, rank: int, state: dict[str, Any]) -> None:
+    write_file(folder / rng_file(rank), json.dumps(state))
 
 
 def read_rng(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from .agree import CheckpointError
+from .values import first_line, why_refused
 
 # What DCP writes into `.metadata`, by module and name.
 _ALLOWED = {
@@ -99,18 +100,28 @@ class SafeReader(FileSystemReader):
             except OSError as error:
                 raise CheckpointError(f"{self.folder / name}: {error.strerror or error}") from None
             except Exception as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise CheckpointError(f"{self.folder / name}: damaged, its contents cannot be read: {reason}") from None
+                if (call := why_refused(error)) is not None:
+                    raise CheckpointError(
+                        f"{self.folder / name}: reading {items[0].storage_index.fqn} or a neighbour would execute "
+                        f"{call}; pass trusted=True if you know who wrote it"
+                    ) from None
+                raise CheckpointError(
+                    f"{self.folder / name}: damaged, its contents cannot be read: {first_line(error)}"
+                ) from None
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """`DefaultLoadPlanner` whose non-tensor entries are read with `weights_only=True`."""
+    """`DefaultLoadPlanner` whose non-tensor entries are read with `weights_only=True`, unless they are `trusted`."""
+
+    def __init__(self, *args: Any, trusted: bool = False, **keywords: Any):
+        super().__init__(*args, **keywords)
+        self.trusted = trusted
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        loaded = torch.load(value, map_location="cpu", weights_only=not self.trusted)
         name = read_item.dest_index.fqn
         if not self.flatten_state_dict:
             self.state_dict[name] = loaded

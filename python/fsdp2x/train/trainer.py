@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .. import checkpoint
+from ..checkpoint import CheckpointError
 from ..checkpoint.agree import on_rank_0, together
 from ..checkpoint.directory import repair
 from ..checkpoint.rng import seed_all
@@ -236,6 +237,7 @@ class Trainer:
         self.observer.close(self.step)
         if last_saved is None and config.checkpoint.save_last:
             self.save()
+        checkpoint.wait(self.model)
         self.metrics.write("end", self.step)
 
     def _report_evaluation(self) -> None:
@@ -306,32 +308,32 @@ class Trainer:
         return mean_over_ranks(loss_sum, weight_sum, self.world.device)
 
     def save(self) -> Path:
-        """Writes a checkpoint of this moment; collective."""
-        begun = time.perf_counter()
-        path = save_checkpoint(
+        """Writes a checkpoint of this moment, in the background where configured; collective."""
+        config = self.config.checkpoint
+        saved = checkpoint.save(
             self.checkpoints,
-            self.step,
             self.model,
             self.optimizer,
-            {
-                "schedule": self.schedule.state_dict(),
-                "data": self.stream.state_dict(),
-                "scaler": self.scaler.state_dict() if self.scaler else None,
-                "config": dataclasses.asdict(self.config),
-            },
-            keep=self.config.checkpoint.keep,
+            step=self.step,
+            scheduler=self.schedule,
+            scaler=self.scaler,
+            data=self.stream,
+            extra={"config": dataclasses.asdict(self.config)},
+            form=config.form,
+            keep=config.keep,
+            marked=bool(config.keep_every and self.step % config.keep_every == 0),
+            async_save=config.async_save,
             write_assets=self._write_assets,
             lost_ranks=self.world.lost_ranks,
         )
-        seconds = time.perf_counter() - begun
-        self.metrics.write("save", self.step, path=str(path), seconds=round(seconds, 3))
-        self.metrics.say("saved %s in %.2f s", path, seconds)
-        return path
+        self.metrics.write("save", self.step, path=str(saved.path), seconds=round(saved.stall_s, 3))
+        self.metrics.say("%s %s in %.2f s", "saved" if saved.done else "saving", saved.path, saved.stall_s)
+        return saved.path
 
     def _resume(self) -> Path:
         groups = self.optimizer.param_groups if self.training else []
         configured = [{key: group[key] for key in group if key != "params"} for group in groups]
-        loaded = load_checkpoint(
+        loaded = checkpoint.load(
             self.config.checkpoint.resume_from,
             self.model,
             self.optimizer,
@@ -341,16 +343,16 @@ class Trainer:
         self.step = loaded.step
         if not self.training:
             return loaded.path
-        if not {"schedule", "data"} <= set(loaded.trainer):
+        if loaded.scheduler is None or loaded.data is None:
             raise CheckpointError(f"{loaded.path}: it holds no training run (no schedule or data position)")
         for sentence in restore_settings(self.optimizer, configured):
             logger.warning("optimizer: %s", sentence)
-        for sentence in self.schedule.load_state_dict(loaded.trainer["schedule"]):
+        for sentence in self.schedule.load_state_dict(loaded.scheduler):
             logger.warning("schedule: %s", sentence)
-        for sentence in self.stream.load_state_dict(loaded.trainer["data"]):
+        for sentence in self.stream.load_state_dict(loaded.data):
             logger.warning("data: %s", sentence)
-        if self.scaler is not None and loaded.trainer.get("scaler"):
-            self.scaler.load_state_dict(loaded.trainer["scaler"])
+        if self.scaler is not None and loaded.scaler:
+            self.scaler.load_state_dict(loaded.scaler)
         elif self.scaler is not None:
             logger.warning("scaler: the checkpoint has none, the scale starts at %g", self.scaler.scale)
         return loaded.path

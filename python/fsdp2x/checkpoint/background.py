@@ -1,0 +1,184 @@
+"""What a model's saves keep between them: staging memory, the agreed plan, and the thread that writes.
+
+    save(async_save=True)   copy shards -> staging; start the thread           the stall, measured
+    thread                  write, fsync, checksum, agree with all ranks, publish, retain
+    next save, or wait()    join the thread; its error is raised there
+
+The thread never uses the process groups of the training: ranks agree over a gloo group made for it. Every wait of that
+group has a timeout, and a rank that dies closes its connections, so that the thread always ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .agree import CheckpointError, rank_and_size
+from .disk import page_aligned
+from .plan import Plan
+
+logger = logging.getLogger(__name__)
+
+# For ranks that write at different speeds; one that died is noticed at once.
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+class _Job(Protocol):
+    target: Any
+    form: Any
+    data: list[torch.Tensor]
+    staged: torch.Tensor | None
+    num_bytes: int
+
+    def run(self, group: dist.ProcessGroup | None) -> None: ...
+
+
+@dataclass
+class Saved:
+    """A save that ran or is running. `num_bytes`: tensor bytes written by this rank. `stall_s`: how long `save` took
+    until training could go on; `seconds`: until the checkpoint was published, None while it is not.
+    """
+
+    path: Path
+    step: int
+    form: str
+    num_bytes: int = 0
+    seconds: float | None = None
+    stall_s: float = 0.0
+    skipped: bool = False
+    _writer: Writer | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not self.stall_s:
+            self.stall_s = self.seconds
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is still going on."""
+        return self.skipped or self.seconds is not None or self._writer is None or not self._writer.is_busy
+
+    def wait(self) -> Path:
+        """Until the checkpoint is published; raises `CheckpointError` when it failed."""
+        if self._writer is not None:
+            self._writer.wait()
+        return self.path
+
+
+class Writer:
+    """Of one model. `plan` is that of its last save."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._world: Any = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Writer:
+        """The writer of a model; it lives as long as the model."""
+        writer = _writers.get(model)
+        if writer is None:
+            writer = _writers[model] = cls()
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if writer._world is not world:
+            # Another process group: what was agreed with the ranks of the former one is void.
+            writer._world, writer._group, writer.plan = world, None, None
+        return writer
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def is_busy_anywhere(self, when_busy: str) -> bool:
+        """Collective: with "wait" waits and returns False; with "skip" whether any rank still writes."""
+        if when_busy == "skip":
+            _, size = rank_and_size()
+            busy = [self.is_busy]
+            if size > 1:
+                busy = [False] * size
+                dist.all_gather_object(busy, self.is_busy)
+            if any(busy):
+                return True
+        self.wait()
+        return False
+
+    def wait(self) -> None:
+        """Joins the thread; its error is raised once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"the asynchronous save before failed: {error}") from None
+            raise RuntimeError(f"the asynchronous save before failed: {error}") from error
+
+    def start(self, job: _Job, begun: float) -> Saved:
+        """Copies the data of `job` and lets the thread do the rest; collective when it is the first."""
+        if self._group is None and rank_and_size()[1] > 1:
+            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        if self._staging is None:
+            self._staging = Staging()
+        job.staged = self._staging.fill(job.form, job.data)
+        job.data = self._staging.views
+        saved = Saved(job.target.final, job.target.step, job.form.name, job.num_bytes, _writer=self)
+
+        def work() -> None:
+            try:
+                job.run(self._group)
+                saved.seconds = time.perf_counter() - begun
+            except BaseException as error:
+                self._error = error
+                logger.error("asynchronous save of %s failed: %s", saved.path, error)
+
+        self._thread = threading.Thread(target=work, name="fsdp2x-checkpoint")
+        self._thread.start()
+        saved.stall_s = time.perf_counter() - begun
+        return saved
+
+
+class Staging:
+    """Host memory for the data of one save, kept for the next: pages are touched once."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._positions: list[int] = []
+        self._sizes: list[int] = []
+        self.views: list[torch.Tensor] = []
+
+    def fill(self, form: Any, data: list[torch.Tensor]) -> torch.Tensor:
+        """Copies `data` to the positions of `form`; returns the whole buffer."""
+        on_device = any(source.device.type == "cuda" for source in data)
+        if self._buffer.numel() < form.num_bytes or on_device != self._buffer.is_pinned():
+            self._positions = []
+            self.views = []
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = _pinned(form.num_bytes) if on_device else page_aligned(form.num_bytes)
+        sizes = [source.numel() for source in data]
+        if self._positions != form.positions or self._sizes != sizes:
+            self._positions, self._sizes = list(form.positions), sizes
+            self.views = [self._buffer[start : start + size] for start, size in zip(form.positions, sizes, strict=True)]
+        for view, source in zip(self.views, data, strict=True):
+            view.copy_(source, non_blocking=True)
+        if on_device:
+            torch.cuda.synchronize()
+        return self._buffer
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    whole = -(-max(num_bytes, 1) // 4096) * 4096
+    return torch.empty(whole, dtype=torch.uint8, pin_memory=True)
+
+
+_writers: weakref.WeakKeyDictionary[torch.nn.Module, Writer] = weakref.WeakKeyDictionary()

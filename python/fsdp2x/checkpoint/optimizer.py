@@ -1,0 +1,163 @@
+"""Optimizer state under parameter names, out of optimizers and back into them, without stepping either.
+
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so that stock checkpoints look
+alike: `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`. Unlike there, nothing is made up
+on the way: an optimizer that has not stepped has no state and gets none, and its step counts stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+
+from fsdp2x.lookup import named_params
+
+from .agree import CheckpointError
+from .manifest import plain_name
+from .values import same
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def as_optimizers(optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None) -> Optimizers:
+    """The argument as a list; raises `TypeError`."""
+    if optimizer is None:
+        return []
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"checkpoint: expected a torch.optim.Optimizer or a list of them, got {type(one).__name__}")
+    return found
+
+
+def named_state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """State and parameter groups of all optimizers together; raises `CheckpointError` for a foreign parameter."""
+    names = _names(model)
+    state: dict[str, Any] = {}
+    groups = []
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            members = [_name(names, param, index, position) for position, param in enumerate(group["params"])]
+            for name, param in zip(members, group["params"], strict=True):
+                if optimizer.state.get(param):
+                    state[name] = dict(optimizer.state[param])
+            groups.append({**_settings(group), "params": members})
+    return {"state": state, "param_groups": groups}
+
+
+class Restore:
+    """Optimizers that are to take over a saved state: what they expect, and the memory it is read into."""
+
+    def __init__(self, model: torch.nn.Module, optimizers: Optimizers):
+        names = _names(model)
+        self.optimizers = optimizers
+        self.groups = [
+            (optimizer, [_name(names, param, index, position) for position, param in enumerate(group["params"])])
+            for optimizer in optimizers
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        self.params = {
+            name: param
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+            for name in [names[id(param)]]
+        }
+
+    def differences(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Parameters that the saved optimizer does not know, and those that only it knows."""
+        known = {name for group in saved["param_groups"] for name in group["params"]}
+        return [name for name in self.params if name not in known], sorted(known - set(self.params))
+
+    def target(self, name: str, shape: Sequence[int], dtype: torch.dtype, layout: str | None) -> torch.Tensor:
+        """Memory for one saved tensor: cut like its parameter where it has its shape."""
+        param = self.params[name].detach()
+        if tuple(shape) == tuple(param.shape) and len(shape) > 0:
+            return torch.empty_like(param, dtype=dtype)
+        if isinstance(param, DTensor) and layout:
+            placements = [_placement(text, name) for text in layout.split()]
+            if len(placements) == param.device_mesh.ndim:
+                return empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+        return torch.empty(tuple(shape), dtype=dtype, device=param.device if len(shape) else "cpu")
+
+    def apply(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
+        """Hands the state to the optimizers; what `strict` would have refused comes back as sentences.
+
+        A group takes the settings of the saved group that its parameters were in.
+        """
+        home = {name: group for group in saved["param_groups"] for name in group["params"]}
+        said: list[str] = []
+        per_optimizer: dict[int, tuple[list[dict[str, Any]], dict[int, Any], list[int]]] = {}
+        for optimizer, members in self.groups:
+            groups, state, counter = per_optimizer.setdefault(id(optimizer), ([], {}, [0]))
+            mine = optimizer.param_groups[len(groups)]
+            homes = _distinct([home[name] for name in members if name in home])
+            settings = _settings(mine)
+            if len(homes) > 1:
+                said.append(f"parameter group {len(groups)} mixes {len(homes)} saved groups; it keeps its settings")
+            elif homes:
+                settings.update(homes[0])
+            indices = list(range(counter[0], counter[0] + len(members)))
+            counter[0] += len(members)
+            groups.append({**settings, "params": indices})
+            for index, name in zip(indices, members, strict=True):
+                if name in saved["state"]:
+                    state[index] = saved["state"][name]
+        if said and strict:
+            raise CheckpointError(f"optimizer: {'; '.join(said)}; strict=False loads the rest")
+        for optimizer in self.optimizers:
+            groups, state, _ = per_optimizer[id(optimizer)]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return said
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _distinct(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The different settings among groups that occur many times."""
+    once = {id(group): _settings(group) for group in groups}
+    found: list[dict[str, Any]] = []
+    for settings in once.values():
+        if not any(same(settings, other) for other in found):
+            found.append(settings)
+    return found
+
+
+def layout_of(tensor: torch.Tensor) -> str | None:
+    """How a tensor is cut, an entry per mesh axis, such as "S(0)" or "R S(1)"; None when it is not."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return " ".join(_text(placement) for placement in tensor.placements)
+
+
+def _text(placement: Any) -> str:
+    if type(placement) is Shard:
+        return f"S({placement.dim})"
+    return "R" if placement == Replicate() else str(placement).replace(" ", "")
+
+
+def _placement(text: str, name: str) -> Any:
+    if text == "R":
+        return Replicate()
+    if text.startswith("S(") and text[2:-1].isdigit():
+        return Shard(int(text[2:-1]))
+    raise CheckpointError(f"the optimizer state of {name} was cut as {text}, which cannot be made again here")
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    return {id(param): plain_name(name) for name, param, _ in named_params(model)}
+
+
+def _name(names: Mapping[int, str], param: torch.Tensor, group: int, position: int) -> str:
+    if id(param) not in names:
+        raise CheckpointError(
+            f"the optimizer steps a parameter of shape {tuple(param.shape)} (number {position} of group {group}) that "
+            "the model does not have; build it over model.parameters() after sharding, or call "
+            "fsdp2x.rebind_optimizer"
+        )
+    return names[id(param)]

@@ -1,0 +1,136 @@
+"""Who writes what: the chunks of all tensors, each written by exactly one rank, agreed once per layout.
+
+torch's own planner says which chunk of a tensor a rank holds and which replica writes it, so that meshes of any shape
+are cut in a checkpoint as stock cuts them. The plan depends on names, shapes and layouts alone and is kept for the next
+save of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from .agree import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
+from .state import State
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of the whole tensor `name`: what one rank holds of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass
+class Plan:
+    """`held`: every chunk of this rank. `mine`: those that it writes where each chunk is written once; `objects` the
+    entries that are no tensors, likewise. `metadata` and `paths` (of all ranks): on rank 0 only. `layouts`: files laid
+    out for this plan.
+    """
+
+    signature: tuple
+    held: list[Chunk]
+    mine: list[Chunk]
+    objects: list[str]
+    metadata: Metadata | None = None
+    paths: Mapping[str, tuple] | None = None
+    layouts: dict[Any, Any] = field(default_factory=dict)
+
+
+def local_plan(flat: Mapping[str, Any]) -> SavePlan:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(flat), is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:
+    """The chunks of the tensors in `flat` that this rank holds."""
+    return _chunks(local_plan(flat).items)
+
+
+def make_plan(state: State, group: dist.ProcessGroup | None) -> Plan:
+    """Agrees with all ranks; collective. Raises `CheckpointError` when chunks overlap or leave holes."""
+    local: list[SavePlan] = []
+
+    def describe() -> tuple[SavePlan, Mapping[str, tuple]]:
+        local.append(local_plan(state.flat))
+        return local[0], state.paths
+
+    everything = gather_on_rank_0(describe, group=group)
+    metadata: list[Metadata] = []
+
+    def assign() -> list[list[tuple]]:
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner({}, is_coordinator=True)
+        try:
+            plans, described = planner.create_global_plan([plan for plan, _ in everything])
+        except ValueError as error:
+            raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
+        metadata.append(described)
+        return [[_key(item) for item in plan.items] for plan in plans]
+
+    assigned = on_rank_0(assign, group=group)
+    rank, _ = rank_and_size(group)
+    mine = _kept(local[0], assigned[rank])
+    plan = Plan(state.signature, _chunks(local[0].items), _chunks(mine), _objects(mine))
+    if rank == 0:
+        plan.metadata = metadata[0]
+        plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
+    return plan
+
+
+def _kept(plan: SavePlan, keys: Sequence[tuple]) -> list[WriteItem]:
+    wanted = set(keys)
+    return [item for item in plan.items if _key(item) in wanted]
+
+
+def _chunks(items: Sequence[WriteItem]) -> list[Chunk]:
+    return [_chunk(item) for item in items if item.type != WriteItemType.BYTE_IO]
+
+
+def _objects(items: Sequence[WriteItem]) -> list[str]:
+    return [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
+
+
+def local_data(flat: Mapping[str, Any], chunk: Chunk) -> torch.Tensor:
+    """The memory of a chunk on this rank; raises `CheckpointError` for a tensor that is more than its bytes."""
+    tensor = flat[chunk.name]
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = local.detach()
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        raise CheckpointError(
+            f"{chunk.name} is a {type(local).__name__} of layout {local.layout}, which this form of checkpoint cannot "
+            "hold; save what `get_model_state_dict` makes of it with torch.distributed.checkpoint"
+        )
+    if tuple(local.shape) != chunk.sizes:
+        raise CheckpointError(
+            f"{chunk.name}: this rank holds {tuple(local.shape)}, its placements say {chunk.sizes}; the sharding is "
+            "not one that a checkpoint can describe"
+        )
+    return local
+
+
+def _chunk(item: WriteItem) -> Chunk:
+    data = item.tensor_data
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return Chunk(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, sizes)
+
+
+def _key(item: WriteItem) -> tuple:
+    offset = item.index.offset
+    return (item.index.fqn, None if offset is None else tuple(offset))

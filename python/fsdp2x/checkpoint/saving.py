@@ -1,0 +1,293 @@
+"""`save`: a checkpoint of this moment, at once or in the background; `wait`: until it is written.
+
+Order of a save, whatever its form: collect on every rank (errors reach all before anything is written), agree who
+writes what, [async: copy the shards and go on], temporary folder, data, small files, manifest, fsync of each, rename,
+fsync of the folder, `latest`, retention. See `directory.py` for what a kill may leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from . import directory
+from .agree import CheckpointError, LostRanks, gather_on_rank_0, on_rank_0, rank_and_size, together
+from .background import Saved, Writer
+from .disk import bytes_of
+from .forms import Contents, PerRank, Sharded, write_described
+from .full import Full
+from .manifest import describe_files, file_names, make_manifest, write_manifest
+from .optimizer import as_optimizers, layout_of
+from .plan import Plan, local_data, make_plan
+from .rng import save_rng
+from .state import ASSETS_FOLDER, PARTS_FILE, State, collect
+from .values import same, to_bytes
+
+logger = logging.getLogger(__name__)
+
+FORMS = ("sharded", "full", "per_rank")
+FILE_SUFFIXES = (".pt", ".pth")
+
+
+def save(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    form: Literal["sharded", "full", "per_rank"] = "sharded",
+    keep: int = 2,
+    marked: bool = False,
+    async_save: bool = False,
+    when_busy: Literal["wait", "skip"] = "wait",
+    trusted: bool = False,
+    write_assets: Callable[[Path], None] | None = None,
+    lost_ranks: LostRanks | None = None,
+) -> Saved:
+    """Writes `path/step-<step>` from all ranks, points `path/latest` to it and deletes old ones; collective.
+
+    With `form="full"` and a `path` that ends with `.pt` or `.pth`: that one file, and nothing else.
+
+    A kill at any moment leaves the previous checkpoint whole. All ranks must see the folder. Saved are the model's
+    state dict (tied weights once), the optimizer's state and groups under parameter names, the small parts given here
+    and the random generators of all ranks.
+
+    Args:
+        path: the folder of the run's checkpoints, or a file.
+        model: sharded by fsdp2x or by stock FSDP2, or not at all.
+        optimizer: torch's, ours, wrapped by `local_optimizer`, or several; None leaves it out.
+        step: names the checkpoint; 0 or more.
+        scheduler, scaler, data: objects with `state_dict()`, or values, of plain Python and tensors. `data` may differ
+            between ranks (and then loads at the same number of ranks only); of the others rank 0's is kept.
+        extra: any such value of the caller's.
+        form: "sharded": the directory of `torch.distributed.checkpoint`, for any world size, readable by torch and by
+            stock FSDP2. "full": one file that `torch.load(weights_only=True)` reads, for any world size. "per_rank":
+            a file of each rank, for the same number of ranks.
+        keep: how many checkpoints stay in the folder beside the marked ones.
+        marked: this one is never deleted by later saves; see `mark`.
+        async_save: return after the shards were copied; a thread writes them. One copy of this rank's shards stays in
+            memory for the next save. Ranks then agree over a process group of their own.
+        when_busy: while a former asynchronous save of this model is being written: "wait" for it, or "skip" this one.
+        trusted: allow parts whose reading executes code; `load` must then be told, too.
+        write_assets: called with a folder on rank 0, adds files such as configurations (in the thread, when async).
+        lost_ranks: who names the ranks that die meanwhile; default a new one.
+
+    Returns:
+        Saved: path, bytes and seconds; of an asynchronous save also `wait()`. `skipped` is True when nothing is saved.
+
+    Raises:
+        CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed; the new
+            one is not begun then.
+        ValueError, TypeError: for arguments.
+    """
+    begun = time.perf_counter()
+    target = Target(Path(path).expanduser(), int(step), keep, marked)
+    _check(target, form, when_busy)
+    optimizers = as_optimizers(optimizer)
+    writer = Writer.of(model)
+    what = f"saving checkpoint {target.final}"
+    lost_ranks = lost_ranks or LostRanks()
+    with lost_ranks.named(what):
+        if writer.is_busy_anywhere(when_busy):
+            return Saved(target.final, target.step, form, skipped=True)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
+        state = together(lambda: collect(model, optimizers, small, device, trusted), what=what)
+        plan = _plan(writer, state, what)
+        sources = together(lambda: [(c, local_data(state.flat, c)) for c in plan.held], what=what)
+    job = Job(target, form, plan, state, dict(sources), what, lost_ranks, _manifest(model, state, form, target.step))
+    job.write_assets = write_assets
+    if not async_save:
+        job.run(None)
+        return Saved(target.final, target.step, form, job.num_bytes, seconds=time.perf_counter() - begun)
+    return writer.start(job, begun)
+
+
+def wait(model: torch.nn.Module) -> None:
+    """Until the asynchronous save of `model` is written, if there is one; raises its `CheckpointError`."""
+    Writer.of(model).wait()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint goes: a folder of a root, or one file."""
+
+    path: Path
+    step: int
+    keep: int
+    marked: bool
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.suffix in FILE_SUFFIXES
+
+    @property
+    def final(self) -> Path:
+        return self.path if self.is_file else self.path / directory.step_name(self.step)
+
+    @property
+    def temporary(self) -> Path:
+        """Of a lone file: a folder beside it that holds it until it is whole."""
+        if self.is_file:
+            return self.path.parent / f".tmp-{self.path.name}"
+        return directory.temporary_path(self.path, self.step)
+
+    def prepare(self) -> None:
+        if self.is_file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir()
+        else:
+            directory.prepare(self.path, self.step)
+
+    def publish(self) -> None:
+        if self.is_file:
+            directory.sync_folder(self.temporary)
+            os.replace(self.temporary / self.path.name, self.path)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            directory.sync_folder(self.path.parent)
+            return
+        directory.publish(self.path, self.step)
+        for old in directory.retain(self.path, self.keep):
+            logger.info("deleted old checkpoint %s", old)
+
+
+class Job:
+    """One save after its state was collected: what is left can be done at any later moment, by any thread."""
+
+    write_assets: Callable[[Path], None] | None = None
+
+    def __init__(self, target, form, plan, state: State, sources, what, lost_ranks, manifest):
+        self.target, self.what, self.lost_ranks = target, what, lost_ranks
+        self.state = replace(state, tree={}, flat={}, model_names={})
+        objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
+        self.contents = Contents(objects, state.paths, state.aliases, manifest)
+        rank, _ = rank_and_size()
+        if form == "sharded":
+            key = ("sharded", rank)
+            plan.layouts[key] = plan.layouts.get(key) or Sharded(plan, rank)
+            self.form = plan.layouts[key]
+        elif form == "per_rank":
+            self.form = PerRank(plan, rank, self.contents)
+        else:
+            self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
+        self.data = [bytes_of(sources[chunk]) for chunk in self.form.chunks]
+        self.staged: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.form.chunks)
+
+    def run(self, group: dist.ProcessGroup | None) -> None:
+        """Writes and publishes; collective over `group`. Raises `CheckpointError` on every rank."""
+        with self.lost_ranks.named(self.what):
+            target, contents, what = self.target, self.contents, self.what
+            rank, _ = rank_and_size(group)
+            gathered = gather_on_rank_0(lambda: (self.state.small.get("data"), self.state.rng), group=group)
+            on_rank_0(target.prepare, what=what, group=group)
+            if rank == 0:
+                contents.small = self._small([data for data, _ in gathered])
+                contents.rngs = [rng for _, rng in gathered]
+            if isinstance(self.form, Full):
+                self.form.place(target.temporary, contents, group)
+            written = gather_on_rank_0(self._write, what=what, group=group)
+            on_rank_0(lambda: self._finish(written), what=what, group=group)
+
+    def _small(self, positions: list[Any]) -> dict[str, Any]:
+        """Small parts of all ranks; the data position once where all ranks have the same."""
+        if all(same(positions[0], other) for other in positions[1:]):
+            return self.state.small
+        return {**{k: v for k, v in self.state.small.items() if k != "data"}, "data_of_ranks": positions}
+
+    def _write(self) -> Any:
+        folder = self.target.temporary
+        rank, _ = rank_and_size()
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"rank {rank} does not see the folder {folder}, which rank 0 made: all ranks must save to one file "
+                "system that they share"
+            )
+        if not isinstance(self.form, Full):
+            save_rng(folder, rank, self.state.rng)
+        return self.form.write(folder, self.contents, self.data, self.staged)
+
+    def _finish(self, written: list) -> None:
+        folder, contents = self.target.temporary, self.contents
+        files = {name: described for one in written for name, described in one.files.items()}
+        files.update(self.form.finish(folder, contents, written))
+        if not self.target.is_file:
+            if not isinstance(self.form, Full):
+                parts = {**contents.small, "step": self.target.step}
+                files[PARTS_FILE] = write_described(folder / PARTS_FILE, to_bytes(parts))
+            if self.write_assets is not None:
+                (folder / ASSETS_FOLDER).mkdir()
+                self.write_assets(folder / ASSETS_FOLDER)
+            rest = [name for name in file_names(folder) if name not in files]
+            write_manifest(folder, contents.manifest, {**files, **describe_files(folder, rest)})
+            if self.target.marked:
+                directory.write_file(folder / directory.MARKED, "")
+        self.target.publish()
+
+
+def _check(target: Target, form: str, when_busy: str) -> None:
+    if form not in FORMS:
+        raise ValueError(f"checkpoint.save: form is {form!r}, expected one of {', '.join(FORMS)}")
+    if when_busy not in ("wait", "skip"):
+        raise ValueError(f"checkpoint.save: when_busy is {when_busy!r}, expected 'wait' or 'skip'")
+    if target.step < 0:
+        raise ValueError(f"checkpoint.save: step is {target.step}, expected 0 or more")
+    if target.keep < 1:
+        raise ValueError(f"checkpoint.save: keep is {target.keep}, expected at least 1")
+    if target.is_file and form != "full":
+        raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
+
+
+def _plan(writer: Writer, state: State, what: str) -> Plan:
+    """The plan of the last save of this model where nothing changed on any rank, else a new one."""
+    known = writer.plan is not None and writer.plan.signature == state.signature
+    _, size = rank_and_size()
+    everywhere = [known]
+    if size > 1:
+        everywhere = [False] * size
+        dist.all_gather_object(everywhere, known)
+    if not all(everywhere):
+        writer.plan = make_plan(state, None)
+    return writer.plan
+
+
+def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dict[str, Any]:
+    layouts = {name: layout_of(value) for name, value in state.flat.items() if isinstance(value, DTensor)}
+    return make_manifest(
+        step=step,
+        world_size=rank_and_size()[1],
+        mesh=_mesh_of(state.model_names),
+        tensors=state.model_names,
+        aliases=state.aliases,
+        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
+        form=form,
+        layouts=layouts,
+    )
+
+
+def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:
+    """Axis names and sizes of the mesh that shards the model; empty when nothing is sharded."""
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or [None] * mesh.ndim
+            return [[name, mesh.size(axis)] for axis, name in enumerate(names)]
+    return []

@@ -1,0 +1,213 @@
+"""The three forms: what is saved loads at other world sizes, into fresh optimizers, and continues as if never stopped."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoints import OPTIMIZERS, Mixed, Training, on_first, shared_folder
+from harness import dist_run, distributed
+
+FORMS = ("sharded", "full", "per_rank")
+
+
+def train_and_save(ctx, folder):
+    """Saves after 3 steps in each form and with each optimizer; returns the losses of the next 5."""
+    losses = {}
+    for optimizer in OPTIMIZERS:
+        training = Training(optimizer)
+        training.steps(3)
+        for form in FORMS:
+            training.save(folder / optimizer / form, form=form)
+        training.save(folder / f"{optimizer}.pt", form="full")
+        losses[optimizer] = training.steps(5)
+    return losses
+
+
+def resume(ctx, folder, forms):
+    losses = {}
+    for optimizer in OPTIMIZERS:
+        for form in forms:
+            training = Training(optimizer)
+            path = folder / f"{optimizer}.pt" if form == "file" else folder / optimizer / form
+            loaded = training.load(path)
+            assert loaded.world_size == 2 and loaded.step == 3 and not loaded.missing
+            losses[optimizer, form] = training.steps(5)
+    return losses
+
+
+def load_per_rank(ctx, path):
+    training = Training()
+    with pytest.raises(Exception) as error:
+        training.load(path)
+    return str(error.value)
+
+
+def test_other_world_sizes_continue_the_run(tmp_path):
+    whole = dist_run(train_and_save, 2, tmp_path)[0].value
+    same = dist_run(resume, 2, tmp_path, (*FORMS, "file"))[0].value
+    for (optimizer, form), losses in same.items():
+        assert losses == whole[optimizer], (optimizer, form)
+    for world in (1, 3, 4):
+        other = dist_run(resume, world, tmp_path, ("sharded", "full"))[0].value
+        for (optimizer, form), losses in other.items():
+            # Sums over other numbers of ranks round otherwise; the bfloat16 weight amplifies it.
+            assert losses == pytest.approx(whole[optimizer], rel=2e-3), (world, optimizer, form)
+            assert losses[:2] == pytest.approx(whole[optimizer][:2], rel=3e-4), (world, optimizer, form)
+    said = dist_run(load_per_rank, 3, tmp_path / "torch_adamw/per_rank")
+    for outcome in said:
+        assert "per-rank files of 2 ranks cannot be loaded by 3; use as many ranks" in outcome.value
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_full_file_needs_torch_alone(ctx):
+    with shared_folder() as folder:
+        training = Training("adamw")
+        training.steps(2)
+        training.save(folder / "one.pt", form="full", extra={"note": "hi"})
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in _state(training).items()}
+        moments = {
+            name: training.optimizer.state[p]["exp_avg"].full_tensor()
+            for name, p in training.model.named_parameters()
+            if p in training.optimizer.state
+        }
+        assert [path.name for path in folder.iterdir()] == ["one.pt"]
+        for mmap in (False, True):
+            file = torch.load(folder / "one.pt", weights_only=True, mmap=mmap)
+            assert set(file["model"]) == set(whole)
+            for name, tensor in whole.items():
+                assert torch.equal(file["model"][name], tensor), name
+            assert file["model"]["head.weight"].data_ptr() == file["model"]["embed.weight"].data_ptr()
+            for name, tensor in moments.items():
+                assert torch.equal(file["optimizer"]["state"][name]["exp_avg"], tensor), name
+            assert file["optimizer"]["param_groups"][0]["lr"] == training.optimizer.param_groups[0]["lr"]
+            assert (file["step"], file["extra"], len(file["rng"])) == (2, {"note": "hi"}, ctx.world)
+        plain = Mixed()
+        plain.load_state_dict(file["model"])
+
+
+def _state(training):
+    return training.model.state_dict()
+
+
+@distributed(world_sizes=(2,))
+def test_an_unstepped_optimizer_stays_unstepped(ctx):
+    with shared_folder() as folder:
+        training = Training()
+        training.save(folder)
+        assert not training.optimizer.state
+        fresh = Training()
+        fresh.load(folder)
+        assert not fresh.optimizer.state
+        assert fresh.steps(2) == training.steps(2)
+
+
+@distributed(world_sizes=(2,))
+def test_generators_of_all_ranks_continue(ctx):
+    with shared_folder() as folder:
+        training = Training()
+        torch.manual_seed(100 + ctx.rank)
+        for form in FORMS:
+            training.save(folder / form, form=form)
+        drawn = torch.rand(3)
+        for form in FORMS:
+            torch.manual_seed(5)
+            training.load(folder / form)
+            assert torch.equal(torch.rand(3), drawn), form
+
+
+@distributed(world_sizes=(2,))
+def test_a_position_of_each_rank(ctx):
+    import fsdp2x
+
+    with shared_folder() as folder:
+        training = Training()
+        for form in ("sharded", "full"):
+            training.save(folder / form, form=form, data={"mine": torch.tensor([ctx.rank])})
+            loaded = fsdp2x.checkpoint.load(folder / form, training.model)
+            assert loaded.data["mine"].item() == ctx.rank
+
+
+@distributed(world_sizes=(2,))
+def test_what_is_missing_is_named(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        training.steps(1)
+        for form in FORMS:
+            path = folder / form
+            checkpoint.save(path, training.model, step=1, form=form)
+            fresh = Training()
+            with pytest.raises(checkpoint.CheckpointError, match=r"it lacks optimizer, scheduler; strict=False"):
+                checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule)
+            loaded = checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule, strict=False)
+            assert loaded.missing == ["optimizer", "scheduler"]
+            assert not fresh.optimizer.state
+            assert torch.equal(fresh.model.frozen.full_tensor(), training.model.frozen.full_tensor())
+        fresh.model.count2 = torch.nn.Parameter(torch.zeros(2))
+        with pytest.raises(checkpoint.CheckpointError, match="it lacks count2"):
+            checkpoint.load(path, fresh.model)
+        assert checkpoint.load(path, fresh.model, strict=False).missing == ["count2"]
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_is_executed_unless_told(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        strange = {"set": {1, 2}, "path": folder}
+        with pytest.raises(checkpoint.CheckpointError, match=r"extra \(dict\) holds more than .* trusted=True"):
+            training.save(folder, extra=strange)
+        assert list(folder.iterdir()) == []
+        for form in FORMS:
+            training.save(folder / form, form=form, extra=strange, trusted=True)
+            with pytest.raises(checkpoint.CheckpointError, match="trusted=True"):
+                training.load(folder / form)
+            assert training.load(folder / form, trusted=True).extra == strange
+
+
+@distributed(world_sizes=(2,))
+def test_marked_ones_stay(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        for step in range(1, 6):
+            training.save(folder, step=step, keep=1, marked=step == 2)
+        on_first(lambda: checkpoint.mark(folder / "step-000005"))
+        training.save(folder, step=6, keep=1)
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["latest", "step-000002", "step-000005", "step-000006"]
+        on_first(lambda: checkpoint.mark(folder / "step-000002", False))
+        training.save(folder, step=7, keep=1)
+        assert not (folder / "step-000002").exists()
+        assert training.load(folder / "step-000005").step == 5
+
+
+@distributed(world_sizes=(4,))
+def test_a_mesh_with_replicas_writes_each_chunk_once(ctx):
+    with shared_folder() as folder:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        training = Training(mesh=mesh)
+        training.steps(2)
+        for form in FORMS:
+            saved = training.save(folder / form, form=form)
+            total = torch.tensor([saved.num_bytes])
+            dist.all_reduce(total)
+            whole = sum(t.numel() * t.element_size() for t in _tensors(training))
+            assert int(total) == (2 if form == "per_rank" else 1) * whole or form == "per_rank"
+        expected = training.steps(3)
+        for form in FORMS:
+            fresh = Training(mesh=mesh)
+            fresh.load(folder / form)
+            assert fresh.steps(3) == expected, form
+
+
+def _tensors(training):
+    seen = {}
+    for name, tensor in training.model.state_dict().items():
+        if name != "head.weight":
+            seen[name] = tensor
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    return [*seen.values(), *states]
