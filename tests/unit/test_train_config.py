@@ -64,6 +64,12 @@ def test_scientific_numbers_without_a_dot_are_numbers():
     assert parse_config(with_settings(optimizer={"lr": "1e-3"})).optimizer.lr == 1e-3
 
 
+def test_on_and_off_are_words_though_yaml_reads_booleans():
+    for word in ("on", "off", "auto"):
+        settings = apply_overrides(GOOD, [f"logging.progress={word}"])
+        assert parse_config(settings).logging.progress == word
+
+
 def test_one_string_is_a_list_of_one():
     assert parse_config(with_settings(data={"files": "a.txt", "pattern": "*.py"})).data.pattern == ["*.py"]
 

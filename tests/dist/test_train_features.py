@@ -1,0 +1,222 @@
+"""What a run can do beside training: the same twice, compiled, watched, evaluated, read row by row."""
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import distributed
+from training import losses, run, settings, shared_folder, weights
+
+
+def make(folder, output, loggers=(), **sections):
+    from fsdp2x.train import Trainer, parse_config
+
+    return Trainer(parse_config(settings(folder / "text", folder / output, **sections)), loggers=loggers)
+
+
+@distributed(world_sizes=(1, 3))
+def test_two_deterministic_runs_are_equal_bit_for_bit(ctx):
+    with shared_folder(ctx) as folder:
+        results = []
+        for output in ("first", "second"):
+            trainer = make(folder, output, train={"deterministic": True, "activation_checkpointing": True})
+            assert torch.are_deterministic_algorithms_enabled()
+            trainer.run()
+            results.append(weights(trainer))
+            trainer.close()
+            assert not torch.are_deterministic_algorithms_enabled()
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+        dist.barrier()
+        assert losses(folder / "first") == losses(folder / "second")
+
+
+@pytest.mark.full
+@distributed(world_sizes=(2,), timeout=120)
+def test_compiled_blocks_give_the_same_losses(ctx):
+    torch._dynamo.reset()
+    with shared_folder(ctx) as folder:
+        run(settings(folder / "text", folder / "plain", train={"steps": 3}))
+        compiled = {"steps": 3, "compile": True, "compile_backend": "aot_eager"}
+        trainer = make(folder, "compiled", train=compiled)
+        assert sum(module._compiled_call_impl is not None for module in trainer.model.modules()) == 2
+        trainer.run()
+        trainer.close()
+        dist.barrier()
+        plain, got = losses(folder / "plain"), losses(folder / "compiled")
+    torch._dynamo.reset()
+    for step in plain:
+        assert float.fromhex(got[step]) == pytest.approx(float.fromhex(plain[step]), abs=1e-5)
+
+
+@distributed(world_sizes=(3,))
+def test_the_report_names_every_parameter(ctx):
+    from fsdp2x.train.observe import shard_report
+
+    with shared_folder(ctx) as folder:
+        trainer = make(folder, "run")
+        lines = shard_report(trainer.model).splitlines()
+        names = [name for name, _ in trainer.model.named_parameters()]
+        trainer.close()
+    assert lines[0].split()[:4] == ["parameter", "dtype", "placement", "global"]
+    assert [line.split()[0] for line in lines[1:]] == names
+    (embedding,) = [line for line in lines if line.startswith("model.embed_tokens.weight")]
+    assert "Shard(dim=0)" in embedding or "S(0)" in embedding
+    assert embedding.endswith("(257, 16)  0-1: (86, 16)  2: (85, 16)")
+
+
+class Said(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+@distributed
+def test_profile_snapshot_report_and_loggers(ctx):
+    calls, said = [], Said()
+    logging.getLogger("fsdp2x").addHandler(said)
+    logging.getLogger("fsdp2x").setLevel(logging.INFO)
+
+    def log(values, *, step):
+        calls.append((step, values))
+
+    with shared_folder(ctx) as folder:
+        trainer = make(
+            folder,
+            "run",
+            loggers=[log],
+            train={"steps": 4, "eval_every": 2},
+            logging={
+                "profile_start": 2, "profile_end": 3, "memory_snapshot": 3, "report": True,
+                "tensorboard": True, "tensorboard_dir": str(folder / "events"),
+            },
+        )  # fmt: skip
+        trainer.run()
+        trainer.close()
+        logging.getLogger("fsdp2x").removeHandler(said)
+        dist.barrier()
+        trace = json.loads((folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-3.json").read_text())
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert any("backward" in name.lower() for name in names)
+        snapshot = json.loads((folder / "run" / "memory" / f"rank-{ctx.rank}-step-3.json").read_text())
+        assert snapshot["memory_bytes"] > 0 and snapshot["planned"]["peak_bytes"] > 0
+        assert bool(list((folder / "events").glob("events.*")))
+        assert not (folder / "run" / "tensorboard").exists()
+    reported = any("model.embed_tokens.weight" in message for message in said.messages)
+    if ctx.rank == 0:
+        assert reported
+        assert [step for step, values in calls if "train/loss" in values] == [1, 2, 3, 4]
+        assert [step for step, values in calls if "eval/loss" in values] == [2, 4]
+    else:
+        assert not calls and not reported
+
+
+@distributed
+def test_a_window_that_outlasts_the_run_is_written(ctx):
+    with shared_folder(ctx) as folder:
+        run(settings(folder / "text", folder / "run", train={"steps": 2}, logging={"profile_start": 2, "profile_end": 9}))
+        assert (folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-2.json").exists()
+
+
+@distributed
+def test_wandb(ctx):
+    """A package of that name that remembers: one run, on rank 0; without the package every rank hears the same."""
+    import sys
+    import types
+
+    from fsdp2x.train import ConfigError
+
+    seen = []
+
+    class Run:
+        def log(self, values, step):
+            seen.append((step, values))
+
+        def finish(self):
+            seen.append("finished")
+
+    def init(**options):
+        seen.append(options)
+        return Run()
+
+    with shared_folder(ctx) as folder:
+        logged = {"wandb": True, "wandb_options": {"project": "p", "name": "n"}}
+        sys.modules["wandb"] = types.SimpleNamespace(init=init)
+        try:
+            run(settings(folder / "text", folder / "run", train={"steps": 2}, logging=logged))
+            sys.modules["wandb"] = None
+            with pytest.raises(ConfigError, match="logging.wandb: the package wandb is not installed"):
+                make(folder, "other", logging=logged)
+        finally:
+            del sys.modules["wandb"]
+        if ctx.rank == 0:
+            assert seen[0]["project"] == "p" and seen[0]["config"]["train"]["steps"] == 2
+            assert [entry[0] for entry in seen[1:-1]] == [1, 2] and seen[-1] == "finished"
+        else:
+            assert not seen
+
+
+@distributed
+def test_evaluation_alone_has_no_optimizer_and_takes_all_text(ctx):
+    with shared_folder(ctx) as folder:
+        trained = run(settings(folder / "text", folder / "run", train={"steps": 3, "eval_every": 3}))
+        dist.barrier()
+        trainer = make(
+            folder,
+            "evaluated",
+            train={"mode": "evaluate"},
+            data={"held_out": 0.2},
+            checkpoint={"resume_from": str(folder / "run")},
+        )
+        trainer.run()
+        loss = trainer.evaluate()
+        assert trainer.optimizer is None and not any(p.requires_grad for p in trainer.model.parameters())
+        assert loss == trained.evaluate()
+        trainer.close()
+        whole = make(folder, "whole", train={"mode": "evaluate"}, data={"held_out": 0.0})
+        assert len(whole.blocks.held_out) == 0 and 3 < whole.evaluate() < 7
+        whole.close()
+        assert not (folder / "evaluated" / "checkpoints").exists()
+
+
+@distributed
+def test_weights_read_row_by_row_train_as_those_read_whole(ctx):
+    from training import MODEL
+
+    with shared_folder(ctx) as folder:
+        if ctx.rank == 0:
+            import transformers
+
+            torch.manual_seed(5)
+            config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"}, vocab_size=257)
+            transformers.Qwen3ForCausalLM(config).save_pretrained(str(folder / "model"))
+        dist.barrier()
+        for load in ("whole", "rows"):
+            model = {"config": None, "path": str(folder / "model"), "load": load}
+            run(settings(folder / "text", folder / load, model=model, train={"steps": 3}))
+        dist.barrier()
+        assert losses(folder / "whole") == losses(folder / "rows")
+
+
+@distributed
+@pytest.mark.parametrize(
+    "change",
+    [{"parallel": {"accumulate": "reduce_scatter"}}, {"optimizer": {"implementation": "for_loop"}},
+     {"parallel": {"offload": True}}, {"parallel": {"auto_wrap": ["Qwen3DecoderLayer"]}},
+     {"parallel": {"expert_units": ["Qwen3MLP"]}}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_leave_the_numbers_alone(ctx, change):
+    with shared_folder(ctx) as folder:
+        run(settings(folder / "text", folder / "plain", train={"steps": 3}))
+        run(settings(folder / "text", folder / "changed", train={"steps": 3}, **change))
+        dist.barrier()
+        plain, changed = losses(folder / "plain"), losses(folder / "changed")
+    for step in plain:
+        assert float.fromhex(changed[step]) == pytest.approx(float.fromhex(plain[step]), abs=1e-5)
