@@ -20,6 +20,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--resume_from", "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
     )
+    command.add_argument(
+        "--report", action="store_true", help="list every parameter with its placement, global and local shape"
+    )
     command.set_defaults(run=_train)
 
 
@@ -28,7 +31,8 @@ def _train(args: argparse.Namespace) -> int:
     from fsdp2x.train import ConfigError, load_config, train
 
     try:
-        config = load_config(args.config, args.overrides, resume_from=args.resume_from)
+        overrides = [*args.overrides, *(["logging.report=true"] if args.report else [])]
+        config = load_config(args.config, overrides, resume_from=args.resume_from)
         train(config)
     except (ConfigError, CheckpointError) as error:
         return mistake(error)

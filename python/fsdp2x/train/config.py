@@ -116,7 +116,10 @@ class DataConfig:
             self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", self.max_bytes, "a positive number or null"
         )
         require(
-            self.max_tokens is None or self.max_tokens >= 2, "data.max_tokens", self.max_tokens, "at least 2, or null"
+            self.max_tokens is None or self.max_tokens >= self.block_size,
+            "data.max_tokens",
+            self.max_tokens,
+            f"at least data.block_size={self.block_size}, the longest sample, or null",
         )
 
 

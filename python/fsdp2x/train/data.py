@@ -25,12 +25,32 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+class Samples:
+    """Token sequences of different lengths, end to end in one tensor."""
+
+    def __init__(self, tokens: torch.Tensor, ends: list[int]):
+        self.tokens, self.ends = tokens, ends
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Samples:
+        """One sample [length], or consecutive ones."""
+        if isinstance(index, slice):
+            first, last, _ = index.indices(len(self))
+            return Samples(self.tokens, self.ends[first : max(last, first) + 1])
+        return self.tokens[self.ends[index] : self.ends[index + 1]]
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of `block_size` tokens for training and for evaluation; int32, in memory, the same on every rank."""
+    """Rows of `block_size` tokens for training and for evaluation, or with `data.packing` samples of up to as many.
 
-    train: torch.Tensor
-    held_out: torch.Tensor
+    int32, in memory, the same on every rank.
+    """
+
+    train: torch.Tensor | Samples
+    held_out: torch.Tensor | Samples
     num_files: int
     num_text_bytes: int
     fingerprint: str
@@ -69,8 +89,9 @@ def _wanted(path: Path, config: DataConfig) -> bool:
 def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     """Reads the files in a seeded order, joins them with end marks and cuts blocks; the last ones are held out.
 
-    The tail that fills no block is dropped. Held-out blocks come from the end of the seeded order: a random sample
-    of the files, or the end of the text when there is one file.
+    The tail that fills no block is dropped. With `data.packing` each line that is not empty is a sample, with an end
+    mark; longer ones than `block_size` are cut, a last piece of one token is dropped. Held-out blocks come from the end
+    of the seeded order: a random sample of the files, or the end of the text when there is one file.
     """
     files = find_files(config)
     generator = torch.Generator().manual_seed(seed)
@@ -91,24 +112,41 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
         digest.update(text)
         num_text_bytes += len(text)
         num_files += 1
-        pieces += [tokenizer.encode(text).to(torch.int32), *end]
-    tokens = torch.cat(pieces)
-    num_blocks = len(tokens) // config.block_size
+        parts = [line for line in text.splitlines() if line.strip()] if config.packing else [text]
+        for part in parts:
+            pieces += [torch.cat([tokenizer.encode(part).to(torch.int32), *end])]
+    blocks = _cut_samples(pieces, config.block_size) if config.packing else _cut_blocks(pieces, config.block_size)
+    num_tokens, num_blocks = sum(map(len, pieces)), len(blocks)
     num_held_out = round(num_blocks * config.held_out) if config.held_out else 0
     if config.held_out and num_blocks > 1:
         num_held_out = min(max(num_held_out, 1), num_blocks - 1)
     if num_blocks - num_held_out < 1:
         raise ConfigError(
-            f"data: {num_files} files give {len(tokens)} tokens, not one block of data.block_size={config.block_size}"
+            f"data: {num_files} files give {num_tokens} tokens, not one block of data.block_size={config.block_size}"
         )
-    blocks = tokens[: num_blocks * config.block_size].view(num_blocks, config.block_size)
-    digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}".encode())
+    packing = " packed" if config.packing else ""
+    digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
     logger.info(
         "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
-        num_files, num_text_bytes, len(tokens), num_blocks - num_held_out, config.block_size, num_held_out,
+        num_files, num_text_bytes, num_tokens, num_blocks - num_held_out, config.block_size, num_held_out,
     )  # fmt: skip
     split = num_blocks - num_held_out
     return Blocks(blocks[:split], blocks[split:], num_files, num_text_bytes, digest.hexdigest())
+
+
+def _cut_blocks(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
+    tokens = torch.cat(pieces)
+    num_blocks = len(tokens) // size
+    return tokens[: num_blocks * size].view(num_blocks, size)
+
+
+def _cut_samples(pieces: list[torch.Tensor], size: int) -> Samples:
+    """A sample of one token predicts nothing."""
+    samples = [part for piece in pieces for part in piece.split(size) if len(part) > 1]
+    ends = [0]
+    for sample in samples:
+        ends.append(ends[-1] + len(sample))
+    return Samples(torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32), ends)
 
 
 class BlockStream:
@@ -134,6 +172,12 @@ class BlockStream:
         rows = [self._block_at(first + i) for i in range(self.batch_size)]
         self.position += self.world_size * self.batch_size
         return self.blocks.train[rows].to(torch.int64)
+
+    def next_samples(self) -> list[torch.Tensor]:
+        """The same of `Samples`: `batch_size` tensors, int64 `[length]`."""
+        first = self.position + self.rank * self.batch_size
+        self.position += self.world_size * self.batch_size
+        return [self.blocks.train[self._block_at(first + i)].to(torch.int64) for i in range(self.batch_size)]
 
     def _block_at(self, position: int) -> int:
         epoch, index = divmod(position, len(self.blocks.train))

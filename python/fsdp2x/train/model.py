@@ -5,21 +5,33 @@ from __future__ import annotations
 import datetime
 import difflib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..hf.export import plain_config
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
-from .optional import part
+from .optional import part, said_of
 from .resolve import DTYPES
-from .strategy import MeshPlan
+from .schedule import decay_groups
+from .strategy import MeshPlan, plan_expert_mesh
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Spellings of earlier transformers that its configs still take, but no longer list.
-OLDER_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "num_labels", "tokenizer_class"}
+OLDER_KEYS = {
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "torch_dtype",
+    "num_labels",
+    "tokenizer_class",
+}
 
 
 def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.nn.Module:
@@ -79,20 +91,96 @@ def make_hf_config(settings: dict, tokenizer: Tokenizer | None) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """The model of a run, and what was noted before it was sharded: sizes and shapes are those of whole parameters."""
+
+    model: torch.nn.Module
+    num_parameters: int
+    decays: dict[str, bool]
+    assets_config: Any
+
+
+def make_sharded(
+    config: TrainConfig,
+    model: torch.nn.Module | None,
+    tokenizer: Tokenizer,
+    plan: MeshPlan,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+) -> Sharded:
+    """Prepares and shards; collective. `model` None: it is made on meta and each rank reads its own rows of the files.
+
+    Raises:
+        ConfigError: settings that do not fit the model.
+    """
+    import fsdp2x
+
+    parallel = config.parallel
+    options = sharding(parallel, plan, device, param_dtype)
+    noted: dict[str, Any] = {}
+
+    def ready(whole: torch.nn.Module) -> torch.nn.Module:
+        check_vocabulary(whole, tokenizer)
+        noted["assets_config"] = plain_config(whole)
+        whole = prepare(whole, config)
+        noted.update(num_parameters=sum(p.numel() for p in whole.parameters()), decays=decay_groups(whole))
+        return whole
+
+    if model is None:
+        _check_rows(parallel)
+        with said_of("model"):
+            model = fsdp2x.from_pretrained(
+                Path(config.model.path).expanduser(),
+                dtype=getattr(torch, config.model.dtype),
+                attn_implementation=config.model.attn_implementation,
+                prepare=ready,
+                auto_wrap=unit_policy(None, parallel),
+                **options,
+            )
+        return Sharded(model, **noted)
+    model = ready(model.to(device))
+    policy = unit_policy(model, parallel)
+    if parallel.expert_parallel > 1:
+        spread_experts(model, parallel, device, options)
+        policy = True if policy is None else policy  # None would see that a part is sharded already
+    with said_of("parallel"):
+        fsdp2x.fully_shard(model, auto_wrap=policy, **options)
+    return Sharded(model, **noted)
+
+
+def _check_rows(config: ParallelConfig) -> None:
+    if config.expert_parallel > 1:
+        raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
+    if config.expert_units and not isinstance(config.auto_wrap, list):
+        raise ConfigError(
+            "parallel.expert_units: with model.load=rows the classes of the blocks must be named as well, in "
+            "parallel.auto_wrap"
+        )
+
+
 def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     """Everything that changes the model before it is sharded; returns the model to shard."""
-    wanted = config.model
+    wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
-        part("tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
+        with said_of("model.tiled_mlp"):
+            part("tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
     if wanted.expert_patch:
-        part("moe", "model.expert_patch").apply_expert_patch(model)
+        with said_of("model.expert_patch"):
+            part("moe", "model.expert_patch").apply_expert_patch(model)
     if wanted.grouped_gemm:
-        part("moe", "model.grouped_gemm").use_grouped_gemm(model)
-    if config.lora.rank:
-        model = part("lora", "lora.rank").add_lora(model, config.lora)
+        with said_of("model.grouped_gemm"):
+            part("moe", "model.grouped_gemm").use_grouped_gemm(model)
+    if lora.rank:
+        arguments = {
+            "rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules,
+        }  # fmt: skip
+        with said_of("lora"):
+            model = part("lora", "lora.rank").add_lora(model, arguments)
     if wanted.freeze:
-        num_frozen = part("freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
-        logger.info("%d parameter tensors are frozen: %s", num_frozen, ", ".join(wanted.freeze))
+        with said_of("model.freeze"):
+            num_frozen = part("freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
+        logger.info("%d parameters are frozen: %s", num_frozen, ", ".join(wanted.freeze))
     if config.train.mode == "evaluate":
         model.requires_grad_(False)
     elif config.train.activation_checkpointing:
@@ -149,6 +237,17 @@ def unit_policy(model: torch.nn.Module | None, config: ParallelConfig) -> bool |
         if name.rpartition(".")[2].isdigit()
     ]
     return [*dict.fromkeys(blocks), *config.expert_units]
+
+
+def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch.device, options: dict) -> None:
+    """Expert parallelism: experts over the axis `ep`, each sharded over the rest of the ranks; collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, axes = plan_expert_mesh(config, dist.get_world_size())
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
+    allowed = ("mp_policy", "reshard_after_forward", "transport", "timeout")
+    with said_of("parallel.expert_parallel"):
+        part("moe", "parallel.expert_parallel").expert_parallel(model, mesh, **{k: options[k] for k in allowed})
 
 
 def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param_dtype: torch.dtype | None) -> dict:

@@ -179,6 +179,8 @@ def convert(kind: Any, value: Any, path: str) -> Any:
                 except ConfigError:
                     pass
     elif origin is Literal:
+        if isinstance(value, bool) and {"on", "off"} <= set(args):
+            return "on" if value else "off"  # YAML 1.1 reads these words as booleans
         if any(value == option and type(value) is type(option) for option in args):
             return value
         near = difflib.get_close_matches(str(value), [str(option) for option in args], n=1)

@@ -76,6 +76,7 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
     Raises:
         ConfigError: sizes that do not divide each other, and settings that contradict the strategy's name.
     """
+    plan_expert_mesh(config, world_size)
     name, size, reshard = config.strategy, config.fsdp_size, config.reshard_after_forward
     sp = config.sequence_parallel
     if world_size % sp:
@@ -102,6 +103,27 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
         where = "parallel.fsdp_size" if config.fsdp_size is not None else "ranks of this node"
         raise ConfigError(f"{where}: got {size}, expected a divisor of the {world_size} ranks")
     return MeshPlan(name, (world_size // size, size), ("ddp", "fsdp"), reshard, sp)
+
+
+def plan_expert_mesh(config: ParallelConfig, world_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Shape and axes of the experts' mesh: (efsdp, ep), with copies (replicate, efsdp, ep) when efsdp is smaller.
+
+    Raises:
+        ConfigError: sizes that do not divide the ranks.
+    """
+    ep = config.expert_parallel
+    if world_size % ep:
+        raise ConfigError(f"parallel.expert_parallel: got {ep}, expected a divisor of the {world_size} ranks")
+    rest = world_size // ep
+    efsdp = config.expert_fsdp_size or rest
+    if rest % efsdp:
+        raise ConfigError(
+            f"parallel.expert_fsdp_size: got {efsdp}, expected a divisor of the {rest} ranks that expert_parallel={ep} "
+            f"leaves of {world_size}"
+        )
+    if efsdp == rest:
+        return (rest, ep), ("efsdp", "ep")
+    return (rest // efsdp, efsdp, ep), ("replicate", "efsdp", "ep")
 
 
 def _check_size(name: str, size: int | None, world_size: int) -> None:

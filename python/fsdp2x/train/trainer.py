@@ -17,17 +17,18 @@ from ..checkpoint import CheckpointError
 from ..checkpoint.agree import on_rank_0, together
 from ..checkpoint.directory import repair
 from ..checkpoint.rng import seed_all
-from ..hf.export import plain_config
 from .config import ConfigError, TrainConfig
-from .data import BlockStream, held_out_batches, read_blocks
+from .data import BlockStream, read_blocks
 from .determinism import deterministic_algorithms
 from .distributed import World, mean_over_ranks, open_world
+from .feeds import make_feed
 from .metrics import Logger, Metrics, WandbLogger, memory_bytes
-from .model import build_model, check_folder, check_vocabulary, prepare, sharding, unit_policy
+from .model import build_model, check_folder, make_sharded
 from .observe import Observer, shard_report
+from .optional import part
 from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
 from .scaler import GradScaler
-from .schedule import Schedule, decay_groups, make_optimizer, restore_settings
+from .schedule import Schedule, make_optimizer, restore_settings
 from .strategy import plan_mesh
 from .tokenizer import make_tokenizer
 
@@ -75,14 +76,13 @@ class Trainer:
         self.tokenizer, self.blocks, model = together(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
         together(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
-        self.num_steps = resolve_steps(
-            config.train, len(self.blocks.train), self.tokens_per_step // config.data.block_size
-        )
-        self.model = self._shard(model, param_dtype)
+        self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
+        made = make_sharded(config, model, self.tokenizer, self.plan, world.device, param_dtype)
+        self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
         self.optimizer = self.schedule = None
         if self.training:
             self.model.train()
-            self.optimizer = make_optimizer(self.model, config.optimizer, self._decays)
+            self.optimizer = make_optimizer(self.model, config.optimizer, made.decays)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
         self.stream = BlockStream(
             self.blocks,
@@ -92,44 +92,21 @@ class Trainer:
             seed=config.train.seed,
             shuffle=config.data.shuffle,
         )
+        self.feed = make_feed(
+            self.model,
+            self.blocks,
+            self.stream,
+            self.batching,
+            config.data,
+            sequence_parallel=config.parallel.sequence_parallel,
+            device=world.device,
+        )
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
         resumed = self._resume() if config.checkpoint.resume_from else None
         self._open_metrics(loggers)
         self.observer = Observer(config.logging, self.output, world.rank, world.device)
         self._say_how_it_begins(param_dtype, resumed)
-
-    def _shard(self, model: torch.nn.Module | None, param_dtype: torch.dtype | None) -> torch.nn.Module:
-        """The sharded model; `model` is None when its weights are still to be read, row by row."""
-        import fsdp2x
-
-        config = self.config
-        options = sharding(config.parallel, self.plan, self.world.device, param_dtype)
-
-        def ready(whole: torch.nn.Module) -> torch.nn.Module:
-            check_vocabulary(whole, self.tokenizer)
-            self.assets_config = plain_config(whole)
-            whole = prepare(whole, config)
-            self.num_parameters = sum(p.numel() for p in whole.parameters())
-            self._decays = decay_groups(whole)
-            return whole
-
-        if model is None:
-            if config.parallel.expert_units and not isinstance(config.parallel.auto_wrap, list):
-                raise ConfigError(
-                    "parallel.expert_units: with model.load=rows the classes of the blocks must be named as well, in "
-                    "parallel.auto_wrap"
-                )
-            return fsdp2x.from_pretrained(
-                Path(config.model.path).expanduser(),
-                dtype=getattr(torch, config.model.dtype),
-                attn_implementation=config.model.attn_implementation,
-                prepare=ready,
-                auto_wrap=unit_policy(None, config.parallel),
-                **options,
-            )
-        model = ready(model.to(self.world.device))
-        return fsdp2x.fully_shard(model, auto_wrap=unit_policy(model, config.parallel), **options)
 
     def _open_metrics(self, loggers: Sequence[Logger]) -> None:
         logging_, loggers = self.config.logging, list(loggers)
@@ -153,8 +130,9 @@ class Trainer:
         config, world, say = self.config, self.world, self.metrics.say
         self.metrics.write("start", self.step, **self._describe())
         say(
-            "%d parameters, %d ranks on %s (%s), %d tokens a step",
-            self.num_parameters, world.size, world.device.type, world.backend, self.tokens_per_step,
+            "%d parameters, %d ranks on %s (%s), %d %s a step",
+            self.num_parameters, world.size, world.device.type, world.backend,
+            *((self.blocks_per_step, "samples") if config.data.packing else (self.tokens_per_step, "tokens")),
         )  # fmt: skip
         say("%s", self.plan)
         computed = param_dtype or getattr(torch, config.model.dtype)
@@ -190,9 +168,13 @@ class Trainer:
             raise ConfigError("data.files: this rank read other text than rank 0; all ranks need the same files")
 
     @property
+    def blocks_per_step(self) -> int:
+        return self.batching.batch_size * self.batching.accumulation * self.num_readers
+
+    @property
     def tokens_per_step(self) -> int:
-        batching = self.batching
-        return batching.batch_size * batching.accumulation * self.num_readers * self.config.data.block_size
+        """At most so many where samples are packed."""
+        return self.blocks_per_step * self.config.data.block_size
 
     def run(self) -> None:
         """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates."""
@@ -208,7 +190,7 @@ class Trainer:
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
             self.observer.after_step(self.step, self.model, self.optimizer)
-            tokens += self.tokens_per_step
+            tokens += self.num_tokens
             last = self.step == self.num_steps
             if self.step % config.logging.every == 0 or last or self.skipped:
                 now = time.perf_counter()
@@ -221,7 +203,7 @@ class Trainer:
                     tokens_per_s=round(tokens / (now - since), 1),
                     memory_bytes=memory_bytes(self.world.device),
                     epoch=self.stream.epoch,
-                    tokens=self.stream.position * config.data.block_size,
+                    **self._progress(),
                     **scaling,
                 )
                 tokens, since = 0, now
@@ -238,7 +220,16 @@ class Trainer:
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         checkpoint.wait(self.model)
+        if config.lora.rank:
+            path = part("lora", "lora.rank").save_adapter(self.model, self.output / "adapter", force=True)
+            self.metrics.say("adapter: %s", path)
         self.metrics.write("end", self.step)
+
+    def _progress(self) -> dict[str, int]:
+        """How much text has been read: in tokens, or in samples where they differ in length."""
+        if self.config.data.packing:
+            return {"samples": self.stream.position}
+        return {"tokens": self.stream.position * self.config.data.block_size}
 
     def _report_evaluation(self) -> None:
         with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
@@ -254,16 +245,15 @@ class Trainer:
         """
         import fsdp2x
 
-        config, num_micro = self.config, self.batching.accumulation
+        config = self.config
+        shares, self.num_tokens = self.feed.step()
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
         scale = self.scaler.scale if self.scaler else 1.0
-        for micro in range(num_micro):
-            last = micro == num_micro - 1
+        for index, share in enumerate(shares):
+            last = index == len(shares) - 1
             with fsdp2x.accumulate(self.model, last=last, before_last=config.parallel.accumulate):
-                tokens = self.stream.next_batch().to(self.world.device, non_blocking=True)
-                loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                # Every block has equally many tokens, so the mean of means is the mean over all tokens.
-                (loss * (scale / num_micro)).backward()
+                loss = share()
+                (loss * scale).backward()
             loss_sum += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.skipped = self.scaler is not None and not self.scaler.unscale(parameters)
@@ -277,7 +267,7 @@ class Trainer:
         self.step += 1
         if self.scaler is not None:
             self.scaler.update(not self.skipped)
-        mean = mean_over_ranks(float(loss_sum) / num_micro, 1.0, self.world.device)
+        mean = mean_over_ranks(float(loss_sum), 1.0, self.world.device)
         if mean != mean and not self.skipped:
             raise RuntimeError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
         return mean, grad_norm, lr
@@ -289,23 +279,11 @@ class Trainer:
         A run that only evaluates and holds no text out takes all blocks.
         """
         blocks = self.blocks.held_out if self.training or len(self.blocks.held_out) else self.blocks.train
-        batches = held_out_batches(
-            blocks[: self.config.train.eval_blocks],
-            batch_size=self.batching.eval_batch_size,
-            rank=self.world.rank // self.config.parallel.sequence_parallel,
-            world_size=self.num_readers,
-        )
         self.model.eval()
         try:
-            loss_sum = weight_sum = 0.0
-            for tokens, weight in batches:
-                tokens = tokens.to(self.world.device)
-                loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                loss_sum += float(loss) * weight
-                weight_sum += weight
+            return self.feed.evaluate(blocks[: self.config.train.eval_blocks])
         finally:
             self.model.train(self.training)
-        return mean_over_ranks(loss_sum, weight_sum, self.world.device)
 
     def save(self) -> Path:
         """Writes a checkpoint of this moment, in the background where configured; collective."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..config import ConfigError, Strategy
-from .rules import Draft, Entry, Rule, becomes, leaves, no_effect, only
+from .rules import Draft, Entry, Rule, becomes, is_known, leaves, no_effect, only
 
 NAME = "flat"
 TITLE = "the flat training keys"
@@ -155,4 +155,6 @@ def finish(draft: Draft) -> None:
             "bfloat16 or float16 by the GPU, with float32 parameters and a scaler for float16",
         )
         draft.imply("(precision)", "parallel.reduce_dtype", "float32", "sums of gradients keep their precision")
+        if is_known("checkpoint.form"):
+            draft.imply("(checkpoints)", "checkpoint.form", "full", "one file, for any number of ranks")
         draft.imply("(sharding)", "parallel.strategy", "FULL_SHARD", "the default; units are the model's blocks")

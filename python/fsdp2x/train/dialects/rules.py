@@ -90,6 +90,13 @@ class Draft:
             self.fates[-1] = dataclasses.replace(self.fates[-1], remark=why)
 
 
+def is_known(path: str) -> bool:
+    """Whether there is such a setting of ours."""
+    from ..parse import known_keys
+
+    return path in known_keys()
+
+
 @dataclass(frozen=True)
 class Rule:
     """`kind` is the type of the value, as in the config's dataclasses; `act` fills the draft."""

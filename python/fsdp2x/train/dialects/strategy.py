@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..config import ConfigError
-from .rules import DTYPE_NAMES, Draft, Entry, Rule, becomes, dtype_named, leaves, no_effect, only
+from .rules import DTYPE_NAMES, Draft, Entry, Rule, becomes, dtype_named, is_known, leaves, no_effect, only
 
 NAME = "strategy"
 TITLE = "model_args, training_args and strategy_args"
@@ -97,9 +97,7 @@ def _only_model(draft: Draft, value: bool) -> None:
 
 
 def _if_known(draft: Draft, path: str, value: Any, otherwise: str) -> None:
-    from ..parse import known_keys
-
-    if path in known_keys():
+    if is_known(path):
         draft.set(path, value)
     else:
         draft.remark(otherwise, used=not value)

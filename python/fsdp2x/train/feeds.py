@@ -1,0 +1,152 @@
+"""From the data to the losses of a step: blocks through the model's own loss, or packed and sliced sequences.
+
+A feed hands out the micro-batches of a step as calls, each of which runs a forward and returns this rank's share of the
+loss: the mean over ranks of the sum of the shares is the mean over all tokens of the step, and so are the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import DataConfig
+from .data import Blocks, BlockStream, Samples, held_out_batches
+from .distributed import mean_over_ranks
+from .resolve import Batching
+
+Share = Callable[[], torch.Tensor]
+
+
+@dataclass
+class BlockFeed:
+    """Blocks of equal length, each rank its own."""
+
+    model: torch.nn.Module
+    blocks: Blocks
+    stream: BlockStream
+    batching: Batching
+    device: torch.device
+
+    def step(self) -> tuple[list[Share], int]:
+        """The micro-batches of this rank's next step, and the tokens of the step over all ranks."""
+        batches = [self.stream.next_batch() for _ in range(self.batching.accumulation)]
+        num_tokens = sum(batch.numel() for batch in batches) * self.stream.world_size
+        return [partial(self._share, batch, len(batches)) for batch in batches], num_tokens
+
+    def _share(self, tokens: torch.Tensor, num_batches: int) -> torch.Tensor:
+        # Every block has equally many tokens, so the mean of means is the mean over all tokens.
+        return self._loss(tokens) / num_batches
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens.to(self.device, non_blocking=True)
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
+        """Mean loss per predicted token, the same number on every rank. Collective."""
+        loss_sum = weight_sum = 0.0
+        for tokens, weight in self._held_out(blocks):
+            loss_sum += float(self._loss(tokens)) * weight
+            weight_sum += weight
+        return mean_over_ranks(loss_sum, weight_sum, self.device)
+
+    def _held_out(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
+        return held_out_batches(
+            blocks,
+            batch_size=self.batching.eval_batch_size,
+            rank=self.stream.rank,
+            world_size=self.stream.world_size,
+        )
+
+
+@dataclass
+class SequenceFeed(BlockFeed):
+    """Packed samples, slices of sequences (Ulysses), or both; every token weighs the same, wherever it lies.
+
+    `context` cuts sequences over the ranks that share them; None: every rank has whole ones. A step takes `batch_size`
+    x `accumulation` samples a rank; packed, they are as many micro-batches as the fullest rank needs.
+    """
+
+    data: DataConfig
+    context: Any = None
+
+    def step(self) -> tuple[list[Share], int]:
+        if not self.data.packing:
+            batches = (self.stream.next_batch() for _ in range(self.batching.accumulation))
+            return self._shares({"input_ids": batch, "labels": batch} for batch in batches)
+        samples = [s for _ in range(self.batching.accumulation) for s in self.stream.next_samples()]
+        return self._shares(self._packed(samples))
+
+    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
+        if self.data.packing:
+            mine = range(self.stream.rank, len(blocks), self.stream.world_size)
+            shares, _ = self._shares(self._packed([blocks[i].to(torch.int64) for i in mine]))
+        else:
+            shares, _ = self._shares(
+                {"input_ids": tokens, "labels": tokens if weight else torch.full_like(tokens, -100)}
+                for tokens, weight in self._held_out(blocks)
+            )
+        return mean_over_ranks(sum(float(share()) for share in shares), 1.0, self.device)
+
+    def _packed(self, samples: list[torch.Tensor]) -> Iterator[Any]:
+        from ..sequence import micro_batches
+
+        budget = self.data.max_tokens or self.data.block_size
+        return micro_batches([{"input_ids": s} for s in samples], budget, group=dist.group.WORLD)
+
+    def _shares(self, batches: Iterable[Any]) -> tuple[list[Share], int]:
+        from ..sequence import count_label_tokens
+
+        inputs, labels = [], []
+        for batch in batches:
+            if isinstance(batch, dict):
+                batch = {name: value.to(self.device) for name, value in batch.items()}
+            else:
+                batch = batch.to(self.device)
+            part = batch if self.context is None else self.context.shard_inputs(batch)
+            inputs.append(part.inputs)
+            labels.append(part.next_labels)
+        num_tokens = count_label_tokens(labels)
+        return [partial(self._share_of, *pair, num_tokens) for pair in zip(inputs, labels, strict=True)], int(
+            num_tokens
+        )
+
+    def _share_of(self, inputs: dict[str, Any], labels: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        from ..sequence import token_mean_loss
+
+        return token_mean_loss(self.model(**inputs).logits, labels, num_tokens)
+
+
+def make_feed(
+    model: torch.nn.Module,
+    blocks: Blocks,
+    stream: BlockStream,
+    batching: Batching,
+    data: DataConfig,
+    *,
+    sequence_parallel: int,
+    device: torch.device,
+) -> BlockFeed:
+    """The feed that a config asks for; changes the sharded model's attention where it must. Collective."""
+    from .optional import part, said_of
+
+    common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
+    if sequence_parallel > 1:
+        sequence = part("sequence", "parallel.sequence_parallel")
+        with said_of("parallel.sequence_parallel"):
+            # Consecutive ranks share their sequences; every rank makes every group.
+            ranks = range(dist.get_world_size())
+            groups = [list(ranks[i : i + sequence_parallel]) for i in ranks[::sequence_parallel]]
+            group, _ = dist.new_subgroups_by_enumeration(groups)
+            context = sequence.apply_ulysses(model, group)
+        return SequenceFeed(**common, data=data, context=context)
+    if data.packing:
+        sequence = part("sequence", "data.packing")
+        with said_of("data.packing"):
+            sequence.use_varlen_attention(model)
+        return SequenceFeed(**common, data=data)
+    return BlockFeed(**common)
