@@ -107,6 +107,19 @@ def test_as_json(write, capsys):
     assert sum(unit["count"] * unit["num_parameters"] for unit in found["units"]) > 0
 
 
+def test_memory_is_planned_for_the_mesh_of_any_dialect(write, capsys):
+    import json
+
+    assert main(["plan", str(EXAMPLES / "gpt_flat_small.yaml"), "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] == 689_728
+    sizes = []
+    for overrides in ([], ["strategy_config.fsdp_size=2"]):
+        text = write(snippets.STRATEGY_TEXT_MODEL)
+        assert main(["plan", str(text), TINY, *overrides, "--world-size", "4", "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["report"]["resting_bytes"])
+    assert 1.5 * sizes[0] < sizes[1] <= 2.1 * sizes[0]  # two copies of two shards, against four shards
+
+
 # ---- what keys become
 
 

@@ -94,3 +94,15 @@ def test_when_the_loss_is_scaled():
     assert not resolve_scaling(ScalerConfig(enabled=False), model, torch.float16)
     with pytest.raises(ConfigError, match="model.dtype: got 'float16', whose gradients cannot be unscaled"):
         resolve_scaling(ScalerConfig(), ModelConfig(path="x", dtype="float16"), None)
+
+
+def test_devices_follow_the_local_rank(monkeypatch):
+    import torch
+
+    from fsdp2x.train.distributed import choose_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", 3, 4)[0] == torch.device("cuda", 3)  # whatever the global rank is
+    assert choose_device("cpu", 3, 4) == (torch.device("cpu"), "gloo")
+    assert choose_device("auto", 5, 8) == (torch.device("cuda", 1), "gloo")  # two ranks a GPU: no NCCL

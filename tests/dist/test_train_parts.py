@@ -1,0 +1,177 @@
+"""Settings that need other parts of fsdp2x, through the trainer: each gives the losses of a run without it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import snippets
+from harness import distributed
+from training import MODEL, losses, run, settings, shared_folder
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+}
+STEPS = {"steps": 3, "batch_size": None, "accumulation": None, "global_batch_size": 8}
+
+
+def numbers(folder, output, **sections):
+    """Losses of three steps, and the held-out loss, of a run with these settings."""
+    from fsdp2x.train.metrics import read_metrics
+
+    train = {**STEPS, "eval_every": 3, **sections.pop("train", {})}
+    trainer = run(settings(folder / "text", folder / output, train=train, **sections))
+    dist.barrier()
+    (held_out,) = [x["loss"] for x in read_metrics(folder / output / "metrics.jsonl") if x["event"] == "eval"]
+    return trainer, [float.fromhex(value) for value in losses(folder / output).values()] + [held_out]
+
+
+@distributed(world_sizes=(2, 4))
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"fsdp_size": 2}], ids=str)
+def test_sequence_parallel(ctx, parallel):
+    with shared_folder(ctx) as folder:
+        _, plain = numbers(folder, "plain")
+        trainer, sliced = numbers(folder, "sliced", parallel={**parallel, "sequence_parallel": 2})
+        assert trainer.num_readers == ctx.world // 2 and trainer.blocks_per_step == 8
+        assert sliced == pytest.approx(plain, abs=1e-5)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_packing_sees_samples_alone(ctx, sequence_parallel):
+    """The loss of packed samples is the mean over the tokens of each sample by itself."""
+    from fsdp2x.train import Trainer, parse_config
+    from fsdp2x.train.model import build_model
+
+    with shared_folder(ctx) as folder:
+        config = parse_config(
+            settings(
+                folder / "text",
+                folder / "run",
+                data={"packing": True, "block_size": 24, "max_tokens": 40},
+                parallel={"sequence_parallel": sequence_parallel},
+                train={"batch_size": None, "accumulation": None, "global_batch_size": 6},
+            )
+        )
+        trainer = Trainer(config)
+        model = build_model(config.model, trainer.tokenizer, config.train.seed)
+        order = [trainer.blocks.train[trainer.stream._block_at(i)].long() for i in range(6)]
+        assert len({len(sample) for sample in order}) > 1
+        total = sum(model(input_ids=s[None], labels=s[None]).loss * (len(s) - 1) for s in order)
+        expected = total / sum(len(s) - 1 for s in order)
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss, grad_norm, _ = trainer.train_step()
+        assert loss == pytest.approx(expected.item(), abs=1e-5) and grad_norm == pytest.approx(norm.item(), abs=1e-5)
+        assert trainer.num_tokens == sum(len(s) - 1 for s in order)
+        held_out = trainer.evaluate()
+        trainer.close()
+        assert 3 < held_out < 7
+
+
+@distributed
+def test_tiled_mlp(ctx):
+    with shared_folder(ctx) as folder:
+        _, plain = numbers(folder, "plain")
+        _, tiled = numbers(folder, "tiled", model={"tiled_mlp": 3})
+        assert tiled == pytest.approx(plain, abs=1e-5)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("change", [{"model": {"grouped_gemm": True}}, {"model": {"expert_patch": True}},
+                                    {"parallel": {"expert_units": ["Qwen3MoeExperts"]}}, {"parallel": {"expert_parallel": 2}}],
+                         ids=str)  # fmt: skip
+def test_mixture_of_experts(ctx, change):
+    with shared_folder(ctx) as folder:
+        _, plain = numbers(folder, "plain", model={"config": MOE})
+        changed = {**change, "model": {"config": MOE, **change.get("model", {})}}
+        _, got = numbers(folder, "changed", **changed)
+        assert got == pytest.approx(plain, abs=2e-5)
+
+
+@distributed
+def test_lora_trains_the_adapter_alone(ctx):
+    with shared_folder(ctx) as folder:
+        section = {**settings(folder / "text", folder / "run", train={"steps": 3}), "lora": {"rank": 2, "alpha": 4}}
+        trainer = run(section)
+        trainable = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        assert trainable and all("lora_" in name for name in trainable)
+        assert (folder / "run" / "adapter" / "adapter_config.json").exists()
+        got = [float.fromhex(value) for value in losses(folder / "run").values()]
+        assert got[-1] < got[0]
+        section["lora"]["target_modules"] = ["nothing"]
+        from fsdp2x.train import ConfigError
+
+        with pytest.raises(ConfigError, match="lora"):
+            run(section)
+
+
+@distributed
+def test_frozen_prefixes(ctx):
+    from fsdp2x.train import ConfigError
+
+    with shared_folder(ctx) as folder:
+        model = {"config": {**MODEL, "tie_word_embeddings": False}, "freeze": ["model.embed_tokens"]}
+        trainer = run(settings(folder / "text", folder / "run", model=model, train={"steps": 2}))
+        frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
+        assert frozen == ["model.embed_tokens.weight"]
+        with pytest.raises(ConfigError, match="model.freeze: .*begins with 'vision_model'"):
+            run(settings(folder / "text", folder / "other", model={**model, "freeze": ["vision_model"]}))
+
+
+def run_text(folder, text, *overrides):
+    """Runs a config of another dialect; returns its trainer."""
+    from fsdp2x.train import Trainer, load_config
+
+    path = folder / f"config-{dist.get_rank()}.yaml"
+    path.write_text(text, encoding="utf-8")
+    small = ("data.block_size=16", "parallel.timeout_s=30", "parallel.device=cpu", "train.steps=2")
+    trainer = Trainer(
+        load_config(path, [*small, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}", *overrides])
+    )
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    return trainer
+
+
+@distributed(world_sizes=(4,))
+def test_two_ranks_a_sequence_and_two_copies_by_role(ctx):
+    with shared_folder(ctx) as folder:
+        text = snippets.STRATEGY_ULYSSES.replace("fsdp_size: 4", "fsdp_size: 2").replace(": 256", ": 2")
+        trainer = run_text(folder, text, f"model.config={MODEL}")
+        assert trainer.plan.shape == (2, 2) and trainer.num_readers == 2 and trainer.step == 2
+
+
+@distributed
+def test_packing_by_nested_overrides(ctx):
+    with shared_folder(ctx) as folder:
+        overrides = [o for o in snippets.NESTED_OVERRIDES if "meta_init" not in o and "wandb" not in o]
+        trainer = run_text(folder, "", *overrides, f"model.config={MOE}")
+        assert trainer.config.data.packing and trainer.config.data.max_tokens == 4096 and trainer.step == 2
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("text", "model", "sentence"),
+    [
+        (snippets.STRATEGY_VISION.replace("ulysses_size: 2", ""), MODEL, "model.freeze: .*'vision_model'"),
+        (snippets.STRATEGY_EXPERTS, MOE, "no module of class Qwen3MoeMLP in Qwen3MoeForCausalLM; did you mean"),
+        (snippets.STRATEGY_EXPERTS, MODEL, "model.expert_patch: .* has no experts"),
+    ],
+)
+def test_snippets_for_other_models_say_what_they_need(ctx, text, model, sentence):
+    from fsdp2x.train import ConfigError
+
+    with shared_folder(ctx) as folder, pytest.raises(ConfigError, match=sentence):
+        run_text(folder, text, f"model.config={model}")
