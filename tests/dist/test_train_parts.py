@@ -12,7 +12,7 @@ MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 16,
     "intermediate_size": 24,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
