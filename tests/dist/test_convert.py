@@ -117,7 +117,7 @@ def test_dcp_directories_of_stock_and_ours(ctx, name):
 @distributed(world_sizes=(2,))
 def test_checkpoints_of_training(ctx):
     """fsdp2x's own directories keep ties once and verify checksums; the newest of a folder is taken."""
-    from fsdp2x.checkpoint import save_checkpoint
+    from fsdp2x import checkpoint
 
     for name in ("qwen3", "qwen3_moe"):
         with shared_folder(ctx) as folder:
@@ -127,7 +127,7 @@ def test_checkpoints_of_training(ctx):
             model = fsdp2x.fully_shard(trained(name))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in (1, 2):
-                save_checkpoint(folder / "run" / "checkpoints", step, model, optimizer, {})
+                checkpoint.save(folder / "run" / "checkpoints", model, optimizer, step=step)
             if ctx.rank == 0:
                 check_same_folder(folder, dcp_to_hf(folder / "run", folder / "out", folder / "origin"))
                 (damaged,) = (folder / "run" / "checkpoints" / "step-000002").glob("__1_0.distcp")
