@@ -1,22 +1,19 @@
 """Configs as documents of other trainers show them, whole and in fragments: what `fsdp2x config explain` must take."""
 
 FLAT_KEYS = """
-# FSDP配置
-fsdp: True  # 启用FSDP
-sharding_strategy: FULL_SHARD  # 分片策略
-world_size: 4  # GPU数量
-compile: False  # FSDP模式下建议禁用compile
+# 配置: comments may be in any language
+fsdp: True
+sharding_strategy: FULL_SHARD
+world_size: 4
+compile: False
 """
 FLAT_TWO_STRATEGIES = """
-# 对于大模型，使用完全分片
 sharding_strategy: FULL_SHARD
 
-# 对于中等模型，可以只分片梯度
 sharding_strategy: SHARD_GRAD_OP
 """
 FLAT_BATCH = """
-# FSDP可以支持更大的总批次大小
-train_batch: 64  # 总批次大小，自动分配到各GPU
+train_batch: 64
 """
 
 STRATEGY_TRAIN = """
@@ -66,7 +63,7 @@ actor_train:
     disable_gradient_checkpointing: false
     dtype: bf16
     model_type: ~
-    ulysses_size: 2  # 序列并行大小
+    ulysses_size: 2
   training_args:
     learning_rate: 1.0e-6
     weight_decay: 1.0e-2
@@ -77,7 +74,7 @@ actor_train:
   strategy_args:
     strategy_name: fsdp2_train
     strategy_config:
-      fsdp_size: 4  # FSDP 分片大小
+      fsdp_size: 4
       param_dtype: bf16
       reduce_dtype: float32
       reshard_after_forward: true
@@ -86,7 +83,6 @@ actor_train:
   infer_batch_size: 1
 """
 STRATEGY_ONE_AXIS = """
-# 示例：16 个 GPU，fsdp_size=16
 strategy_config:
   fsdp_size: 16
 """
@@ -111,22 +107,21 @@ strategy_config:
 STRATEGY_VISION = """
 actor_train:
   model_args:
-    freeze_module_prefix: vision_model  # 冻结
-    ulysses_size: 2  # 可选：序列并行
+    freeze_module_prefix: vision_model
+    ulysses_size: 2
   strategy_args:
     strategy_name: fsdp2_train
     strategy_config:
       fsdp_size: 4
       param_dtype: bf16
       reduce_dtype: float32
-      # vision encoder自动禁用 cast_forward_inputs
 """
 STRATEGY_EXPERTS = """
 strategy_config:
   fsdp_size: 16
   param_dtype: bf16
   reduce_dtype: float32
-  apply_expert_patch: true  # 如果单独wrap每个expert
+  apply_expert_patch: true
   wrap_policy:
     moe_experts: ["Qwen3MoeMLP"]
 """

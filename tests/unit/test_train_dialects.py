@@ -66,7 +66,7 @@ def test_snippets_are_explained(write, name, world_size, dialect, line):
 
 
 def test_one_snippet_shows_two_choices_at_once(write):
-    with pytest.raises(ConfigError, match=r"sharding_strategy is set twice, in lines 3 and 6; keep one"):
+    with pytest.raises(ConfigError, match=r"sharding_strategy is set twice, in lines 2 and 4; keep one"):
         explain(write(snippets.FLAT_TWO_STRATEGIES))
 
 
