@@ -32,11 +32,12 @@ class ListBlock(nn.Module):
         self.gate = nn.Linear(WIDTH, num_experts, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
         self.top_k = top_k
+        self.bias = 0.0  # added to the router's scores, to steer tokens
 
     def forward(self, hidden_states):
         shape = hidden_states.shape
         hidden_states = hidden_states.view(-1, WIDTH)
-        logits = self.gate(hidden_states)
+        logits = self.gate(hidden_states) + self.bias
         weights, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
         final = torch.zeros_like(hidden_states)
         mask = nn.functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
@@ -50,9 +51,11 @@ class ListBlock(nn.Module):
 class ListLayer(nn.Module):
     def __init__(self, top_k):
         super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
         self.mlp = ListBlock(top_k=top_k)
 
     def forward(self, x):
+        x = x + self.mix(x)
         return x + self.mlp(x)[0]
 
 

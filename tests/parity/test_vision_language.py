@@ -61,7 +61,7 @@ def three_steps(ctx, reference, ours, images, absent=None):
     same(params(ours), params(reference), "parameters", **TOLERANCE)
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(3,))
 @pytest.mark.parametrize("frozen", [True, False])
 @both_transports
 def test_an_image_on_one_rank_only(ctx, transport, frozen):

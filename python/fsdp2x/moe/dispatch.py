@@ -52,7 +52,7 @@ def dispatch(
     back = all_to_all(out, receives, sends, group)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
-    weighted = back[places].view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
+    weighted = back[places].view(num_tokens, top_k, back.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)
 
 

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2x.api import fully_shard
 from fsdp2x.hf.names import unsharded_class
 from fsdp2x.moe.dispatch import dispatch
-from fsdp2x.moe.structure import ExpertGroup, find_experts
+from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
 from fsdp2x.moe.units import touch
-
-_STATE = "_fsdp2x_expert_parallel"
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **options: Any) -> int:
@@ -116,13 +114,13 @@ def _own_part(group: ExpertGroup, mesh: DeviceMesh) -> None:
         local = param.detach()[first : first + num_local].clone()
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
         experts._parameters[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
-    setattr(experts, _STATE, _State(mesh.get_group(), group.num_experts, num_local))
+    setattr(experts, PARALLEL_STATE, _State(mesh.get_group(), group.num_experts, num_local))
     experts.forward = types.MethodType(_forward, experts)
 
 
 def _placement(group: ExpertGroup, world: int):
     """Rows of experts; of columns where there are fewer experts than ranks to share them."""
-    num_local = getattr(group.experts, _STATE).num_local
+    num_local = getattr(group.experts, PARALLEL_STATE).num_local
     params = list(group.experts.parameters())
     along_columns = num_local % world and all(p.dim() > 1 and p.shape[1] % world == 0 for p in params)
     return (lambda param: Shard(1)) if along_columns else None
@@ -131,7 +129,7 @@ def _placement(group: ExpertGroup, world: int):
 def _forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    state: _State = getattr(self, _STATE)
+    state: _State = getattr(self, PARALLEL_STATE)
     local = _local_twin(self, state)
 
     def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,9 @@ from torch import nn
 
 from fsdp2x.hf.names import unsharded_class
 
+# On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
+PARALLEL_STATE = "_fsdp2x_expert_parallel"
+
 
 @dataclass(frozen=True)
 class ExpertGroup:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.api import fully_shard
 from fsdp2x.hf.names import unsharded_class
-from fsdp2x.moe.structure import ExpertGroup, find_experts
+from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
 
 logger = logging.getLogger("fsdp2x")
 
@@ -122,7 +122,7 @@ def _experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
 
 def allow_no_tokens(experts: nn.Module) -> None:
     """On no tokens, fused experts return no rows that depend on their weights, instead of running."""
-    if hasattr(experts, _ALLOWS_NO_TOKENS):
+    if hasattr(experts, _ALLOWS_NO_TOKENS) or hasattr(experts, PARALLEL_STATE):
         return
     setattr(experts, _ALLOWS_NO_TOKENS, (experts.__dict__.get("forward"),))
     experts.forward = types.MethodType(_forward, experts)
