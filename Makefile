@@ -1,4 +1,6 @@
 # Everything a developer types. The settings: `make build TORCH_VERSION=2.11.0 CUDA=OFF WERROR=ON PYTHON=python3.12`.
+# CUDA: AUTO compiles the kernels when nvcc is found, ON insists, OFF leaves them out, and `wheels` takes nvcc from PyPI
+# in the version of the installed torch.
 PYTHON ?= python3
 TORCH_VERSION ?= 2.15.0
 CUDA ?= AUTO
@@ -11,14 +13,24 @@ BIN := $(VENV)/bin
 TOOLS := $(VENV)/.tools-torch-$(TORCH_VERSION)
 CMAKE := $(BIN)/cmake
 CMAKE_FLAGS := -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFSDP2X_WERROR=$(WERROR)
-CXX_FILES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 PY_DIRS = $(wildcard python tests benchmarks examples cmake)
+# A build folder remembers its compiler: nvcc from PyPI has one of its own. Both are shell words, read where nvcc is there.
+ifeq ($(CUDA),wheels)
+BUILD := build/dev-wheels
+CUDA_FLAG := ON
+USE_CUDA = CUDACXX=$$($(BIN)/python cmake/cuda_wheels.py nvcc)
+else
+BUILD := build/dev
+CUDA_FLAG := $(CUDA)
+USE_CUDA :=
+endif
 
 export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build demo test test-full test-cpp lint format bench sanitize clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -26,6 +38,7 @@ help:
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make lint      ruff and clang-format; format applies them"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
+	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
 # The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
@@ -37,11 +50,18 @@ $(TOOLS): pyproject.toml
 	rm -f $(VENV)/.tools-torch-*
 	touch $@
 
+# The compiler of CUDA as packages, with CUDA=wheels.
+cuda-compiler: $(TOOLS)
+ifeq ($(CUDA),wheels)
+	$(BIN)/python cmake/cuda_wheels.py requirements > $(VENV)/cuda-requirements.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/cuda-requirements.txt
+endif
+
 # Editable: edits of Python files act at once; a changed C++ file, and a new Python file, need `make build` again. Only
-# what changed is compiled, because build/dev is kept.
-build: $(TOOLS)
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -C build-dir=build/dev \
-	  -C cmake.define.FSDP2X_CUDA=$(CUDA) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
+# what changed is compiled, because the build folder is kept.
+build: cuda-compiler
+	$(USE_CUDA) $(BIN)/python -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
+	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
 
 demo: build
 	$(BIN)/python examples/demo.py
@@ -62,6 +82,19 @@ sanitize: $(TOOLS)
 	  -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --no-tests=error
+
+# Programs that run the kernels on a device: compiled where nvcc is, run where a GPU is.
+gpu-kernels: cuda-compiler
+	$(USE_CUDA) $(CMAKE) -S . -B build/gpu $(CMAKE_FLAGS) -DFSDP2X_CUDA=ON -DFSDP2X_BUILD_EXTENSION=OFF \
+	  -DFSDP2X_BUILD_TESTS=ON
+	$(CMAKE) --build build/gpu --target gpu_kernels
+
+# Both skip, with the reason, what this machine cannot run.
+gpu-test: build gpu-kernels
+	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
+
+gpu-bench: build gpu-kernels
+	for script in benchmarks/gpu/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)

@@ -22,6 +22,7 @@ import bench_optimizer
 import bench_sequence
 import bench_step
 import harness
+from gpu import bench_kernels
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -36,6 +37,7 @@ TITLES = {
     "load": "From HuggingFace files to shards",
     "export": "Whole tensors of a sharded model",
     "sequence": "Packing and sequence parallelism",
+    "gpu": "Kernels on a GPU",
 }
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
@@ -46,6 +48,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "load": bench_load.rows_of,
     "export": bench_export.rows_of,
     "sequence": bench_sequence.rows_of,
+    "gpu": bench_kernels.rows_of,
 }
 
 
@@ -227,7 +230,7 @@ def main() -> int:
     has_plots = "![" in text if args.check else not args.no_plots
     sections = []
     for record in load(args.results):
-        plot = f"plots/{record['name']}.png" if has_plots else None
+        plot = f"plots/{record['name']}.png" if has_plots and record["benchmark"] in PLOTS else None
         if plot is not None and not args.check:
             draw(record, args.out / plot)
         sections.append(section(record, plot))

@@ -29,6 +29,7 @@ class Torch:
 
     path: Path
     version: str
+    cuda: str | None  # the CUDA version it was compiled with, as "13.0"
 
     @property
     def release(self) -> tuple[int, int]:
@@ -56,7 +57,8 @@ def read_torch(path: Path) -> Torch | None:
     except OSError:
         return None
     match = re.search(r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return Torch(path.resolve(), match[1]) if match else None
+    cuda = re.search(r"^cuda\s*(?::[^=\n]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return Torch(path.resolve(), match[1], cuda and cuda[1]) if match else None
 
 
 def importable_torch_dirs() -> list[Path]:

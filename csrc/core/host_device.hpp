@@ -1,4 +1,4 @@
-// Marks for the functions that kernels and their plain twins share.
+// Marks the functions that kernels and their plain twins share: always inlined, on the device as well where nvcc reads.
 #pragma once
 
 // Inlined without exception, also because the CPU loops are compiled once per instruction set: a copy that the linker

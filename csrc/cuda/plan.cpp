@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/error.hpp"
-#include "core/philox.hpp"
 
 namespace fsdp2x::cuda {
 
@@ -69,12 +68,6 @@ void require_type(DType type, bool may_be_f16, const char* what) {
   if (type == DType::f32 || type == DType::bf16 || (may_be_f16 && type == DType::f16)) return;
   throw Error(std::string("the CUDA optimizer kernels take ") + what + " of type f32" +
               (may_be_f16 ? ", bf16 or f16" : " or bf16") + "; got " + dtype_name(type));
-}
-
-void require_index(uint64_t first_index) {
-  if (first_index % kRoundingBlock == 0) return;
-  throw Error("a range of an optimizer plan has first index " + std::to_string(first_index) +
-              ": expected a multiple of " + std::to_string(kRoundingBlock));
 }
 
 void require_group(int group, int max) {
@@ -146,7 +139,6 @@ AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
     require_type(segment.param_type, true, "parameters");
     require_type(segment.grad_type, true, "gradients");
     require_type(segment.moment_type, false, "moments");
-    require_index(segment.first_index);
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
   }
@@ -158,7 +150,6 @@ SgdPlan make_plan(std::vector<SgdSegment> segments) {
     require_type(segment.param_type, true, "parameters");
     require_type(segment.grad_type, true, "gradients");
     require_type(segment.buffer_type, false, "momentum buffers");
-    require_index(segment.first_index);
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
   }

@@ -79,6 +79,14 @@ struct ReduceSegment {
   DType dst = DType::f32;
 };
 
+// The numbers by which the elements of a range draw their random bits, as cpu::Rounding has them: element i is number
+// first + i / run * stride + i % run, so that rows that lie apart in the whole parameter draw what they would there.
+struct Numbers {
+  uint64_t first = 0;
+  int64_t run = 0;  // 0: all follow each other
+  int64_t stride = 0;
+};
+
 // A range of elements that an optimizer steps. The pointers are those of the memory it lies in for as long as the plan
 // is used; only gradients may move.
 struct AdamWSegment {
@@ -90,9 +98,9 @@ struct AdamWSegment {
   int64_t grad_offset = 0;         // bytes from the gradient's base
   int64_t numel = 0;
   int64_t first_tile = 0;
-  uint64_t first_index = 0;  // of its first element, for stochastic rounding; a multiple of kRoundingBlock
-  int32_t source = 0;        // entry of the launch's table of gradients
-  int32_t group = 0;         // entry of the launch's table of steps
+  Numbers numbers;
+  int32_t source = 0;  // entry of the launch's table of gradients
+  int32_t group = 0;   // entry of the launch's table of steps
   DType param_type = DType::f32;
   DType grad_type = DType::f32;
   DType moment_type = DType::f32;  // f32 or bf16
@@ -105,7 +113,7 @@ struct SgdSegment {
   int64_t grad_offset = 0;
   int64_t numel = 0;
   int64_t first_tile = 0;
-  uint64_t first_index = 0;
+  Numbers numbers;
   int32_t source = 0;
   int32_t group = 0;
   DType param_type = DType::f32;
@@ -125,8 +133,8 @@ using SgdList = List<SgdSegment>;
 // Cuts segments into tiles. Empty segments are left out. Throws Error when there are more tiles than a launch can have.
 CopyPlan make_plan(std::vector<CopySegment> segments);
 ReducePlan make_plan(std::vector<ReduceSegment> segments);
-// Throws Error as well for a type that the kernels do not step: parameters and gradients are f32, bf16 or f16, moments
-// and buffers f32 or bf16; and for a first_index that is no multiple of kRoundingBlock.
+// Throws Error as well for a type that the kernels do not step (parameters and gradients are f32, bf16 or f16, moments
+// and buffers f32 or bf16), and for a group or gradient that no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
 SgdPlan make_plan(std::vector<SgdSegment> segments);
 

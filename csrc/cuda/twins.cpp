@@ -74,9 +74,15 @@ void scale_gradients(const ReduceList& list, const TargetTable& targets, const f
   with_body<ScaleBody>(run_tiles, list, targets, factor);
 }
 
-void adamw(const AdamWList& list, const AdamWArgs& args, Stream) { run_tiles(AdamWBody{list, args}, list.num_tiles); }
+void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
+  if (args.stochastic) return run_tiles(AdamWBody<true>{list, args}, list.num_tiles);
+  run_tiles(AdamWBody<false>{list, args}, list.num_tiles);
+}
 
-void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
+void sgd(const SgdList& list, const SgdArgs& args, Stream) {
+  if (args.stochastic) return run_tiles(SgdBody<true>{list, args}, list.num_tiles);
+  run_tiles(SgdBody<false>{list, args}, list.num_tiles);
+}
 
 void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream) {
   using Clock = std::chrono::steady_clock;

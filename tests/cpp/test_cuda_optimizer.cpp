@@ -67,12 +67,17 @@ struct AdamWCase {
   bool stochastic = false;
   bool shadow = false;
   float grad_scale = 1.0f;
-  uint64_t first_index = 0;
+  Numbers numbers;
 };
+
+uint64_t number_of(const Numbers& numbers, int64_t i) {
+  const int64_t run = numbers.run == 0 ? INT64_MAX : numbers.run;
+  return numbers.first + static_cast<uint64_t>(i / run * numbers.stride + i % run);
+}
 
 void set_rounded(Buffer& buffer, int64_t i, float value, const AdamWCase& c, RoundingKey key, Draw draw) {
   if (c.stochastic && buffer.type() == DType::bf16) {
-    buffer.set_raw(i, by_hand(value, key, draw, c.first_index + static_cast<uint64_t>(i)));
+    buffer.set_raw(i, by_hand(value, key, draw, number_of(c.numbers, i)));
   } else {
     buffer.set(i, value);
   }
@@ -86,7 +91,7 @@ void step_by_hand(State& s, const AdamWStep& step, const AdamWCase& c, RoundingK
     float second = v;
     if (c.amsgrad) {
       second = std::max(s.largest.get_float(i), v);
-      s.largest.set(i, second);
+      set_rounded(s.largest, i, second, c, key, Draw::exp_avg_sq);
     }
     const float p =
         s.param.get_float(i) * step.decay + step.minus_size * m / (std::sqrt(second) / step.root + step.eps);
@@ -117,7 +122,7 @@ void expect_adamw(const AdamWCase& c, std::mt19937_64& random) {
   segment.max_exp_avg_sq = c.amsgrad ? largest.data() : nullptr;
   segment.shadow = c.shadow ? shadow.data() : nullptr;
   segment.numel = c.numel;
-  segment.first_index = c.first_index;
+  segment.numbers = c.numbers;
   segment.source = 3;
   segment.group = 2;
   segment.param_type = segment.grad_type = c.type;
@@ -166,9 +171,12 @@ TEST(AdamW, EveryTypeSizeAndOption) {
       for (const int64_t numel : kSizes) {
         for (const bool stochastic : {false, true}) {
           for (const size_t shift : {size_t{0}, size_t{1}}) {
-            AdamWCase c = {type, moments, numel, shift, random() % 3 == 0, stochastic, random() % 2 == 0, 1.0f, 0};
+            AdamWCase c = {type, moments, numel, shift, random() % 3 == 0, stochastic, random() % 2 == 0, 1.0f, {}};
             if (random() % 2 == 0) c.grad_scale = 0.37f;
-            if (random() % 2 == 0) c.first_index = (uint64_t{1} << 40) + 8 * (random() % 100);
+            // Numbers anywhere: whole blocks, odd starts, rows that lie apart in the whole parameter.
+            if (random() % 2 == 0) c.numbers.first = (uint64_t{1} << 40) + random() % 100;
+            if (random() % 4 == 0) c.numbers = {random() % 9 * 8, 24, 1000};
+            if (random() % 4 == 0) c.numbers = {random() % 50, 13, 77};
             expect_adamw(c, random);
           }
         }
@@ -230,7 +238,6 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.param_type = DType::f64; }), Error);
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.grad_type = DType::byte; }), Error);
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.moment_type = DType::f16; }), Error);
-  EXPECT_THROW(plan_with([](AdamWSegment& s) { s.first_index = 4; }), Error);
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.group = kMaxGroups; }), Error);
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.source = kMaxTable; }), Error);
 }

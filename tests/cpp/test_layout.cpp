@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -137,6 +138,39 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_LE(scratch_end, layout.scratch_bytes());
       EXPECT_LE(gather_end, layout.gather_segment_bytes());
       EXPECT_LE(reduce_end, layout.reduce_segment_bytes());
+    }
+  }
+}
+
+// Collectives are many times slower from addresses that are no multiple of 16: where every rank's part starts, with odd
+// sizes and dtypes of two bytes, in worlds that divide nothing.
+TEST(Layout, EveryRanksPartStartsAtAMultipleOf16Bytes) {
+  constexpr size_t kCollectiveBytes = 16;
+  for (const int world : {3, 5, 6, 7}) {
+    for (const DType type : {DType::f32, DType::bf16}) {
+      std::vector<ParamShape> shapes;
+      for (const auto& [outer, dim, inner] :
+           {std::array<int64_t, 3>{1, 7, 5}, {1, 1, 1}, {1, 1023, 3}, {1, 4097, 1}, {3, 11, 7}, {2, 5, 13}}) {
+        shapes.push_back({.outer = outer, .dim = dim, .inner = inner, .orig = type, .compute = type, .reduce = type});
+      }
+      for (int rank = 0; rank < world; ++rank) {
+        const Layout layout(shapes, world, rank);
+        const auto offset = static_cast<size_t>(rank);
+        EXPECT_EQ(offset * layout.gather_segment_bytes() % kCollectiveBytes, 0u);
+        EXPECT_EQ(offset * layout.reduce_segment_bytes() % kCollectiveBytes, 0u);
+        for (const ParamPlace& place : layout.params()) {
+          EXPECT_EQ(place.shard_offset % kCollectiveBytes, 0u);
+          EXPECT_EQ(place.slot_offset % kCollectiveBytes, 0u);
+          EXPECT_EQ(place.gather_segment_offset % kCollectiveBytes, 0u);
+          EXPECT_EQ(place.reduce_segment_offset % kCollectiveBytes, 0u);
+        }
+        for (const Copy& copy : layout.shard_to_segment()) EXPECT_EQ(copy.dst_offset % kCollectiveBytes, 0u);
+        for (size_t param = 0; param < shapes.size(); ++param) {
+          for (const Copy& copy : layout.gradient_to_segments(param, type)) {
+            EXPECT_EQ(copy.dst_offset % kCollectiveBytes, 0u);
+          }
+        }
+      }
     }
   }
 }

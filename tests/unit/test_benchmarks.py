@@ -110,3 +110,39 @@ def test_every_kind_of_result_makes_a_table_and_a_plot(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     done = report("--check", "--results", tmp_path)
     assert done.returncode == 1 and "other.json: not a result of a benchmark" in done.stderr
+
+
+def test_gpu_results_are_kept_and_shown(tmp_path):
+    rows = [
+        {"kernel": "copy", "bytes": 6000000, "ms": 2.0, "gb_per_s": 3.0, "copy_ms": 1.9, "share_of_copy": 0.95},
+        {"kernel": "adamw", "bytes": 28000000, "ms": 4.0, "gb_per_s": 7.0, "copy_ms": 2.0, "share_of_copy": 0.5},
+    ]
+    program, kept = tmp_path / "program", tmp_path / "results" / "a-gpu.json"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps({'device': 'A GPU', 'rows': rows})}'\n")
+    program.chmod(0o755)
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"benchmark": "gpu", "environment": {}, "results": {"other": [1], "kernels": []}}))
+
+    def bench(path: Path) -> subprocess.CompletedProcess:
+        command = [
+            sys.executable,
+            str(FOLDER / "gpu" / "bench_kernels.py"),
+            "--program",
+            str(path),
+            "--json",
+            str(kept),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    done = bench(program)
+    assert done.returncode == 0, done.stderr
+    assert "| adamw | 28 | 4.000 | 7 | 0.50 (low) |" in done.stdout
+    assert json.loads(kept.read_text())["results"] == {"other": [1], "kernels": rows}
+    done = report("--results", kept.parent, "--out", tmp_path / "out", "--no-plots")
+    assert done.returncode == 0, done.stderr
+    assert "| copy | 6 | 2.000 | 3 | 0.95 |" in (tmp_path / "out" / "README.md").read_text()
+    program.write_text("#!/bin/sh\necho 'no CUDA device' >&2\nexit 77\n")
+    done = bench(program)
+    assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")
+    done = bench(tmp_path / "missing")
+    assert done.returncode == 1 and "make gpu-kernels" in done.stderr

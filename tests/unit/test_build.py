@@ -1,6 +1,9 @@
 """How the build finds torch, and what a build for another torch says at import."""
 
 import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FIND_TORCH = ROOT / "cmake" / "find_torch.py"
+CUDA_DIR = ROOT / "csrc" / "cuda"
 FILES = ("include/ATen/ATen.h", "include/pybind11/pybind11.h", "lib/libtorch_python.so")
 NEW_ABI = b"\0_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\0"
 OLD_ABI = b"\0_ZN3c105ErrorC1ENS_14SourceLocationESs\0"
@@ -183,3 +187,123 @@ def test_the_check_comes_before_the_extension(tmp_path):
     (package / "_build_info.py").unlink()
     result = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60)
     assert "fsdp2x has not been built" in result.stderr
+
+
+# --- nvcc from packages ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_wheels(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "cmake"))
+    return load(ROOT / "cmake" / "cuda_wheels.py")
+
+
+def torch_for_cuda(tmp_path: Path, line: str):
+    path = fake_torch(tmp_path / "torch", "2.15.0")
+    (path / "version.py").write_text(f"from typing import Optional\n__version__ = '2.15.0'\n{line}\n")
+    return find_torch.find_torch(str(path))
+
+
+@pytest.mark.parametrize("line", ["cuda: Optional[str] = '13.0'", 'cuda = "13.0"'])
+def test_the_compiler_has_the_version_of_torch(tmp_path, cuda_wheels, line):
+    torch = torch_for_cuda(tmp_path, line)
+    assert torch.cuda == "13.0"
+    wanted = cuda_wheels.requirements(torch)
+    for name in ("nvcc", "crt", "runtime"):
+        assert f"nvidia-cuda-{name}==13.0.*" in wanted
+    assert "nvidia-nvvm==13.0.*" in wanted
+    assert [name for name in wanted if name.startswith("nvidia-cuda-cccl")] == ["nvidia-cuda-cccl>=13.0,<14"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("cuda: Optional[str] = None", "built without CUDA.*CUDA=OFF"),
+        ("cuda = '12.8'", "built for CUDA 12.8; there is an nvcc on PyPI from CUDA 13.0 on.*CUDA=ON"),
+        ("cuda = 'next'", "CUDA 'next', which cannot be read"),
+    ],
+)
+def test_no_compiler_fits(tmp_path, cuda_wheels, line, reason):
+    torch = torch_for_cuda(tmp_path, line)
+    with pytest.raises(cuda_wheels.NoWheels, match=reason):
+        cuda_wheels.requirements(torch)
+    with pytest.raises(cuda_wheels.NoWheels, match=reason):
+        cuda_wheels.find_nvcc(torch, [str(tmp_path)])
+
+
+def test_the_compiler_is_found_or_its_packages_are_named(tmp_path, cuda_wheels):
+    torch = torch_for_cuda(tmp_path, "cuda = '13.2'")
+    with pytest.raises(cuda_wheels.NoWheels, match=r"no nvidia/cu13/bin/nvcc in .*pip install nvidia-cuda-nvcc==13\.2"):
+        cuda_wheels.find_nvcc(torch, [str(tmp_path)])
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    assert cuda_wheels.find_nvcc(torch, [str(tmp_path / "empty"), str(tmp_path)]) == nvcc
+
+
+# --- what nvcc makes of the kernels ----------------------------------------------------------------------------------
+
+
+def nvcc(*arguments: str, timeout: float = 250) -> subprocess.CompletedProcess:
+    found = shutil.which(os.environ.get("CUDACXX", "nvcc")) or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip("nvcc is not installed")
+    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+def kernel_options(werror: bool) -> list[str]:
+    """The options of csrc/cuda/CMakeLists.txt."""
+    text = (CUDA_DIR / "CMakeLists.txt").read_text()
+    options = re.search(r"set\(cuda_options (.*?)\)", text, re.DOTALL)[1].split()
+    return options + (re.search(r"list\(APPEND cuda_options (.*?)\)", text)[1].split() if werror else [])
+
+
+SPILLS = """
+__global__ void spills(double* values, int num) {
+  double kept[400];
+  for (int i = 0; i < 400; ++i) kept[i] = values[i];
+  for (int round = 0; round < num; ++round)
+    for (int i = 0; i < 400; ++i) kept[i] = kept[i] * kept[(i + 7) % 400] + kept[(i + round) % 400];
+  for (int i = 0; i < 400; ++i) values[i] = kept[i];
+}
+"""
+
+
+def test_a_kernel_that_spills_does_not_compile(tmp_path):
+    source = tmp_path / "spills.cu"
+    source.write_text(SPILLS)
+    common = ["-arch=sm_90", "-cubin", str(source), "-o", str(tmp_path / "spills.cubin")]
+    result = nvcc(*kernel_options(werror=True), *common)
+    assert result.returncode != 0
+    assert (
+        "local memory" in (result.stdout + result.stderr).lower() or "spill" in (result.stdout + result.stderr).lower()
+    )
+    assert nvcc(*kernel_options(werror=False), *common).returncode == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("source", sorted(path.name for path in CUDA_DIR.glob("device/*.cu")))
+def test_no_kernel_spills(tmp_path, source, architecture):
+    result = nvcc(
+        *kernel_options(werror=True), "-O3", "-res-usage", f"-I{CUDA_DIR.parent}", f"-arch={architecture}", "-cubin",
+        str(CUDA_DIR / "device" / source), "-o", str(tmp_path / "kernels.cubin"),
+    )  # fmt: skip
+    report = result.stdout + result.stderr
+    assert result.returncode == 0, report
+    usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert usage
+    assert set(usage) == {("0", "0", "0")}, report
+
+
+def test_the_extension_links_no_driver_and_no_nccl():
+    from fsdp2x.runtime import native
+
+    extension = Path(native.build_info.__file__).parent.glob("_C*.so")
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("readelf is not installed")
+    output = subprocess.run([readelf, "-d", str(next(extension))], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*?)\]", output)
+    assert any(name.startswith("libc10.so") for name in needed)
+    assert not [name for name in needed if re.match(r"lib(cuda|cudart|nccl|torch_cuda)\b", name)]

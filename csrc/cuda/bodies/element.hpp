@@ -1,6 +1,8 @@
 // Elements as the kernels read, compute and write them: in vectors of kVectorNumel where memory allows it, else alone.
 #pragma once
 
+#include <math.h>
+
 #include <cstdint>
 
 #include "core/dtype.hpp"
@@ -152,24 +154,28 @@ FSDP2X_HOST_DEVICE A rounded(DType type, A value) {
   }
 }
 
-FSDP2X_HOST_DEVICE double scaled(double value, Scale scale) {
-  if (scale.mode == ScaleMode::multiply) return value * scale.value;
-  if (scale.mode == ScaleMode::divide) return value / scale.value;
-  return value;
+template <class A>
+FSDP2X_HOST_DEVICE bool is_finite(A value) {
+  return value - value == A(0);
 }
 
-// Dividing is exact without a division, whose slow path would be a call on the device: the product in f64 is off by
-// less than 2^-51, and no quotient of two floats comes that near to the middle between two floats. (Below 2^-126 it may
-// lie in the middle, and is rounded to either side.)
+// Divisions are made of products: the slow path of the device's division is a call, around which registers spill. Here
+// the remainder of the rounded product corrects it to the rounded quotient (Markstein), where quotients are normal.
+FSDP2X_HOST_DEVICE double scaled(double value, Scale scale) {
+  if (scale.mode == ScaleMode::none) return value;
+  if (scale.mode == ScaleMode::multiply) return value * scale.value;
+  const double quotient = value * scale.reciprocal;
+  const double rest = fma(-quotient, scale.value, value);
+  return is_finite(rest) && rest != 0.0 ? fma(rest, scale.reciprocal, quotient) : quotient;
+}
+
+// The product in f64 is off by less than 2^-51 of itself, and no quotient of two floats comes that near to the middle
+// between two floats, so it is rounded as the quotient. (Below 2^-126 it may lie in the middle, and goes to either
+// side.)
 FSDP2X_HOST_DEVICE float scaled(float value, Scale scale) {
   if (scale.mode == ScaleMode::multiply) return value * static_cast<float>(scale.value);
   if (scale.mode == ScaleMode::divide) return static_cast<float>(static_cast<double>(value) * scale.reciprocal);
   return value;
-}
-
-template <class A>
-FSDP2X_HOST_DEVICE bool is_finite(A value) {
-  return value - value == A(0);
 }
 
 // Calls run(Body<false>) or run(Body<true>) as the plan has f64.

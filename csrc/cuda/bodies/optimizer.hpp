@@ -9,18 +9,33 @@
 
 namespace fsdp2x::cuda {
 
-// Stores as `type`: bf16 by the random bits of these elements when `stochastic`, to nearest otherwise.
-template <int N>
-FSDP2X_HOST_DEVICE void store_rounded(DType type, void* base, int64_t i, const float* values, bool stochastic,
-                                      RoundingKey key, Draw draw, uint64_t index) {
-  if (!stochastic || type != DType::bf16) return store<float, N>(type, base, i, values);
-  const PhiloxBlock random = rounding_block(key, draw, index);
+FSDP2X_HOST_DEVICE uint64_t number_of(const Numbers& numbers, int64_t i) {
+  const int64_t place = numbers.run == 0 ? i : i / numbers.run * numbers.stride + i % numbers.run;
+  return numbers.first + static_cast<uint64_t>(place);
+}
+
+// The elements of a vector have to be numbered one after the other.
+FSDP2X_HOST_DEVICE bool vectors_are_numbered(const Numbers& numbers) {
+  return numbers.run == 0 || numbers.run % kVectorNumel == 0;
+}
+
+// Stores as `type`: bf16 by the random bits of elements `number` on when kStochastic, to nearest otherwise. Kernels
+// that draw no random bits are kernels of their own: they need far fewer registers.
+template <int N, bool kStochastic>
+FSDP2X_HOST_DEVICE void store_rounded(DType type, void* base, int64_t i, const float* values, RoundingKey key,
+                                      Draw draw, uint64_t number) {
+  if (!kStochastic || type != DType::bf16) return store<float, N>(type, base, i, values);
+  const PhiloxBlock first = rounding_block(key, draw, number);
+  // A vector that does not begin with a block ends in the next one.
+  const bool has_second = N > 1 && number % kRoundingBlock != 0;
+  const PhiloxBlock second = has_second ? rounding_block(key, draw, number + N - 1) : first;
   uint16_t codes[N];
   FSDP2X_UNROLL
   for (int k = 0; k < N; ++k) {
-    // A vector is a whole block, a single element lies anywhere in one.
-    const uint64_t place = N == 1 ? index : static_cast<uint64_t>(k);
-    codes[k] = stochastic_bf16(bits_of(values[k]), rounding_bits(random, place));
+    const uint64_t own = number + static_cast<uint64_t>(k);
+    const bool in_first = own / kRoundingBlock == number / kRoundingBlock;
+    const uint32_t bits = in_first ? rounding_bits(first, own) : rounding_bits(second, own);
+    codes[k] = stochastic_bf16(bits_of(values[k]), bits);
   }
   store_units<uint16_t, N>(base, i, codes);
 }
@@ -29,17 +44,17 @@ FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
 }
 
+template <bool kStochastic>
 struct AdamWStepper {
   const AdamWSegment& segment;
   const void* grad;
   AdamWStep step;
   float grad_scale;
-  bool stochastic;
   RoundingKey rounding;
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    const uint64_t index = segment.first_index + static_cast<uint64_t>(i);
+    const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
     float p[N], g[N], m[N], v[N], largest[N] = {};
     load<float, N>(segment.grad_type, grad, i, g);
     load<float, N>(segment.param_type, segment.param, i, p);
@@ -63,15 +78,19 @@ struct AdamWStepper {
       const float denominator = sqrtf(second) / step.root + step.eps;
       p[k] = p[k] * step.decay + step.minus_size * m[k] / denominator;
     }
-    store_rounded<N>(segment.param_type, segment.param, i, p, stochastic, rounding, Draw::param, index);
-    store_rounded<N>(segment.moment_type, segment.exp_avg, i, m, stochastic, rounding, Draw::exp_avg, index);
-    store_rounded<N>(segment.moment_type, segment.exp_avg_sq, i, v, stochastic, rounding, Draw::exp_avg_sq, index);
-    // A maximum never decays, so nothing is lost when it is rounded to nearest.
-    if (amsgrad) store<float, N>(segment.moment_type, segment.max_exp_avg_sq, i, largest);
+    store_rounded<N, kStochastic>(segment.param_type, segment.param, i, p, rounding, Draw::param, number);
+    store_rounded<N, kStochastic>(segment.moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
+    store_rounded<N, kStochastic>(segment.moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
+    // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
+    if (amsgrad) {
+      store_rounded<N, kStochastic>(segment.moment_type, segment.max_exp_avg_sq, i, largest, rounding, Draw::exp_avg_sq,
+                                    number);
+    }
     if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
   }
 };
 
+template <bool kStochastic>
 struct AdamWBody {
   AdamWList list;
   AdamWArgs args;
@@ -79,32 +98,29 @@ struct AdamWBody {
     const AdamWSegment segment = list.segments[list.tile_segments[tile]];
     const void* base = args.grads[segment.source];
     if (base == nullptr) return;
-    const AdamWStepper stepper = {segment,
-                                  at(base, segment.grad_offset),
-                                  args.steps[segment.group],
-                                  args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
-                                  args.stochastic,
-                                  args.rounding};
-    const bool use_vectors = is_word_aligned(stepper.grad) && is_word_aligned(segment.param) &&
-                             is_word_aligned(segment.exp_avg) && is_word_aligned(segment.exp_avg_sq) &&
-                             is_word_aligned_or_null(segment.max_exp_avg_sq) && is_word_aligned_or_null(segment.shadow);
+    const AdamWStepper<kStochastic> stepper = {segment, at(base, segment.grad_offset), args.steps[segment.group],
+                                               args.grad_scale == nullptr ? 1.0f : *args.grad_scale, args.rounding};
+    const bool use_vectors =
+        is_word_aligned(stepper.grad) && is_word_aligned(segment.param) && is_word_aligned(segment.exp_avg) &&
+        is_word_aligned(segment.exp_avg_sq) && is_word_aligned_or_null(segment.max_exp_avg_sq) &&
+        is_word_aligned_or_null(segment.shadow) && (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
     walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }
 };
 
+template <bool kStochastic>
 struct SgdStepper {
   const SgdSegment& segment;
   const void* grad;
   SgdStep step;
   SgdMomentum momentum;
   float grad_scale;
-  bool stochastic;
   RoundingKey rounding;
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    const uint64_t index = segment.first_index + static_cast<uint64_t>(i);
+    const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
     const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
     const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
     float p[N], g[N], b[N] = {};
@@ -121,14 +137,15 @@ struct SgdStepper {
       }
       p[k] = fmaf(step.minus_lr, d, p[k]);
     }
-    store_rounded<N>(segment.param_type, segment.param, i, p, stochastic, rounding, Draw::param, index);
+    store_rounded<N, kStochastic>(segment.param_type, segment.param, i, p, rounding, Draw::param, number);
     if (momentum != SgdMomentum::none) {
-      store_rounded<N>(segment.buffer_type, segment.buffer, i, b, stochastic, rounding, Draw::exp_avg, index);
+      store_rounded<N, kStochastic>(segment.buffer_type, segment.buffer, i, b, rounding, Draw::exp_avg, number);
     }
     if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
   }
 };
 
+template <bool kStochastic>
 struct SgdBody {
   SgdList list;
   SgdArgs args;
@@ -136,15 +153,16 @@ struct SgdBody {
     const SgdSegment segment = list.segments[list.tile_segments[tile]];
     const void* base = args.grads[segment.source];
     if (base == nullptr) return;
-    const SgdStepper stepper = {segment,
-                                at(base, segment.grad_offset),
-                                args.steps[segment.group],
-                                segment.buffer == nullptr ? SgdMomentum::none : args.momentum[segment.group],
-                                args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
-                                args.stochastic,
-                                args.rounding};
+    const SgdStepper<kStochastic> stepper = {
+        segment,
+        at(base, segment.grad_offset),
+        args.steps[segment.group],
+        segment.buffer == nullptr ? SgdMomentum::none : args.momentum[segment.group],
+        args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
+        args.rounding};
     const bool use_vectors = is_word_aligned(stepper.grad) && is_word_aligned(segment.param) &&
-                             is_word_aligned_or_null(segment.buffer) && is_word_aligned_or_null(segment.shadow);
+                             is_word_aligned_or_null(segment.buffer) && is_word_aligned_or_null(segment.shadow) &&
+                             (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
     walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }

@@ -11,6 +11,9 @@
 
 namespace fsdp2x::cuda {
 
+template <class Body>
+constexpr bool kFitsParameters = sizeof(Body) <= 4096;  // more takes a driver of CUDA 12.1 or later
+
 // The body stays in parameter space: indexing its tables must not copy them to every thread's stack.
 template <class Body>
 __global__ void __launch_bounds__(kThreads) run_tiles(const __grid_constant__ Body body) {
@@ -26,6 +29,7 @@ inline void check_launch(const char* kernel, int64_t num_blocks) {
 
 template <class Body>
 void launch_tiles(const char* kernel, const Body& body, int64_t num_tiles, Stream stream) {
+  static_assert(kFitsParameters<Body>);
   if (num_tiles == 0) return;
   run_tiles<Body><<<static_cast<unsigned>(num_tiles), kThreads, 0, stream>>>(body);
   check_launch(kernel, num_tiles);

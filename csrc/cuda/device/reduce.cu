@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kThreads) run_sums(const __grid_constant__ Bod
 
 template <class Body>
 void launch_sums(const char* kernel, const Body& body, int64_t num_tiles, Stream stream) {
+  static_assert(kFitsParameters<Body>);
   if (num_tiles == 0) return;
   run_sums<Body><<<static_cast<unsigned>(num_tiles), kThreads, 0, stream>>>(body);
   check_launch(kernel, num_tiles);
