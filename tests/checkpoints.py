@@ -1,6 +1,7 @@
 """A small training that checkpoints are taken from: the same rows over all ranks at any world size."""
 
 import contextlib
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -130,3 +131,15 @@ def on_first(work) -> None:
     if dist.get_rank() == 0:
         work()
     dist.barrier()
+
+
+@contextlib.contextmanager
+def full_disk(rank: int, num_bytes: int = 300) -> Iterator[None]:
+    """No file of that rank may grow over so many bytes; unlike permissions, that stops root too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -59,7 +59,8 @@ def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_p
     resumed = run({**config, "checkpoint": {"resume_from": str(tmp_path / "run")}})
     assert resumed.step == 6
     left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert left == ["latest", "step-000001", "step-000006"]
+    # The last of these deaths comes after the rename: step 2 is whole, though `latest` does not name it.
+    assert left == ["latest", "step-000002" if name == "write_file" else "step-000001", "step-000006"]
 
 
 @distributed
@@ -116,7 +117,7 @@ def test_a_checkpoint_of_another_model_is_refused(ctx):
             in refusal(config)
         )
         config["model"] = {"config": {**MODEL, "num_hidden_layers": 3}}
-        assert "of another model, it lacks model.layers.2." in refusal(config)
+        assert "it lacks model.layers.2." in refusal(config)
 
 
 @distributed

@@ -39,7 +39,8 @@ def test_stock_reads_ours(ctx, optimizer):
         expected = training.steps(4)
         for other in (stock, fresh):
             other.schedule.last_epoch = 3
-            assert other.steps(4) == pytest.approx(expected, rel=1e-5)
+            # Over three ranks stock rounds the sums of the bfloat16 weight otherwise.
+            assert other.steps(4) == pytest.approx(expected, rel=1e-5 if ctx.world == 2 else 5e-4)
 
 
 @distributed(world_sizes=(2, 3))
@@ -90,7 +91,7 @@ def test_what_stock_lacks_is_named(ctx):
         stock = Training(impl="torch")
         dcp.save({"model": {"stack.head.weight": stock.model.stack.head.weight}}, checkpoint_id=folder)
         training = Training()
-        with pytest.raises(checkpoint.CheckpointError, match=r"it lacks embed.weight, .* and \d+ more"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"it lacks .*embed.weight, .* and \d+ more"):
             checkpoint.load(folder, training.model)
         loaded = checkpoint.load(folder, training.model, strict=False)
         assert "embed.weight" in loaded.missing and "stack.head.weight" not in loaded.missing

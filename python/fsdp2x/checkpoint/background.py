@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .agree import CheckpointError, rank_and_size
+from .agree import CheckpointError, LostRanks, rank_and_size
 from .disk import page_aligned
 from .plan import Plan
 
@@ -74,10 +74,11 @@ class Saved:
 
 
 class Writer:
-    """Of one model. `plan` is that of its last save."""
+    """Of one model. `plan` and `lost_ranks` are those of its last save."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
+        self.lost_ranks: LostRanks | None = None
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -93,7 +94,7 @@ class Writer:
         world = dist.group.WORLD if dist.is_initialized() else None
         if writer._world is not world:
             # Another process group: what was agreed with the ranks of the former one is void.
-            writer._world, writer._group, writer.plan = world, None, None
+            writer._world, writer._group, writer.plan, writer.lost_ranks = world, None, None, None
         return writer
 
     @property

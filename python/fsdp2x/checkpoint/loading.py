@@ -18,6 +18,7 @@ from .match import Found, find_parts, match_model, match_optimizer
 from .optimizer import Restore, as_optimizers
 from .rng import read_rng, seed_all, set_rng
 from .sources import Source, open_source, verify_archive
+from .state import PARTS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,8 @@ def _choose(path: Path, verify: bool, what: str) -> tuple[Path, str, dict[str, A
                     verify_archive(option, rank, world_size)
                 return None, "full", None
             if not (option / "manifest.json").is_file() and (option / ".metadata").is_file():
+                if (option / PARTS_FILE).is_file():
+                    return f"{option}: damaged, manifest.json is missing", "", None
                 return None, "sharded", None
             manifest = read_manifest(option)
             if verify:

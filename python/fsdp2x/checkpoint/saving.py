@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from . import directory
-from .agree import CheckpointError, LostRanks, gather_on_rank_0, on_rank_0, rank_and_size, together
+from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Writer
 from .disk import bytes_of
 from .forms import Contents, PerRank, Sharded, write_described
@@ -98,18 +98,16 @@ def save(
     target = Target(Path(path).expanduser(), int(step), keep, marked)
     _check(target, form, when_busy)
     optimizers = as_optimizers(optimizer)
-    writer = Writer.of(model)
     what = f"saving checkpoint {target.final}"
-    lost_ranks = lost_ranks or LostRanks()
+    writer = Writer.of(model)
+    writer.lost_ranks = lost_ranks = lost_ranks or writer.lost_ranks or LostRanks()
     with lost_ranks.named(what):
         if writer.is_busy_anywhere(when_busy):
             return Saved(target.final, target.step, form, skipped=True)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-        state = together(lambda: collect(model, optimizers, small, device, trusted), what=what)
-        plan = _plan(writer, state, what)
-        sources = together(lambda: [(c, local_data(state.flat, c)) for c in plan.held], what=what)
-    job = Job(target, form, plan, state, dict(sources), what, lost_ranks, _manifest(model, state, form, target.step))
+        state, plan, sources = _agree(writer, lambda: collect(model, optimizers, small, device, trusted), what)
+    job = Job(target, form, plan, state, sources, what, lost_ranks, _manifest(model, state, form, target.step))
     job.write_assets = write_assets
     if not async_save:
         job.run(None)
@@ -185,7 +183,7 @@ class Job:
             self.form = PerRank(plan, rank, self.contents)
         else:
             self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
-        self.data = [bytes_of(sources[chunk]) for chunk in self.form.chunks]
+        self.data = [bytes_of(sources[chunk.name]) for chunk in self.form.chunks]
         self.staged: torch.Tensor | None = None
 
     @property
@@ -256,17 +254,30 @@ def _check(target: Target, form: str, when_busy: str) -> None:
         raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
 
 
-def _plan(writer: Writer, state: State, what: str) -> Plan:
-    """The plan of the last save of this model where nothing changed on any rank, else a new one."""
-    known = writer.plan is not None and writer.plan.signature == state.signature
-    _, size = rank_and_size()
-    everywhere = [known]
-    if size > 1:
-        everywhere = [False] * size
-        dist.all_gather_object(everywhere, known)
-    if not all(everywhere):
-        writer.plan = make_plan(state, None)
-    return writer.plan
+def _agree(writer: Writer, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
+    """State and data of this rank, and the plan: that of the last save where nothing changed on any rank.
+
+    One meeting of the ranks in that case, since training waits for it.
+    """
+    state: State | None = None
+
+    def data_of(plan: Plan) -> dict[str, torch.Tensor]:
+        return {chunk.name: local_data(state.flat, chunk) for chunk in plan.held}
+
+    sources: dict[str, torch.Tensor] = {}
+
+    def is_known() -> bool:
+        nonlocal state, sources
+        state = work()
+        if writer.plan is None or writer.plan.signature != state.signature:
+            return False
+        sources = data_of(writer.plan)
+        return True
+
+    if not all(gather_all(is_known, what=what)):
+        writer.plan = plan = make_plan(state, None)
+        sources = together(lambda: data_of(plan), what=what)
+    return state, writer.plan, sources
 
 
 def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dict[str, Any]:

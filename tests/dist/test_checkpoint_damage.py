@@ -1,0 +1,161 @@
+"""Damaged checkpoints and disks that refuse: each rank is told clearly, an older one is taken, nothing is lost."""
+
+import logging
+import os
+import struct
+
+import pytest
+import torch
+
+from checkpoints import Training, full_disk, on_first, shared_folder
+from harness import distributed
+
+FORMS = ("sharded", "full", "per_rank")
+DATA = {"sharded": "__1_0.distcp", "full": "checkpoint.pt", "per_rank": "rank-00001.pt"}
+
+
+class Said(logging.Handler):
+    """What the package logs while it is entered."""
+
+    def __enter__(self):
+        self.messages = []
+        logging.getLogger("fsdp2x").addHandler(self)
+        return self.messages
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __exit__(self, *_):
+        logging.getLogger("fsdp2x").removeHandler(self)
+
+
+def weights(training):
+    return [p.full_tensor().clone() for p in training.model.parameters()]
+
+
+def flip(path):
+    """One bit of the first tensor in an archive, or of any other file."""
+    content = bytearray(path.read_bytes())
+    name_bytes, extra_bytes = struct.unpack("<HH", content[26:30])
+    content[30 + name_bytes + extra_bytes if content[:2] == b"PK" else 200] ^= 4
+    path.write_bytes(content)
+
+
+def shorten(path):
+    os.truncate(path, path.stat().st_size - 100)
+
+
+@distributed
+@pytest.mark.parametrize("form", FORMS)
+def test_an_older_whole_one_is_taken_and_said(ctx, form):
+    from fsdp2x import checkpoint
+
+    for damage, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, got"), (os.unlink, "missing")):
+        with shared_folder() as folder:
+            training = Training()
+            training.steps(1)
+            training.save(folder, form=form)
+            first = weights(training)
+            training.steps(1)
+            training.save(folder, form=form)
+            broken = folder / "step-000002" / DATA[form]
+            on_first(lambda broken=broken, damage=damage: damage(broken))
+            fresh = Training()
+            before = weights(fresh)
+            with pytest.raises(checkpoint.CheckpointError, match=f"{DATA[form]}: .*{reason}"):
+                fresh.load(folder / "step-000002")
+            assert all(map(torch.equal, weights(fresh), before)) and not fresh.optimizer.state
+            with Said() as messages:
+                assert fresh.load(folder).step == 1
+            assert all(map(torch.equal, weights(fresh), first))
+            assert any(DATA[form] in said and "using" in said and "step-000001 instead" in said for said in messages)
+            # Without looking at checksums a flipped bit goes by; what is short does not.
+            if damage is flip:
+                assert fresh.load(folder / "step-000002", verify=False).step == 2
+            else:
+                with pytest.raises(checkpoint.CheckpointError, match=DATA[form]):
+                    fresh.load(folder / "step-000002", verify=False)
+
+
+@distributed
+def test_all_damaged_ones_are_named(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        for step in (1, 2):
+            training.save(folder, step=step)
+        on_first(lambda: [flip(folder / f"step-00000{step}" / ".metadata") for step in (1, 2)])
+        with pytest.raises(checkpoint.CheckpointError, match="step-000002/.metadata.*step-000001/.metadata"):
+            training.load(folder)
+
+
+@distributed
+def test_a_damaged_lone_file_is_told(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        training.save(folder / "one.pt", form="full")
+        on_first(lambda: flip(folder / "one.pt"))
+        with pytest.raises(checkpoint.CheckpointError, match=r"one.pt: damaged, Bad CRC-32 for file"):
+            training.load(folder / "one.pt")
+        on_first(lambda: shorten(folder / "one.pt"))
+        with pytest.raises(checkpoint.CheckpointError, match=r"one.pt: damaged"):
+            training.load(folder / "one.pt")
+
+
+@distributed
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_disk_costs_no_checkpoint(ctx, form):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        training.steps(1)
+        training.save(folder, form=form)
+        training.steps(1)
+        for in_background in (False, True):
+            with full_disk(1):
+                with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*step-000002/.*: File too large"):
+                    training.save(folder, form=form, async_save=in_background).wait()
+            assert training.load(folder / "step-000001").step == 1
+            training.steps(1)
+        training.save(folder, form=form)
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000001", "step-000002"]
+
+
+@distributed
+def test_a_folder_that_takes_nothing(ctx):
+    from fsdp2x import checkpoint
+
+    training = Training()
+    # Nobody can make a folder there, root neither.
+    for form, name in (("sharded", "/proc/fsdp2x"), ("full", "/proc/fsdp2x/one.pt")):
+        for in_background in (False, True):
+            with pytest.raises(checkpoint.CheckpointError, match="rank 0: /proc/fsdp2x: "):
+                training.save(name, form=form, async_save=in_background).wait()
+
+
+@distributed
+def test_arguments_are_checked(ctx):
+    from fsdp2x import checkpoint
+
+    training = Training()
+    for keywords, message in (
+        ({"form": "whole"}, "form is 'whole', expected one of sharded, full, per_rank"),
+        ({"when_busy": "never"}, "when_busy is 'never'"),
+        ({"step": -1}, "step is -1"),
+        ({"keep": 0}, "keep is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.save("/nowhere", training.model, **{"step": 1, **keywords})
+    with pytest.raises(ValueError, match="one file, which only form='full' writes"):
+        checkpoint.save("/nowhere/one.pt", training.model, step=1)
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer or a list of them, got int"):
+        checkpoint.save("/nowhere", training.model, [3], step=1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(checkpoint.CheckpointError, match=r"the optimizer steps a parameter of shape \(3,\)"):
+        checkpoint.save("/nowhere", training.model, other, step=1)
+    with pytest.raises(checkpoint.CheckpointError, match="no such checkpoint"):
+        checkpoint.load("/nowhere", training.model)
