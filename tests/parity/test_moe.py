@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
 import models
@@ -76,8 +77,6 @@ def test_disjoint_experts_on_the_ranks(ctx, transport, per):
 @both_transports
 def test_experts_wrapped_by_hand_and_patched(ctx, transport):
     """The patch comes before or after sharding; activation checkpointing runs the block again; evaluation works."""
-    from torch.utils.checkpoint import checkpoint
-
     only_fsdp2x(ctx)
     for when in ("before", "after"):
         reference = ListMoe(top_k=2)
@@ -181,11 +180,13 @@ class Blocks(nn.Module):
         model = fused()
         moe.use_grouped_gemm(model, implementation == "grouped_mm")
         self.blocks = nn.ModuleList(layer.mlp for layer in model.model.layers)
-        self.head = nn.Linear(16, 3)
+        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+        self.is_checkpointed = implementation == "eager"
 
     def forward(self, x):
+        x = self.embed(x)
         for block in self.blocks:
-            x = x + block(x)
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x))
         return self.head(x)
 
 

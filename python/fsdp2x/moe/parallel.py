@@ -135,7 +135,8 @@ def _forward(
     def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         if rows.shape[0] == 0:
             # Backward must still come by here: the peers wait in its all-to-all, and the unit in its reduction.
-            return rows + touch(local.params)
+            zero = touch(local.params)
+            return rows if zero is None else rows + zero.to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
         return local.forward(local.module, rows, numbers.unsqueeze(1), ones)
 

@@ -130,20 +130,43 @@ def allow_no_tokens(experts: nn.Module) -> None:
 
 def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if hidden_states.numel() == 0:
-        return hidden_states + touch(self._parameters.values())
+        return _joined(hidden_states, touch(self._parameters.values()))
     (replaced,) = getattr(self, _ALLOWS_NO_TOKENS)
     forward: Callable = types.MethodType(unsharded_class(self).forward, self) if replaced is None else replaced
     return forward(hidden_states, *args, **kwargs)
 
 
-def touch(params: Any) -> torch.Tensor | float:
-    """A zero that depends on the trainable ``params``: their gradients exist and are exactly zero."""
-    total: torch.Tensor | float = 0.0
-    for param in params:
-        if param is not None and param.requires_grad and torch.is_grad_enabled():
-            local = param.to_local() if isinstance(param, DTensor) else param
-            total = total + local.reshape(-1)[:0].sum()
+def touch(tensors: Any) -> torch.Tensor | None:
+    """A zero that depends on those of ``tensors`` that need gradients, which then exist and are zero; or None."""
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            zero = local.reshape(-1)[:0].sum()
+            total = zero if total is None else total + zero
     return total
+
+
+def _joined(output: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    return output if zero is None else _Joined.apply(output, zero.to(output.dtype))
+
+
+class _Joined(torch.autograd.Function):
+    """``output`` plus a zero that depends on weights which no token used.
+
+    It saves a tensor and reads it in backward, so that a checkpoint around the block recomputes all of it before the
+    first expert's backward, and on every rank alike; else that would depend on which operations the routing caused.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(zero)
+        return output + zero
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (zero,) = ctx.saved_tensors
+        return grad, torch.zeros_like(zero)
 
 
 # ---- lists of experts
@@ -157,7 +180,7 @@ def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
     first, *rest = output if isinstance(output, tuple) else (output,)
     if first.requires_grad or not torch.is_grad_enabled():
         return None
-    first = first + touch([*block.parameters(), *(one for one in args if isinstance(one, torch.Tensor))])
+    first = _joined(first, touch([*block.parameters(), *(one for one in args if isinstance(one, torch.Tensor))]))
     return (first, *rest) if isinstance(output, tuple) else first
 
 
@@ -233,9 +256,9 @@ class _Turns:
         self._pass_over(len(self._experts))
         zeros = [out.sum() for out in self._passed_over if out.requires_grad]
         self._no_rows, self._passed_over = None, []
-        if not zeros:
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        if not torch.is_grad_enabled() or not (first.requires_grad or zeros):
             return None
-        zero = torch.stack(zeros).sum()
-        if isinstance(output, torch.Tensor):
-            return output + zero.to(output.dtype)
-        return (output[0] + zero.to(output[0].dtype), *output[1:])
+        zero = torch.stack(zeros).sum() if zeros else first.new_zeros(())
+        first = _joined(first, zero)
+        return (first, *rest) if isinstance(output, tuple) else first
