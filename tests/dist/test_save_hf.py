@@ -21,6 +21,7 @@ from models import Stack, build, tiny_lora, tiny_vlm
 from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
+HALF = ("qwen3", "llama", "qwen3_moe", "vlm")  # tied, untied, experts, vision and language: also in bfloat16
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def shared_folder(ctx):
 
 def write_source(ctx, folder, name, **options):
     if ctx.rank == 0:
-        model = tiny_vlm() if name == "vlm" else build(name, **options)
+        model = tiny_vlm().to(options["dtype"]) if name == "vlm" else build(name, **options)
         model.save_pretrained(folder, max_shard_size="6KB")
     dist.barrier()
 
@@ -55,9 +56,9 @@ def test_round_trip(ctx, name):
     import transformers
 
     with shared_folder(ctx) as folder:
-        for dtype in (torch.float32, torch.bfloat16) if name in ("qwen3", "qwen3_moe") else (torch.float32,):
+        for dtype in (torch.float32, torch.bfloat16) if name in HALF else (torch.float32,):
             source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
-            write_source(ctx, source, name, **({} if name == "vlm" else {"dtype": dtype}))
+            write_source(ctx, source, name, dtype=dtype)
             model = fsdp2x.from_pretrained(source, progress=False)
             for writers, size in (("all", "6KB"), ("one", "5GB")):
                 assert fsdp2x.save_hf(model, out, writers=writers, max_shard_size=size, force=True) == out
@@ -163,6 +164,33 @@ def test_adapters(ctx):
         fsdp2x.load_hf(loaded, folder / "adapter", strict=True, progress=False)
         fsdp2x.save_hf(loaded, folder / "again", weights="base")
         same(tensors(folder / "again"), tensors(folder / "experts"))
+
+
+@distributed(world_sizes=(2, 3))
+def test_adapter_only_round_trip(ctx):
+    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16; the base is never written."""
+    from peft import PeftModel
+
+    with shared_folder(ctx) as folder:
+        write_source(ctx, folder / "base", "llama", dtype=torch.bfloat16)
+        if ctx.rank == 0:
+            source = with_adapter(build("llama", dtype=torch.bfloat16))
+            for name, param in source.named_parameters():
+                if "lora_" in name:
+                    param.data = torch.randn(param.shape)
+            source.save_pretrained(folder / "adapter")
+        dist.barrier()
+        model = fsdp2x.from_pretrained(folder / "base", prepare=with_adapter, progress=False)
+        report = fsdp2x.load_hf(model, folder / "adapter", strict=True, progress=False)
+        assert not report.missing_keys and not report.unexpected_keys
+        fsdp2x.save_hf(model, folder / "out", dtype=torch.float32)
+        same(tensors(folder / "out"), tensors(folder / "adapter"))
+        assert {file.name for file in (folder / "out").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        plain = PeftModel.from_pretrained(build("llama", dtype=torch.bfloat16), folder / "out")
+        got = {name: value for name, value in fsdp2x.full_tensors(model) if "lora_" not in name}
+        same(got, {name: param.detach() for name, param in plain.named_parameters() if "lora_" not in name})
+        fsdp2x.save_hf(model, folder / "whole", weights="base")
+        same(tensors(folder / "whole"), tensors(folder / "base"))
 
 
 @distributed(world_sizes=(2,))

@@ -6,8 +6,9 @@ A bucket lies in a slot parameter by parameter, each whole and contiguous:
 
 ``SharedRing``: one mapping for all ranks of the group. Each rank writes its rows into it, cast on the way, so a bucket
 is one copy per host. Tensors look through a second, copy-on-write mapping: what a rank writes to them stays its own.
-``GroupRing``: the bytes of the next bucket come through collectives of the process group into a receive buffer, and are
-sorted into the one slot when the bucket before is done with.
+``GroupRing``: the next bucket comes through collectives of the process group. Large parameters that are cut evenly
+along dim 0 go straight from the shard (or its cast copy) to their place; all others are packed into one collective, and
+sorted into their places when it is done.
 
 For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
 the use ends. ``finish(k)`` is the only meeting: every rank has filled k, and is done with k-1, so that k+1 may go
@@ -30,6 +31,8 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.transport import why_not_shared
 
 NUM_SLOTS = 2
+# From here on two passes over the bytes cost more than one more collective.
+_DIRECT_BYTES = 1 << 20
 
 
 def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
@@ -60,42 +63,80 @@ def make_ring(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, t
 
 
 class GroupRing:
-    """One slot, one send and one receive buffer of this rank, reused by every bucket."""
+    """Two slots of this rank, and for what is packed one send and one receive buffer, reused by every bucket."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, receivers: list[bool]) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
-        self._slot_bytes = slot_bytes
-        self._slot: torch.Tensor | None = None
+        self._slot_bytes, self._index = slot_bytes, 0
+        self._slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
         self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._work: list = []
+        self._packed: dict[int, int] = {}  # index in the bucket -> start in the send buffer
+        self._end = 0
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry]) -> None:
         """Starts the gather of a bucket; at most one runs at a time."""
         if self.world == 1:
             return
-        self._starts, end = [], 0
-        for entry in entries:
-            self._starts.append(end)
-            end += aligned(entry.num_bytes(entry.rows(0, self.world)[1]))
+        direct = [all(self.receivers) and self._is_direct(entry) for entry in entries]
+        staged: dict[int, int] = {}
+        self._packed, self._end, end = {}, 0, 0
+        for index, entry in enumerate(entries):
+            if not direct[index]:
+                self._packed[index] = end
+                end += aligned(entry.num_bytes(entry.rows(0, self.world)[1]))
+        self._end = end
+        for index, entry in enumerate(entries):
+            if direct[index] and self._needs_copy(entry):
+                staged[index] = end
+                end += aligned(entry.num_bytes(entry.rows(0, self.world)[1]))
         if self._sent.numel() < end:
             self._sent = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        mine = self._sent[:end]
-        for entry, start in zip(entries, self._starts, strict=True):
-            entry.part(mine, start, entry.rows(self.rank, self.world)[1]).copy_(entry.param.to_local())
-        self._end = end
-        if self.receivers[self.rank] and self._received.numel() < self.world * end:
-            self._received = torch.empty(self.world * end, dtype=torch.uint8, device=self.device)
-        received = self._received[: self.world * end]
+        for index, start in (*self._packed.items(), *staged.items()):
+            entry = entries[index]
+            entry.part(self._sent, start, entry.rows(self.rank, self.world)[1]).copy_(entry.param.to_local())
+        for index, (entry, place_bytes) in enumerate(zip(entries, place(entries)[0], strict=True)):
+            if direct[index]:
+                mine = entry.param.to_local().detach()
+                if index in staged:
+                    mine = entry.part(self._sent, staged[index], mine.shape[0])
+                whole = entry.whole(self._slot(), place_bytes)
+                self._work.append(
+                    dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
+                )
+        if self._packed:
+            self._gather_packed(self._sent[: self._end])
+
+    def _is_direct(self, entry: Entry) -> bool:
+        """Whether the ranks' parts, one after the other, are the whole; worth a collective of its own."""
+        is_even = entry.param.shape[0] % self.world == 0 if entry.param.dim() else False
+        return entry.shard_dim == 0 and is_even and entry.whole_bytes >= _DIRECT_BYTES
+
+    def _needs_copy(self, entry: Entry) -> bool:
+        local = entry.param.to_local()
+        return local.dtype != entry.dtype or local.device != self.device or not local.is_contiguous()
+
+    def _gather_packed(self, mine: torch.Tensor) -> None:
+        if self.receivers[self.rank] and self._received.numel() < self.world * self._end:
+            self._received = torch.empty(self.world * self._end, dtype=torch.uint8, device=self.device)
+        received = self._received[: self.world * self._end]
         if all(self.receivers):
-            self._work = [dist.all_gather_into_tensor(received, mine, group=self.group, async_op=True)]
+            self._work.append(dist.all_gather_into_tensor(received, mine, group=self.group, async_op=True))
             return
         for receiver in range(self.world):
             if self.receivers[receiver]:
                 parts = list(received.chunk(self.world)) if receiver == self.rank else None
                 destination = dist.get_global_rank(self.group, receiver)
                 self._work.append(dist.gather(mine, parts, dst=destination, group=self.group, async_op=True))
+
+    def _slot(self) -> torch.Tensor:
+        """Where the bucket in work goes; the one before is in the other."""
+        slot = self._slots[self._index]
+        if slot is None:
+            slot = self._slots[self._index] = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
+        return slot
 
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
@@ -106,20 +147,19 @@ class GroupRing:
         self._work = []
         if not self.receivers[self.rank]:
             return None
-        if self._slot is None:
-            self._slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
         tensors = []
         for index, (entry, start) in enumerate(zip(entries, place(entries)[0], strict=True)):
-            whole = entry.whole(self._slot, start)
-            for rank in range(self.world):
-                begin, num_rows = entry.rows(rank, self.world)
-                if self.world == 1:
-                    rows = entry.param.to_local()
-                else:
-                    rows = entry.part(self._received, rank * self._end + self._starts[index], num_rows)
-                if num_rows:
-                    whole.narrow(entry.shard_dim, begin, num_rows).copy_(rows)
+            whole = entry.whole(self._slot(), start)
+            if self.world == 1:
+                whole.copy_(entry.param.to_local())
+            elif index in self._packed:
+                for rank in range(self.world):
+                    begin, num_rows = entry.rows(rank, self.world)
+                    if num_rows:
+                        rows = entry.part(self._received, rank * self._end + self._packed[index], num_rows)
+                        whole.narrow(entry.shard_dim, begin, num_rows).copy_(rows)
             tensors.append(whole)
+        self._index = (self._index + 1) % NUM_SLOTS
         return tensors
 
 

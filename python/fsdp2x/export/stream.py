@@ -62,8 +62,9 @@ def stream(
     """Yields the parameters as whole tensors in buckets, in the order of ``named_parameters()``, ties once.
 
     The values are those of the sharded parameters, at any time between two steps. Ranks of one host share memory: each
-    writes its rows to where all read them. Otherwise a bucket is one collective of the process group. Extra memory: two
-    buckets (over a process group also this rank's part of one), and what names="hf" un-fuses.
+    writes its rows to where all read them. Otherwise the process group gathers them: large parameters one by one and
+    without copies, the small ones of a bucket together. Extra memory: two buckets (over a process group also the small
+    parameters of one, and this rank's part of what is cast), and what names="hf" un-fuses.
 
     Collective: every rank must run the iterator to its end, with the same arguments but ``receive``.
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.names import hf_base
+from fsdp2x.hf.pages import advise_large_pages
 from fsdp2x.hf.sources import Source, differ
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
@@ -128,6 +129,8 @@ def materialize(model: nn.Module, targets: list[Target]) -> None:
         state.reshard()
         for group in state.groups:
             group.materialize()
+            if group.pool is not None:
+                advise_large_pages(group.pool)
     device = next((state.ranks.device for state in unit_states(model)), torch.device("cpu"))
     for target in targets:
         if target.record is None and target.tensor.is_meta:
