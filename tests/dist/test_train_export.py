@@ -43,7 +43,7 @@ def load(folder):
 def test_exports_load_and_compute_the_same(tmp_path, name):
     from transformers import AutoTokenizer
 
-    from fsdp2x.hf.export import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     config = settings(
         write_text(tmp_path / "text"), tmp_path / "run", model={"config": MODELS[name]}, train={"steps": 2}
@@ -66,7 +66,7 @@ def test_exports_load_and_compute_the_same(tmp_path, name):
 def test_ties_are_written_once_and_original_names_are_kept(tmp_path):
     from safetensors import safe_open
 
-    from fsdp2x.hf.export import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     for name, absent, present in (
         ("qwen3", "lm_head.weight", "model.embed_tokens.weight"),
@@ -82,7 +82,7 @@ def test_ties_are_written_once_and_original_names_are_kept(tmp_path):
 
 
 def test_an_exported_folder_trains_again(tmp_path):
-    from fsdp2x.hf.export import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     text = write_text(tmp_path / "text")
     first = dist_run(train_and_compute, 2, settings(text, tmp_path / "a", train={"steps": 2}), None)
@@ -95,7 +95,7 @@ def test_an_exported_folder_trains_again(tmp_path):
 
 
 def test_an_existing_folder_is_kept_unless_forced(tmp_path):
-    from fsdp2x.hf.export import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     dist_run(train_and_compute, 1, settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1}), None)
     out = tmp_path / "out"

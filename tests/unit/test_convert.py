@@ -161,6 +161,26 @@ def test_names_of_the_files_as_keys(tmp_path):
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_conversions_that_need_whole_weights(tmp_path, monkeypatch):
+    """Where recipes cannot be described by boxes, transformers converts back, and the result is the same."""
+    from fsdp2x.hf import recipes
+
+    build("qwen3_moe").save_pretrained(tmp_path / "origin", max_shard_size="6KB")
+    doubled("qwen3_moe").save_pretrained(tmp_path / "expected", max_shard_size="6KB")
+    save(tmp_path / "ckpt", {"model": (state := doubled("qwen3_moe").state_dict())})
+    assert "model.layers.0.mlp.experts.gate_up_proj" in state
+
+    def not_describable(self):
+        raise recipes._NotDescribable
+
+    monkeypatch.setattr(recipes._Conversion, "_describe", not_describable)
+    same(tensors(dcp_to_hf(tmp_path / "ckpt", tmp_path / "out", tmp_path / "origin")), tensors(tmp_path / "expected"))
+    del state["model.layers.1.mlp.experts.down_proj"]
+    save(tmp_path / "less", {"model": state})
+    with refuses("lacks model.layers.1.mlp.experts.down_proj"):
+        dcp_to_hf(tmp_path / "less", tmp_path / "out2", tmp_path / "origin")
+
+
 def test_the_command(tmp_path, origin, capsys):
     def run(*words):
         return main(["convert", *map(str, words)]), capsys.readouterr().err

@@ -22,7 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from fsdp2x.checkpoint import CheckpointError
-    from fsdp2x.hf.export import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     try:
         out = export_checkpoint(args.checkpoint, args.out, force=args.force)

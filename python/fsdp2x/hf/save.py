@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
-from fsdp2x.hf.export import plain_config
+from fsdp2x.hf.config import plain_config
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.hf.layout import Layout, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_families

@@ -6,20 +6,22 @@ model's original files, and the folder gets its name only when it is whole.
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.directory import resolve
 from fsdp2x.checkpoint.state import ASSETS_FOLDER
+from fsdp2x.convert.inverse import undo_loading, values_of
+from fsdp2x.convert.records import OpenFiles
+from fsdp2x.convert.stored import open_dcp
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
 from fsdp2x.hf.layout import plan_layout
-from fsdp2x.hf.names import TensorSpec, source_families, unsharded_class
+from fsdp2x.hf.names import TensorSpec, source_families
+from fsdp2x.hf.pretrained import empty_model
 from fsdp2x.hf.sources import RemoteTensor, Source
 from fsdp2x.hf.targets import Target, find_targets
 from fsdp2x.hf.writer import Writer, make_files
@@ -34,11 +36,6 @@ def export_checkpoint(
 
     Raises `FileExistsError` when `out` exists and not `force`, `CheckpointError` when the checkpoint cannot be read.
     """
-    # Both import this package for its files; a checkpoint is opened by whom converts it.
-    from fsdp2x.convert.records import OpenFiles
-    from fsdp2x.convert.stored import open_dcp
-    from fsdp2x.hf.pretrained import empty_model
-
     out = Path(out).expanduser()
     refuse_existing(out, force)
     source = resolve(checkpoint)
@@ -71,20 +68,10 @@ def export_checkpoint(
     return out
 
 
-def plain_config(model: torch.nn.Module) -> Any:
-    """A copy of the model's config that names the unsharded class and the dtype, as `save_pretrained` does."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [unsharded_class(model).__name__]
-    config.dtype = next(p.dtype for p in model.parameters())
-    return config
-
-
 def _held(
     tensors: Mapping[str, Source], aliases: Mapping[str, str], targets: list[Target], where: str
 ) -> dict[str, Source]:
     """The weights by every name of each target."""
-    from fsdp2x.convert.inverse import values_of
-
     names = [name for target in targets for name in target.names]
     stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
     stored |= {alias: stored[kept] for alias, kept in aliases.items() if kept in stored and alias not in stored}
@@ -99,8 +86,6 @@ def _tensors(
     model: torch.nn.Module, targets: list[Target], held: Mapping[str, Source]
 ) -> tuple[dict[str, Source], list[TensorSpec]]:
     """What the files will hold: values by name, and the tensors in the order of the model's weights."""
-    from fsdp2x.convert.inverse import undo_loading
-
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = [target for target in targets if not set(target.names) & ignored]
     described = {
