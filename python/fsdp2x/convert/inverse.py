@@ -36,7 +36,8 @@ def values_of(targets: list[Target], stored: Mapping[str, Source], where: str) -
                 raise CheckpointError(
                     f"{where}: {name} has shape {list(stored[name].shape)}, the origin's model {list(target.shape)}"
                 )
-            if differ(first, stored[name], [0] * len(target.shape), target.shape):
+            is_other = stored[name] is not first
+            if is_other and differ(first, stored[name], [0] * len(target.shape), target.shape):
                 raise CheckpointError(
                     f"{where}: {held[0]} and {name} are tied in the origin's model, but differ; set "
                     "tie_word_embeddings to false in its config.json to keep both"

@@ -32,7 +32,8 @@ def match(keys: Iterable[str], names: Collection[str], prefix: str | None, where
         raise CheckpointError(
             f"{where}: no key is {prefix!r} and the name of a weight; there are {', '.join(sorted(cleaned)[:4])}, ..."
         )
-    rest = sorted(key for name, key in cleaned.items() if name.startswith(prefix) and key not in found.values())
+    taken = set(found.values())
+    rest = sorted(key for name, key in cleaned.items() if name.startswith(prefix) and key not in taken)
     rest = [key for key in rest if prefix or not key.startswith(("optim", "scheduler", "rng", "trainer"))]
     if rest:
         logger.warning(
