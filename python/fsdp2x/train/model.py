@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..hf.export import plain_config
+from ..hf.config import plain_config
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from .optional import part, said_of
 from .resolve import DTYPES
