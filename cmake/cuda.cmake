@@ -14,8 +14,8 @@ include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(FSDP2X_CUDA STREQUAL ON)
-    message(FATAL_ERROR "FSDP2X_CUDA is ON but no working nvcc was found: put it on PATH, set CUDACXX to it, or use "
-                        "FSDP2X_CUDA=OFF.")
+    message(FATAL_ERROR "FSDP2X_CUDA is ON but no working nvcc was found: put it on PATH, set CUDACXX to it, take it "
+                        "from packages (make CUDA=wheels, or cmake/cuda_wheels.py), or use FSDP2X_CUDA=OFF.")
   endif()
   message(STATUS "fsdp2x: no nvcc, the kernels of csrc/cuda are left out")
   return()
