@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import bench_checkpoint
 import bench_collectives
 import bench_export
 import bench_host
 import bench_load
 import bench_memory
+import bench_moe
 import bench_optimizer
 import bench_sequence
 import bench_step
@@ -37,7 +39,9 @@ TITLES = {
     "load": "From HuggingFace files to shards",
     "export": "Whole tensors of a sharded model",
     "sequence": "Packing and sequence parallelism",
+    "moe": "Experts and tiled MLPs",
     "gpu": "Kernels on a GPU",
+    "checkpoint": "Saving model and optimizer",
 }
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
@@ -48,7 +52,9 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "load": bench_load.rows_of,
     "export": bench_export.rows_of,
     "sequence": bench_sequence.rows_of,
+    "moe": bench_moe.rows_of,
     "gpu": bench_kernels.rows_of,
+    "checkpoint": bench_checkpoint.rows_of,
 }
 
 
@@ -177,6 +183,21 @@ def plot_sequence(axes, record: dict) -> None:
     axes.set_ylabel("tokens of samples a second")
 
 
+def plot_moe(axes, record: dict) -> None:
+    """Milliseconds of a step of each side."""
+    bars = [
+        (f"{case}\n{side}", side in ("grouped",) or "chunks" in side, phases["step"]["median_ms"])
+        for case, sides in record["results"].items()
+        for side, phases in sides.items()
+    ]
+    for label, ours, color in (("loop, whole", False, OTHER), ("grouped, tiled", True, OURS)):
+        chosen = [(place, value) for place, (_, mine, value) in enumerate(bars) if mine == ours]
+        if chosen:
+            axes.bar(*zip(*chosen, strict=True), 0.6, label=label, color=color)
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
+    axes.set_ylabel("ms")
+
+
 PLOTS = {
     "step": plot_pairs,
     "optimizer": plot_pairs,
@@ -186,6 +207,8 @@ PLOTS = {
     "load": plot_ways,
     "export": plot_ways,
     "sequence": plot_sequence,
+    "moe": plot_moe,
+    "checkpoint": plot_pairs,
 }
 
 

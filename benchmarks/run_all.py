@@ -24,6 +24,8 @@ FULL = {
     "memory_cpu_2ranks": ["bench_memory.py"],
     "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
+    "moe_cpu_2ranks": ["bench_moe.py"],
+    "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
     "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "24"],
 }
 QUICK = {

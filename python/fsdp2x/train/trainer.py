@@ -359,6 +359,12 @@ class Trainer:
         }
 
     def close(self) -> None:
+        if hasattr(self, "model"):
+            try:
+                # After an error: what is being written may still become a whole checkpoint.
+                checkpoint.wait(self.model)
+            except RuntimeError as error:
+                logger.error("%s", error)
         self._closing.close()
 
 
