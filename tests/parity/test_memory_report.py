@@ -189,6 +189,27 @@ def test_replicas(ctx, transport):
 
 
 @distributed(world_sizes=(2,))
+def test_pages_of_the_replicas(ctx):
+    """Two scratches in turn, on top of what waits for the all-reduce."""
+    only_fsdp2x(ctx)
+    import fsdp2x
+
+    before = set(memory.shared_files())
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    units = [f"blocks.{i}" for i in range(4)]
+    model = shard(ctx, Stack(num=4, width=256, hidden=512), units, mesh=mesh)
+    plan = fsdp2x.memory_report(model)
+    for _ in range(3):
+        run_stack(model)
+    dist.barrier()
+    assert fsdp2x.memory_report(model).replica_bytes == plan.replica_bytes
+    (pages,) = [size for inode, size in memory.shared_files().items() if inode not in before]
+    segments = plan.traffic.all_reduce_bytes  # every rank writes each of them once
+    planned = ctx.world * (plan.replica_bytes - segments)
+    assert 0 < planned and abs(pages - planned) <= 131072, (pages, planned)
+
+
+@distributed(world_sizes=(2,))
 @all_policies
 def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     """What the process group is handed in one step: each rank sends all segments but one of every collective."""

@@ -41,6 +41,7 @@ class Ranks:
     transport: str  # "local", "shm" or "process_group"
     replicas: int = 1
     on_cpu: bool = True
+    replicas_share: bool = False  # memory of one host: they all-reduce through it
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,14 +198,15 @@ def _group_of_state(state: UnitState, group: GroupParams) -> GroupFacts:
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
         state.mp_policy,
-        _ranks(ranks, _transport_of(state, group), ranks.replicas),
+        _ranks(ranks, _transport_of(state, group), ranks.replicas, _replicas_share(state, group)),
         small_ranks=small_ranks,
         reduces_unused=state.live_options().reduce_unused_params,
     )
 
 
-def _ranks(ranks: ShardGroup, transport: str, replicas: int) -> Ranks:
-    return Ranks(ranks.group, ranks.world, ranks.rank, transport, replicas, ranks.device.type == "cpu")
+def _ranks(ranks: ShardGroup, transport: str, replicas: int, replicas_share: bool = False) -> Ranks:
+    on_cpu = ranks.device.type == "cpu"
+    return Ranks(ranks.group, ranks.world, ranks.rank, transport, replicas, on_cpu, replicas_share)
 
 
 def _transport_of(state: UnitState, group: GroupParams) -> str:
@@ -214,6 +216,15 @@ def _transport_of(state: UnitState, group: GroupParams) -> str:
     if state.transport == "process_group" or group.ranks.device.type != "cpu":
         return "process_group" if group.ranks.group is not None else "local"
     return "local" if group.ranks.world == 1 else "shm"
+
+
+def _replicas_share(state: UnitState, group: GroupParams) -> bool:
+    """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
+    if group.ranks.replicas == 1:
+        return False
+    if group.engine is not None:
+        return isinstance(group.engine.all_reduce, _C.HostAllReduce)
+    return state.transport != "process_group" and group.ranks.device.type == "cpu"
 
 
 # ---- from a model that is only planned

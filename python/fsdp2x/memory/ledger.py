@@ -47,6 +47,19 @@ class SlotLedger:
         self._owned.remove(slot)
 
 
+def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
+    """Scratches of the all-reduce over replicas of one host, two in turn, for groups in the order of their units."""
+    ledgers: dict[int, tuple[SlotLedger, list[int]]] = {}
+    for group in [*reversed(groups), *reversed(groups)]:
+        if not group.ranks.replicas_share:
+            continue
+        ledger, held = ledgers.setdefault(group.ranks.replicas, (SlotLedger(mmap.PAGESIZE), []))
+        if len(held) == 2:
+            ledger.release(held.pop(0))
+        held.append(ledger.acquire(group.replica_segment_bytes))
+    return sum(ledger.arena_bytes for ledger, _ in ledgers.values())
+
+
 class HostLedger:
     """Shared memory of one host's ranks, or one rank's own: gather slots and reduce scratches of whole pages."""
 

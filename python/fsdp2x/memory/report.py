@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp2x.memory.facts import ModelFacts, UnitFacts, facts_of_model
+from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import optimizer_bytes
 from fsdp2x.memory.steps import Replay, StepCounts
 from fsdp2x.runtime.state import unit_states
@@ -58,10 +59,11 @@ class MemoryReport:
     ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
     smaller world). On top while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
     ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
-    ``replica_bytes`` (gradients that wait for the all-reduce), ``autograd_bytes`` (one unsharded gradient). Slots and
-    scratches are kept for the next step. ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this
-    rank's part where the ranks of a host share one copy, so that ``peak_bytes`` of all ranks add up to what the host
-    needs; nothing where ``scratch_bytes`` has them already.
+    ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
+    ``autograd_bytes`` (one unsharded gradient). Slots and scratches are kept for the next step.
+    ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this rank's part where the ranks of a host
+    share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
+    has them already.
 
     Not in it: activations, what tensor subclasses with an all-gather of their own hold, pages of shared memory that a
     rank wrote to in place, and the control page of shared memory.
@@ -180,7 +182,7 @@ def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, in
     counts = [replay.run() for replay in replays]
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
-    replicated = [group.replica_segment_bytes for group in groups if group.ranks.replicas > 1 and group.is_trainable]
+    replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
 
     def total(of: Callable[[Replay], int]) -> int:
         return sum(map(of, replays))
@@ -204,7 +206,7 @@ def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, in
         own_gather_slot_bytes=total(lambda replay: replay.own_gather_slot_bytes),
         peak_gather_bytes=total(lambda replay: replay.peak_gather_bytes),
         scratch_bytes=total(lambda replay: replay.scratch_bytes),
-        replica_bytes=sum(replicated),
+        replica_bytes=sum(group.replica_segment_bytes for group in replicated) + all_reduce_scratch_bytes(replicated),
         autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
         traffic=Traffic(
             gathers=moved(lambda one: one.gathers),

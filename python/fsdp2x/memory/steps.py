@@ -276,4 +276,6 @@ def _reduce_sent_bytes(group: GroupFacts) -> int:
 
 def _all_reduce_sent_bytes(group: GroupFacts) -> int:
     replicas = group.ranks.replicas
+    if group.ranks.replicas_share:
+        return group.replica_segment_bytes
     return -(-2 * (replicas - 1) * group.replica_segment_bytes // replicas)
