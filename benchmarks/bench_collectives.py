@@ -92,7 +92,7 @@ def run_size(num_bytes: int, steps: int) -> dict:
             raise AssertionError(f"gathers of {num_bytes} bytes differ on rank {rank}")
         model.ready.append(gradient.clone())
         loss = model(x)
-        dist.barrier()
+        harness.start_together()
         timer.mark("between")
         loss.backward()
         timer.mark("reduce_scatter")
@@ -104,7 +104,7 @@ def run_size(num_bytes: int, steps: int) -> dict:
     def gloo(timer: harness.PhaseTimer) -> None:
         all_gather(whole, shard)
         timer.mark("all_gather")
-        dist.barrier()
+        harness.start_together()
         timer.mark("between")
         reduce_scatter(summed, gradient)
         timer.mark("reduce_scatter")

@@ -54,6 +54,7 @@ class ZeRO3:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 3},
+            "gradient_clipping": 0.0,  # the others do not clip; DeepSpeed's default does
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
