@@ -211,3 +211,53 @@ def _tensors(training):
             seen[name] = tensor
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     return [*seen.values(), *states]
+
+
+@distributed
+def test_groups_that_were_others_are_told(ctx):
+    import fsdp2x
+
+    with shared_folder() as folder:
+        training = Training()  # two groups, one without decay
+        training.steps(1)
+        training.save(folder)
+        fresh = Training("sgd")
+        one_group = torch.optim.AdamW(fresh.optimizer.param_groups[0]["params"], lr=0.5, weight_decay=0.3)
+        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match="mixes 2 saved groups of different settings"):
+            fsdp2x.checkpoint.load(folder, fresh.model, one_group)
+        assert not one_group.state
+        fsdp2x.checkpoint.load(folder, fresh.model, one_group, strict=False)
+        assert one_group.param_groups[0]["weight_decay"] == 0.3
+        for mine, theirs in zip(fresh.model.parameters(), training.model.parameters(), strict=True):
+            assert one_group.state.get(mine, {}).keys() == training.optimizer.state.get(theirs, {}).keys()
+
+
+@distributed
+def test_several_optimizers(ctx):
+    import fsdp2x
+
+    def make():
+        training = Training()
+        whole, rest = (group["params"] for group in training.optimizer.param_groups)
+        return training, [torch.optim.SGD(whole, lr=0.1, momentum=0.9), fsdp2x.optim.AdamW(rest, lr=0.1)]
+
+    def step(training, optimizers):
+        training.optimizer = optimizers[0]
+        loss = training.model(torch.arange(8).view(2, 4) + training.number)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        training.number += 1
+        return float(loss)
+
+    with shared_folder() as folder:
+        training, optimizers = make()
+        for _ in range(2):
+            step(training, optimizers)
+        fsdp2x.checkpoint.save(folder, training.model, optimizers, step=2)
+        expected = [training.number, step(training, optimizers), step(training, optimizers)]
+        training, optimizers = make()
+        fsdp2x.checkpoint.load(folder, training.model, optimizers)
+        training.number = 2
+        assert [training.number, step(training, optimizers), step(training, optimizers)] == expected

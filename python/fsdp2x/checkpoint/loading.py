@@ -14,11 +14,11 @@ from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, rank_and_size, together
 from .background import Writer
 from .manifest import model_layout, plain_name, read_manifest, verify_files
-from .match import Found, find_parts, match_model, match_optimizer
-from .optimizer import Restore, as_optimizers
+from .match import Found, FoundState, find_parts, match_model, match_optimizer
+from .optimizer import Optimizers, Restore, as_optimizers
 from .rng import read_rng, seed_all, set_rng
 from .sources import Source, open_source, verify_archive
-from .state import PARTS_FILE
+from .state import PARTS, PARTS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -81,69 +81,121 @@ def load(
     optimizers = as_optimizers(optimizer)
     what = f"loading checkpoint {path}"
     lost_ranks = lost_ranks or LostRanks()
-    wanted = {"scheduler": scheduler, "scaler": scaler, "data": data}
+    objects = {"scheduler": scheduler, "scaler": scaler, "data": data}
+    wanted = {name: part for name, part in objects.items() if part is not None}
     with lost_ranks.named(what):
         Writer.of(model).wait()
-        chosen, form, manifest = _choose(path, verify, what)
-        rank, world_size = rank_and_size()
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
-
-        def examine() -> tuple:
-            if form == "per_rank" and manifest["world_size"] != world_size:
-                raise CheckpointError(
-                    f"{chosen}: per-rank files of {manifest['world_size']} ranks cannot be loaded by {world_size}; use "
-                    "as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
-                )
-            source = open_source(chosen, form, rank, trusted)
-            parts = source.parts()
-            tensors, aliases = model_layout(model)
-            found = find_parts(source.tree, {**tensors, **aliases}, bool(optimizers))
-            matched = match_model(found, tensors, aliases, strict)
-            restore = Restore(model, optimizers)
-            layouts = (manifest or parts.get("manifest") or {}).get("layouts", {})
-            state = match_optimizer(found, restore, layouts) if optimizers else None
-            missing = [*matched.missing, *(state.missing if state else [])]
-            missing += [
-                name
-                for name, part in wanted.items()
-                if part is not None and not {name, f"{name}_of_ranks"} & set(parts)
-            ]
-            unexpected = [*matched.unexpected, *(state.unexpected if state else [])]
-            if strict and (missing or unexpected):
-                raise CheckpointError(_differences(chosen, missing, unexpected))
-            position = _own(parts, rank, world_size, data is not None and strict)
-            rng = parts["rng"][rank] if "rng" in parts and rank < len(parts["rng"]) else None
-            if rng is None and chosen.is_dir():
-                rng = read_rng(chosen, rank)
-            return source, parts, tensors, aliases, matched, restore, state, missing, unexpected, position, rng
-
-        source, parts, tensors, aliases, matched, restore, state, missing, unexpected, position, rng = together(
-            examine, what=what
-        )
-        said = together(lambda: _apply(model, tensors, aliases, source, matched, restore, state, strict), what=what)
-        for sentence in said:
-            logger.warning("optimizer: %s", sentence)
-    saved_by = manifest["world_size"] if manifest else (parts.get("manifest") or {}).get("world_size")
+        choice = _choose(path, verify, what)
+        match = together(lambda: _match(choice, model, optimizers, wanted, strict, trusted), what=what)
+        said = together(match.apply, what=what)
+    for sentence in said:
+        logger.warning("optimizer: %s", sentence)
+    parts, manifest = match.parts, match.manifest
+    rank, world_size = rank_and_size()
+    saved_by = manifest.get("world_size")
     if saved_by not in (None, world_size):
         logger.info("checkpoint of %d ranks loaded on %d", saved_by, world_size)
-    if rng is not None:
-        set_rng(rng, device)
+    if match.rng is not None:
+        set_rng(match.rng, next((param.device for param in model.parameters()), torch.device("cpu")))
     elif saved_by is not None:
-        logger.warning("rank %d has no random generators in %s: seeded from %d", rank, chosen, seed)
+        logger.warning("rank %d has no random generators in %s: seeded from %d", rank, choice.path, seed)
         seed_all(seed, rank)
     for name, part in wanted.items():
-        value = position if name == "data" else parts.get(name)
-        if part is not None and value is not None:
-            part.load_state_dict(value)
-    step = parts.get("step", manifest["step"] if manifest else None)
+        if name in parts:
+            part.load_state_dict(parts[name])
     return Loaded(
-        chosen, step, form, saved_by, parts.get("scheduler"), parts.get("scaler"), position, parts.get("extra"),
-        missing, unexpected,
-    )  # fmt: skip
+        choice.path,
+        parts.get("step", manifest.get("step")),
+        choice.form,
+        saved_by,
+        *(parts.get(name) for name in PARTS),
+        match.missing,
+        match.unexpected,
+    )
 
 
-def _choose(path: Path, verify: bool, what: str) -> tuple[Path, str, dict[str, Any] | None]:
-    """The checkpoint to load, its form and its manifest (None for a file, and for one that others wrote)."""
+@dataclass
+class Choice:
+    """A whole checkpoint. `manifest` is None for a lone file, and for a directory that others wrote."""
+
+    path: Path
+    form: str
+    manifest: dict[str, Any] | None
+
+
+@dataclass
+class Match:
+    """A checkpoint that was found to fit, before anything is changed. `parts["data"]` is the position of this rank."""
+
+    model: torch.nn.Module
+    source: Source
+    parts: dict[str, Any]
+    manifest: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    found: Found
+    restore: Restore
+    state: FoundState | None
+    missing: list[str]
+    unexpected: list[str]
+    rng: dict[str, Any] | None
+
+    def apply(self) -> list[str]:
+        """Reads into model and optimizer; no collective. Returns what an optimizer could not take over."""
+        targets = dict(self.found.targets)
+        if self.state is not None:
+            targets.update(self.state.targets)
+        self.source.read(targets)
+        whole = {**self.tensors, **self.found.objects}
+        full = {**whole, **{alias: whole[kept] for alias, kept in self.aliases.items()}}
+        # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
+        self.model.load_state_dict({name: full[plain_name(name)] for name in self.model.state_dict()})
+        if self.state is None or not self.state.groups:
+            return []
+        return self.restore.apply(self.state.saved())
+
+
+def _match(
+    choice: Choice,
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    wanted: Mapping[str, Any],
+    strict: bool,
+    trusted: bool,
+) -> Match:
+    """Opens the checkpoint and compares it with what is here; raises `CheckpointError` where they differ."""
+    rank, world_size = rank_and_size()
+    if choice.form == "per_rank" and choice.manifest["world_size"] != world_size:
+        raise CheckpointError(
+            f"{choice.path}: per-rank files of {choice.manifest['world_size']} ranks cannot be loaded by {world_size}; "
+            "use as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
+        )
+    source = open_source(choice.path, choice.form, rank, trusted)
+    parts = source.parts()
+    manifest = choice.manifest or parts.get("manifest") or {}
+    tensors, aliases = model_layout(model)
+    nodes = find_parts(source.tree, {**tensors, **aliases})
+    found = match_model(nodes, tensors, aliases, strict)
+    restore = Restore(model, optimizers)
+    state = match_optimizer(nodes, restore, manifest.get("layouts", {})) if optimizers else None
+    missing = [*found.missing, *(state.missing if state else [])]
+    missing += [name for name in wanted if not {name, f"{name}_of_ranks"} & set(parts)]
+    unexpected = [*found.unexpected, *(state.unexpected if state else [])]
+    if strict and (missing or unexpected):
+        raise CheckpointError(_differences(choice.path, missing, unexpected))
+    if strict and state and (mixed := restore.mixed_groups(state.groups)):
+        raise CheckpointError(
+            f"{choice.path}: {'; '.join(mixed)}; strict=False keeps their settings and loads the rest"
+        )
+    _take_own_position(parts, rank, world_size, "data" in wanted and strict)
+    rng = parts["rng"][rank] if rank < len(parts.get("rng", [])) else None
+    if rng is None and choice.path.is_dir():
+        rng = read_rng(choice.path, rank)
+    return Match(model, source, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng)
+
+
+def _choose(path: Path, verify: bool, what: str) -> Choice:
+    """The checkpoint to load: the first whole one where a folder of them is given; collective."""
     rank, world_size = rank_and_size()
 
     def list_them() -> list[Path]:
@@ -181,46 +233,23 @@ def _choose(path: Path, verify: bool, what: str) -> tuple[Path, str, dict[str, A
         if not wrong:
             if refused:
                 logger.warning("%s; using %s instead", "; ".join(refused), option)
-            return option, results[rank][1], results[rank][2]
+            return Choice(option, *results[rank][1:])
         refused.append(wrong[0])
     raise CheckpointError(f"{what}: {'; '.join(refused) or 'no checkpoint there'}")
 
 
-def _apply(
-    model: torch.nn.Module,
-    tensors: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    source: Source,
-    matched: Found,
-    restore: Restore,
-    state: Any,
-    strict: bool,
-) -> list[str]:
-    """Reads into model and optimizer; no collective."""
-    targets = dict(matched.targets)
-    if state is not None:
-        targets.update(state.targets)
-    source.read(targets)
-    whole = {**tensors, **matched.objects}
-    full = {**whole, **{alias: whole[kept] for alias, kept in aliases.items()}}
-    # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
-    model.load_state_dict({name: full[plain_name(name)] for name in model.state_dict()})
-    return restore.apply(state.saved(), strict) if state is not None and state.groups else []
-
-
-def _own(parts: Mapping[str, Any], rank: int, world_size: int, needed: bool) -> Any:
-    """The data position of this rank."""
+def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:
+    """Puts the data position of this rank into `parts`, where each rank saved its own."""
     positions = parts.get("data_of_ranks")
     if positions is None:
-        return parts.get("data")
+        return
     if len(positions) == world_size:
-        return positions[rank]
-    if needed:
+        parts["data"] = positions[rank]
+    elif needed:
         raise CheckpointError(
             f"data: each of {len(positions)} ranks saved a position of its own, which {world_size} ranks cannot "
             "continue; load with data=None and place the data yourself"
         )
-    return None
 
 
 def _differences(path: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -56,7 +56,7 @@ class FoundState(Found):
         }
 
 
-def find_parts(tree: Mapping[str, Any], names: Collection[str], with_optimizer: bool) -> Parts:
+def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> Parts:
     """`names`: of the model's tensors, aliases too."""
     best: tuple[int, Mapping[str, Any] | None] = (0, None)
     optimizer = None
@@ -82,7 +82,7 @@ def find_parts(tree: Mapping[str, Any], names: Collection[str], with_optimizer: 
     if model is None:
         empty = tree.get("model")
         model = empty if isinstance(empty, Mapping) else None
-    return Parts(model, optimizer if with_optimizer else None)
+    return Parts(model, optimizer)
 
 
 def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> Found:

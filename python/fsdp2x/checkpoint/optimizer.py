@@ -83,35 +83,39 @@ class Restore:
                 return empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
         return torch.empty(tuple(shape), dtype=dtype, device=param.device if len(shape) else "cpu")
 
-    def apply(self, saved: Mapping[str, Any], strict: bool) -> list[str]:
-        """Hands the state to the optimizers; what `strict` would have refused comes back as sentences.
+    def mixed_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Parameter groups whose members had different settings, as sentences."""
+        return [
+            f"the parameter group of {members[0]} mixes {len(homes)} saved groups of different settings"
+            for _, members in self.groups
+            if len(homes := _homes(members, saved_groups)) > 1
+        ]
 
-        A group takes the settings of the saved group that its parameters were in.
+    def apply(self, saved: Mapping[str, Any]) -> list[str]:
+        """Hands the state to the optimizers. A group takes the settings of the saved group that its parameters were
+        in, and keeps its own where there are several; those come back as sentences.
         """
-        home = {name: group for group in saved["param_groups"] for name in group["params"]}
-        said: list[str] = []
-        per_optimizer: dict[int, tuple[list[dict[str, Any]], dict[int, Any], list[int]]] = {}
-        for optimizer, members in self.groups:
-            groups, state, counter = per_optimizer.setdefault(id(optimizer), ([], {}, [0]))
-            mine = optimizer.param_groups[len(groups)]
-            homes = _distinct([home[name] for name in members if name in home])
-            settings = _settings(mine)
-            if len(homes) > 1:
-                said.append(f"parameter group {len(groups)} mixes {len(homes)} saved groups; it keeps its settings")
-            elif homes:
-                settings.update(homes[0])
-            indices = list(range(counter[0], counter[0] + len(members)))
-            counter[0] += len(members)
-            groups.append({**settings, "params": indices})
-            for index, name in zip(indices, members, strict=True):
-                if name in saved["state"]:
-                    state[index] = saved["state"][name]
-        if said and strict:
-            raise CheckpointError(f"optimizer: {'; '.join(said)}; strict=False loads the rest")
         for optimizer in self.optimizers:
-            groups, state, _ = per_optimizer[id(optimizer)]
+            groups: list[dict[str, Any]] = []
+            state: dict[int, Any] = {}
+            count = 0
+            mine = (members for owner, members in self.groups if owner is optimizer)
+            for group, members in zip(optimizer.param_groups, mine, strict=True):
+                homes = _homes(members, saved["param_groups"])
+                indices = range(count, count + len(members))
+                count += len(members)
+                settings = homes[0] if len(homes) == 1 else {}
+                groups.append({**_settings(group), **settings, "params": list(indices)})
+                found = {index: saved["state"].get(name) for index, name in zip(indices, members, strict=True)}
+                state.update({index: one for index, one in found.items() if one is not None})
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        return said
+        return self.mixed_groups(saved["param_groups"])
+
+
+def _homes(members: Sequence[str], saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The different settings of the saved groups that the members were in."""
+    wanted = set(members)
+    return _distinct([group for group in saved_groups if not wanted.isdisjoint(group["params"])])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,10 +123,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distinct(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The different settings among groups that occur many times."""
-    once = {id(group): _settings(group) for group in groups}
+    """The different settings among groups."""
     found: list[dict[str, Any]] = []
-    for settings in once.values():
+    for settings in map(_settings, groups):
         if not any(same(settings, other) for other in found):
             found.append(settings)
     return found
