@@ -4,126 +4,16 @@
 // Everything here has internal linkage and no inline function of the standard library is called: a shared copy compiled
 // for AVX could otherwise be chosen by the linker for code that runs on a processor without it.
 #include <cstdint>
-#if defined(__F16C__) || defined(__AVX2__)
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
-#include "core/philox.hpp"
+#include "cpu/kernel_elements.hpp"
+#include "cpu/kernel_optimizers.hpp"
 #include "cpu/kernel_table.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
-
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
-
-// --- one element -----------------------------------------------------------------------------------------------------
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
-inline float to_float(f16 x) {
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
-  const uint32_t exponent = (x.bits >> 10) & 31u;
-  const uint32_t mantissa = x.bits & 0x3ffu;
-  if (exponent == 31) {
-    const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
-    return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13) | quiet);
-  }
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return __builtin_bit_cast(float, sign | __builtin_bit_cast(uint32_t, magnitude));
-  }
-  return __builtin_bit_cast(float, sign | ((exponent + 112) << 23) | (mantissa << 13));
-}
-
-inline void from_float(float x, float& out) { out = x; }
-inline void from_float(float x, bf16& out) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  out.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-}
-inline void from_float(float x, f16& out) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t half = 0;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-  } else if (magnitude >= 0x477ff000u) {  // from half-way between 65504 and 65536 on
-    half = 0x7c00u;
-  } else if (magnitude >= 0x38800000u) {  // normal: at least 2^-14
-    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-  } else if (magnitude >= 0x33000000u) {  // subnormal: count in units of 2^-24
-    const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
-    const uint32_t shift = 126u - (magnitude >> 23);
-    const uint32_t rest = significand & ((1u << shift) - 1u);
-    const uint32_t tie = 1u << (shift - 1u);
-    half = significand >> shift;
-    half += (rest > tie || (rest == tie && (half & 1u) != 0)) ? 1u : 0u;
-  }
-  out.bits = static_cast<uint16_t>(sign | half);
-}
-
-inline void widen(double x, double& out) { out = x; }
-template <class T>
-inline void widen(T x, float& out) {
-  out = to_float(x);
-}
-template <class T>
-inline void widen(T x, double& out) {
-  out = static_cast<double>(to_float(x));
-}
-
-inline void narrow(double x, double& out) { out = x; }
-template <class T>
-inline void narrow(float x, T& out) {
-  from_float(x, out);
-}
-template <class T>
-inline void narrow(double x, T& out) {
-  from_float(static_cast<float>(x), out);
-}
-
-// --- f16 by hardware: compilers do not vectorise the code above for it -----------------------------------------------
-
-#ifdef __F16C__
-inline __m256 load8(const f16* src) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src))); }
-
-int64_t load_f16_blocks(float* acc, const f16* src, int64_t numel) {
-  int64_t i = 0;
-  for (; i + 8 <= numel; i += 8) _mm256_storeu_ps(acc + i, load8(src + i));
-  return i;
-}
-
-int64_t add_f16_blocks(float* acc, const f16* src, int64_t numel) {
-  int64_t i = 0;
-  for (; i + 8 <= numel; i += 8) _mm256_storeu_ps(acc + i, _mm256_add_ps(_mm256_loadu_ps(acc + i), load8(src + i)));
-  return i;
-}
-
-int64_t store_f16_blocks(f16* dst, const float* acc, int64_t numel) {
-  int64_t i = 0;
-  for (; i + 8 <= numel; i += 8) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(acc + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), half);
-  }
-  return i;
-}
-#else
-int64_t load_f16_blocks(float*, const f16*, int64_t) { return 0; }
-int64_t add_f16_blocks(float*, const f16*, int64_t) { return 0; }
-int64_t store_f16_blocks(f16*, const float*, int64_t) { return 0; }
-#endif
-
-template <class A, class T>
-inline constexpr bool kIsF16Block = false;
-template <>
-inline constexpr bool kIsF16Block<float, f16> = true;
 
 // --- loops around an accumulator -------------------------------------------------------------------------------------
 
@@ -232,124 +122,64 @@ void sum_f32(float* __restrict dst, const float* const* sources, int64_t numel, 
   }
 }
 
-// --- optimizer steps -------------------------------------------------------------------------------------------------
+// --- past the caches -------------------------------------------------------------------------------------------------
 
-// A multiply-add that torch rounds once is rounded once here as well, on every set.
-
-template <bool kAmsgrad>
-void adamw(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
-           float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq, int64_t numel, const AdamWStep& step) {
-  const AdamWStep s = step;
-  // torch interpolates from the nearer end.
-  const bool from_average = s.weight < 0.5f;
-  const float coefficient = from_average ? s.weight : s.weight - 1.0f;
-  for (int64_t i = 0; i < numel; ++i) {
-    const float g = grad[i] * s.sign;
-    const float old = exp_avg[i];
-    const float m = __builtin_fmaf(coefficient, g - old, from_average ? old : g);
-    const float v = __builtin_fmaf(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    float second = v;
-    if constexpr (kAmsgrad) {
-      const float before = max_exp_avg_sq[i];
-      second = before >= v || before != before ? before : v;
-      max_exp_avg_sq[i] = second;
-    }
-    const float denominator = __builtin_sqrtf(second) / s.root + s.eps;
-    param[i] = param[i] * s.decay + s.minus_size * m / denominator;
-  }
-}
-
-template <bool kDecay, SgdMomentum kMomentum>
-void sgd(float* __restrict param, const float* __restrict grad, float* __restrict buffer, int64_t numel,
-         const SgdStep& step) {
-  const SgdStep s = step;
-  for (int64_t i = 0; i < numel; ++i) {
-    float d = grad[i] * s.sign;
-    if constexpr (kDecay) d = __builtin_fmaf(s.weight_decay, param[i], d);
-    if constexpr (kMomentum != SgdMomentum::none) {
-      float b = d;
-      if constexpr (kMomentum == SgdMomentum::later || kMomentum == SgdMomentum::later_nesterov) {
-        b = __builtin_fmaf(s.rest, d, buffer[i] * s.momentum);
-      }
-      buffer[i] = b;
-      constexpr bool kNesterov = kMomentum == SgdMomentum::first_nesterov || kMomentum == SgdMomentum::later_nesterov;
-      d = kNesterov ? __builtin_fmaf(s.momentum, b, d) : b;
-    }
-    param[i] = __builtin_fmaf(s.minus_lr, d, param[i]);
-  }
-}
-
-// --- stochastic rounding ---------------------------------------------------------------------------------------------
-
-#ifdef __AVX2__
-// The low and high halves of the eight products of a factor.
-struct Products {
-  __m256i low, high;
-};
-inline Products multiply8(__m256i x, __m256i factor) {
-  const __m256i even = _mm256_mul_epu32(x, factor);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
-  return {_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa),
-          _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
-}
-
-// Eight blocks at once, as philox() computes one: compilers widen its products one by one.
-int64_t rounding_bits_blocks(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i left_factor = _mm256_set1_epi32(static_cast<int>(kPhiloxLeft));
-  const __m256i right_factor = _mm256_set1_epi32(static_cast<int>(kPhiloxRight));
-  int64_t b = 0;
-  for (; b + 8 <= num_blocks; b += 8) {
-    const PhiloxBlock counter = rounding_counter(key, draw, first_block + static_cast<uint64_t>(b));
-    if (counter.words[0] > 0xfffffff8u) break;  // the eight numbers differ in their upper halves
-    __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(counter.words[0])), lanes);
-    __m256i c1 = _mm256_set1_epi32(static_cast<int>(counter.words[1]));
-    __m256i c2 = _mm256_set1_epi32(static_cast<int>(counter.words[2]));
-    __m256i c3 = _mm256_set1_epi32(static_cast<int>(counter.words[3]));
-    auto key0 = static_cast<uint32_t>(key.seed);
-    auto key1 = static_cast<uint32_t>(key.seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      const Products left = multiply8(c0, left_factor);
-      const Products right = multiply8(c2, right_factor);
-      c0 = _mm256_xor_si256(_mm256_xor_si256(right.high, c1), _mm256_set1_epi32(static_cast<int>(key0)));
-      c2 = _mm256_xor_si256(_mm256_xor_si256(left.high, c3), _mm256_set1_epi32(static_cast<int>(key1)));
-      c1 = right.low;
-      c3 = left.low;
-      key0 += kPhiloxKey0;
-      key1 += kPhiloxKey1;
-    }
-    // Word by word to block by block.
-    const __m256i low01 = _mm256_unpacklo_epi32(c0, c1), high01 = _mm256_unpackhi_epi32(c0, c1);
-    const __m256i low23 = _mm256_unpacklo_epi32(c2, c3), high23 = _mm256_unpackhi_epi32(c2, c3);
-    const __m256i b04 = _mm256_unpacklo_epi64(low01, low23), b15 = _mm256_unpackhi_epi64(low01, low23);
-    const __m256i b26 = _mm256_unpacklo_epi64(high01, high23), b37 = _mm256_unpackhi_epi64(high01, high23);
-    auto* out = reinterpret_cast<__m256i*>(bits + b * kRoundingBlock);
-    _mm256_storeu_si256(out, _mm256_permute2x128_si256(b04, b15, 0x20));
-    _mm256_storeu_si256(out + 1, _mm256_permute2x128_si256(b26, b37, 0x20));
-    _mm256_storeu_si256(out + 2, _mm256_permute2x128_si256(b04, b15, 0x31));
-    _mm256_storeu_si256(out + 3, _mm256_permute2x128_si256(b26, b37, 0x31));
-  }
-  return b;
-}
-#else
-int64_t rounding_bits_blocks(uint16_t*, RoundingKey, Draw, uint64_t, int64_t) { return 0; }
+#if defined(__AVX512F__)
+typedef __m512 StreamVector;
+inline StreamVector load_vector(const float* src) { return _mm512_loadu_ps(src); }
+inline void stream_vector(float* dst, StreamVector value) { _mm512_stream_ps(dst, value); }
+#elif defined(__AVX2__)
+typedef __m256 StreamVector;
+inline StreamVector load_vector(const float* src) { return _mm256_loadu_ps(src); }
+inline void stream_vector(float* dst, StreamVector value) { _mm256_stream_ps(dst, value); }
+#elif defined(__SSE2__)
+typedef __m128 StreamVector;
+inline StreamVector load_vector(const float* src) { return _mm_loadu_ps(src); }
+inline void stream_vector(float* dst, StreamVector value) { _mm_stream_ps(dst, value); }
 #endif
 
-void rounding_bits(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks) {
-  for (int64_t b = rounding_bits_blocks(bits, key, draw, first_block, num_blocks); b < num_blocks; ++b) {
-    const PhiloxBlock block = rounding_block(key, draw, (first_block + static_cast<uint64_t>(b)) * kRoundingBlock);
-    // Little-endian: the words are the elements' halves in their order.
-    __builtin_memcpy(bits + b * kRoundingBlock, block.words, sizeof(block.words));
+#ifdef __SSE2__
+inline constexpr int64_t kStreamNumel = sizeof(StreamVector) / sizeof(float);
+
+template <bool kDivide, int kNumSources>
+void stream_sum_f32(float* dst, const float* const* sources, int64_t numel, float factor) {
+  const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(dst) % sizeof(StreamVector) / sizeof(float));
+  const int64_t head = misaligned == 0 ? 0 : kStreamNumel - misaligned;
+  int64_t i = head < numel ? head : numel;
+  sum_f32<false, kDivide, kNumSources>(dst, sources, i, factor);
+  const StreamVector factors = StreamVector{} + factor;
+  for (; i + kStreamNumel <= numel; i += kStreamNumel) {
+    StreamVector sum = load_vector(sources[0] + i);
+    for (int s = 1; s < kNumSources; ++s) sum += load_vector(sources[s] + i);
+    stream_vector(dst + i, kDivide ? sum / factors : sum * factors);
   }
+  const float* rest[kMaxFusedSources];
+  for (int s = 0; s < kNumSources; ++s) rest[s] = sources[s] + i;
+  sum_f32<false, kDivide, kNumSources>(dst + i, rest, numel - i, factor);
+  _mm_sfence();  // such stores are not ordered with others
 }
 
-void store_stochastic(void* __restrict target, const float* __restrict acc, const uint16_t* __restrict bits,
-                      int64_t numel) {
-  auto* dst = static_cast<uint16_t*>(target);
-  for (int64_t i = 0; i < numel; ++i) dst[i] = stochastic_bf16(__builtin_bit_cast(uint32_t, acc[i]), bits[i]);
+void stream_copy(void* target, const void* source, size_t bytes) {
+  auto* dst = static_cast<char*>(target);
+  const auto* src = static_cast<const char*>(source);
+  const size_t misaligned = reinterpret_cast<uintptr_t>(dst) % sizeof(StreamVector);
+  size_t i = misaligned == 0 ? 0 : sizeof(StreamVector) - misaligned;
+  if (i > bytes) i = bytes;
+  __builtin_memcpy(dst, src, i);
+  for (; i + sizeof(StreamVector) <= bytes; i += sizeof(StreamVector)) {
+    stream_vector(reinterpret_cast<float*>(dst + i), load_vector(reinterpret_cast<const float*>(src + i)));
+  }
+  __builtin_memcpy(dst + i, src + i, bytes - i);
+  _mm_sfence();
 }
+#else
+template <bool kDivide, int kNumSources>
+void stream_sum_f32(float* dst, const float* const* sources, int64_t numel, float factor) {
+  sum_f32<false, kDivide, kNumSources>(dst, sources, numel, factor);
+}
+
+void stream_copy(void* dst, const void* src, size_t bytes) { __builtin_memcpy(dst, src, bytes); }
+#endif
 
 // --- the table -------------------------------------------------------------------------------------------------------
 
@@ -360,6 +190,15 @@ void fill_sums(KernelTable& table) {
   row[1] = sum_f32<kAccumulate, kDivide, 2>;
   row[2] = sum_f32<kAccumulate, kDivide, 3>;
   row[3] = sum_f32<kAccumulate, kDivide, 4>;
+}
+
+template <bool kDivide>
+void fill_stream_sums(KernelTable& table) {
+  auto& row = table.stream_sum_f32[kDivide];
+  row[0] = stream_sum_f32<kDivide, 1>;
+  row[1] = stream_sum_f32<kDivide, 2>;
+  row[2] = stream_sum_f32<kDivide, 3>;
+  row[3] = stream_sum_f32<kDivide, 4>;
 }
 
 template <class A, class T>
@@ -412,6 +251,9 @@ KernelTable make_table() {
   fill_sums<false, true>(table);
   fill_sums<true, false>(table);
   fill_sums<true, true>(table);
+  fill_stream_sums<false>(table);
+  fill_stream_sums<true>(table);
+  table.stream_copy = stream_copy;
   table.adamw[false] = adamw<false>;
   table.adamw[true] = adamw<true>;
   table.rounding_bits = rounding_bits;

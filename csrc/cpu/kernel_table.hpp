@@ -17,6 +17,12 @@ inline constexpr int kMaxFusedSources = 4;   // fp32 sources summed in registers
 inline constexpr int64_t kTileNumel = 1024;  // elements that wait in the first-level cache between two loops
 inline constexpr int kNumLanes = 16;         // element i of a range adds its square to lane i % 16 on every set
 
+// From here on a copied, or a summed, range is written past the caches. Gathered rows are read at once by all ranks,
+// which is worth more than the lines that a copy of a few MiB would have to fetch; sums are read when backward has
+// ended.
+inline constexpr size_t kStreamCopyBytes = size_t{8} << 20;
+inline constexpr size_t kStreamSumBytes = size_t{1} << 20;
+
 // Loops around an accumulator type A (float or double). Entries for a type that A must not hold are null.
 template <class A>
 struct Arithmetic {
@@ -60,6 +66,10 @@ struct KernelTable {
   Arithmetic<double> f64;
   // dst (+)= (s0 + s1 + ..) * factor, or / factor: [accumulate][divide][num_sources - 1].
   void (*sum_f32[2][2][kMaxFusedSources])(float* dst, const float* const* sources, int64_t numel, float factor);
+  // The same without accumulating, and a copy, past the caches: dst is not read before it is written. For more than the
+  // caches should hold; what is written is visible to whoever sees a later store.
+  void (*stream_sum_f32[2][kMaxFusedSources])(float* dst, const float* const* sources, int64_t numel, float factor);
+  void (*stream_copy)(void* dst, const void* src, size_t bytes);
   // [amsgrad]; max_exp_avg_sq is not read without it.
   void (*adamw[2])(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq,
                    int64_t numel, const AdamWStep& step);

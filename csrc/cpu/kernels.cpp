@@ -130,7 +130,9 @@ bool select_kernels(Isa isa) {
 void cast_copy(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel) {
   if (numel <= 0) return;
   if (dst_type == src_type) {
-    std::memcpy(dst, src, static_cast<size_t>(numel) * dtype_bytes(dst_type));
+    const size_t bytes = static_cast<size_t>(numel) * dtype_bytes(dst_type);
+    if (bytes >= kStreamCopyBytes) return kernel_table().stream_copy(dst, src, bytes);
+    std::memcpy(dst, src, bytes);
     return;
   }
   cast_loop(dst_type, src_type)(dst, src, numel);

@@ -37,22 +37,22 @@ class Cursor {
 void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t begin, int64_t end) {
   const float divisor = static_cast<float>(piece.divisor);
   const bool multiply = reciprocal_is_exact(divisor);
-  const auto loop = table.sum_f32[piece.accumulate][!multiply][piece.num_sources - 1];
   const float factor = multiply ? 1.0f / divisor : divisor;
+  const bool streams = !piece.accumulate && static_cast<size_t>(end - begin) * sizeof(float) >= kStreamSumBytes;
+  const int index = piece.num_sources - 1;
+  const auto loop =
+      streams ? table.stream_sum_f32[!multiply][index] : table.sum_f32[piece.accumulate][!multiply][index];
   float* dst = static_cast<float*>(piece.dst);
   Cursor cursor(piece, begin);
-  for (; begin < end; begin += kTileNumel) {
-    const int64_t count = std::min(kTileNumel, end - begin);
-    for (int64_t done = 0; done < count;) {
-      const int64_t run = cursor.run(count - done);
-      const float* sources[kMaxFusedSources];
-      for (int s = 0; s < piece.num_sources; ++s) {
-        sources[s] = static_cast<const float*>(piece.sources[s]) + cursor.source_index();
-      }
-      loop(dst + begin + done, sources, run, factor);
-      cursor.advance(run);
-      done += run;
+  while (begin < end) {
+    const int64_t run = cursor.run(end - begin);
+    const float* sources[kMaxFusedSources];
+    for (int s = 0; s < piece.num_sources; ++s) {
+      sources[s] = static_cast<const float*>(piece.sources[s]) + cursor.source_index();
     }
+    loop(dst + begin, sources, run, factor);
+    cursor.advance(run);
+    begin += run;
   }
 }
 

@@ -197,6 +197,19 @@ TEST_P(Kernels, BytesAreOnlyMoved) {
   EXPECT_THROW(cpu::divide(DType::byte, data, 1, 2.0), Error);
 }
 
+TEST_P(Kernels, LargeCopiesGoPastTheCaches) {
+  std::mt19937_64 random(9);
+  for (const size_t extra : {0, 31, 1001}) {
+    const auto numel = static_cast<int64_t>((cpu::kStreamCopyBytes + extra) / 2);
+    for (const DType type : {DType::bf16, DType::f64}) {
+      Buffer src(type, numel), dst(type, numel);
+      src.fill_random(random);
+      cpu::cast_copy(type, dst.data(), type, src.data(), numel);
+      EXPECT_TRUE(dst.equals(src, false)) << dtype_name(type) << " and " << extra;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Isa, Kernels, twins::kAllIsas, twins::isa_name);
 
 }  // namespace

@@ -145,6 +145,16 @@ TEST_P(Reduce, StridedPieces) {
   }
 }
 
+TEST_P(Reduce, LargePiecesGoPastTheCaches) {
+  const auto numel = static_cast<int64_t>(cpu::kStreamSumBytes / sizeof(float)) + 77;
+  for (int num_sources = 1; num_sources <= 4; ++num_sources) {
+    for (const double divisor : {2.0, 3.0}) {
+      check({.num_sources = num_sources, .piece_numel = numel, .divisor = divisor}, 11);
+      check({.num_sources = num_sources, .count = 5, .piece_numel = numel / 3, .gap = 3, .divisor = divisor}, 12);
+    }
+  }
+}
+
 TEST_P(Reduce, Divisors) {
   for (const double divisor : {1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 0.5, 0.3, -2.0, 0x1p-140, 0x1p127}) {
     for (const DType src : kTypes) {
