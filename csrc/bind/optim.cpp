@@ -38,17 +38,19 @@ void bind_optim(py::module_& m) {
         return sgd_step(groups, state.ptr(), make_buffer.ptr());
       },
       py::arg("groups"), py::arg("state"), py::arg("make_buffer"));
-  m.def(
-      "sum_gradient_squares",
-      [](const py::list& params, const py::function& bucket_of) {
-        GradientSums result = sum_gradient_squares(params.ptr(), bucket_of.ptr());
-        return std::make_pair(std::move(result.sums), std::move(result.left_over));
-      },
-      py::arg("params"), py::arg("bucket_of"));
-  m.def(
-      "multiply_gradients",
-      [](const py::list& params, double factor) { return multiply_gradients(params.ptr(), factor); }, py::arg("params"),
-      py::arg("factor"));
+  py::class_<LocalGradients>(m, "LocalGradients")
+      .def(py::init([](const py::list& params) { return std::make_unique<LocalGradients>(params.ptr()); }),
+           py::arg("params"))
+      .def(
+          "sum_squares",
+          [](const LocalGradients& self, const py::function& bucket_of) {
+            GradientSums result = self.sum_squares(bucket_of.ptr());
+            return std::make_pair(std::move(result.sums), std::move(result.left_over));
+          },
+          py::arg("bucket_of"))
+      .def("multiply", &LocalGradients::multiply, py::arg("factor"))
+      .def_property_readonly("device", &LocalGradients::device)
+      .def_property_readonly("any_double", &LocalGradients::any_double);
 }
 
 }  // namespace fsdp2x

@@ -13,23 +13,8 @@
 namespace fsdp2x {
 namespace {
 
-struct Gradient {
-  PyRef object;
-  LocalTensor local;
-};
-
 bool is_summable(const at::Tensor& tensor) {
   return is_plain_memory(tensor) && engine_dtype(tensor.scalar_type()) != DType::byte;
-}
-
-// The object is null when there is none.
-Gradient gradient_of(PyObject* param) {
-  const at::Tensor& grad = grad_of(param);
-  if (!grad.defined()) return {};
-  PyRef object = PyRef::steal(THPVariable_Wrap(grad));
-  if (!object) throw_python_error();
-  LocalTensor local = local_tensor(object.get());
-  return {std::move(object), std::move(local)};
 }
 
 // Asks Python once per mesh and placements.
@@ -37,20 +22,21 @@ class Buckets {
  public:
   explicit Buckets(PyObject* bucket_of) : bucket_of_(bucket_of) {}
   long of(PyObject* spec) {
+    Cut cut = cut_of(spec);
     for (const Known& known : known_) {
-      if (same_placements(known.spec.get(), spec)) return known.bucket;
+      if (same_cut(known.cut, cut)) return known.bucket;
     }
     const PyRef answer =
         PyRef::steal(PyObject_CallFunctionObjArgs(bucket_of_, spec == nullptr ? Py_None : spec, nullptr));
     const long bucket = answer ? PyLong_AsLong(answer.get()) : -1;
     if (PyErr_Occurred() != nullptr) throw_python_error();
-    known_.push_back({PyRef::borrow(spec), bucket});
+    known_.push_back({std::move(cut), bucket});
     return bucket;
   }
 
  private:
   struct Known {
-    PyRef spec;
+    Cut cut;
     long bucket;
   };
   PyObject* bucket_of_;
@@ -81,7 +67,7 @@ void add_up(const std::vector<Term>& terms, std::vector<double>& sums) {
   }
   const auto num_parts = static_cast<int64_t>(parts.size());
   const int64_t grain = total <= kGrainNumel ? num_parts : std::max<int64_t>(num_parts * kGrainNumel / total, 1);
-  at::parallel_for(0, num_parts, grain, [&](int64_t first, int64_t last) {
+  run_parallel(num_parts, grain, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) {
       Part& part = parts[static_cast<size_t>(p)];
       const at::Tensor& values = terms[part.term].values;
@@ -95,22 +81,36 @@ void add_up(const std::vector<Term>& terms, std::vector<double>& sums) {
 
 }  // namespace
 
-GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
+LocalGradients::LocalGradients(PyObject* params) {
+  const size_t num_params = list_size(params);
+  entries_.reserve(num_params);
+  for (size_t i = 0; i < num_params; ++i) {
+    PyObject* param = list_item(params, i);
+    const at::Tensor& grad = grad_of(param);
+    PyRef object = grad.defined() ? PyRef::steal(THPVariable_Wrap(grad)) : PyRef();
+    if (grad.defined() && !object) throw_python_error();
+    LocalTensor local = local_tensor(object ? object.get() : param);
+    any_double_ |= object && grad.scalar_type() == at::kDouble;
+    if (object && !device_) device_ = grad.device();
+    const bool summable = object && is_summable(local.tensor);
+    entries_.push_back({i, std::move(object), std::move(local), summable});
+  }
+}
+
+GradientSums LocalGradients::sum_squares(PyObject* bucket_of) const {
   GradientSums result;
   Buckets buckets(bucket_of);
   std::vector<Term> terms;
-  for (size_t i = 0; i < list_size(params); ++i) {
-    Gradient grad = gradient_of(list_item(params, i));
-    if (!grad.object) {
-      const LocalTensor local = local_tensor(list_item(params, i));
-      if (local.tensor.defined()) buckets.of(local.spec.get());
+  for (const Entry& entry : entries_) {
+    if (!entry.grad) {
+      if (entry.local.tensor.defined()) buckets.of(entry.local.spec.get());
       continue;
     }
-    const long bucket = is_summable(grad.local.tensor) ? buckets.of(grad.local.spec.get()) : -1;
+    const long bucket = entry.is_summable ? buckets.of(entry.local.spec.get()) : -1;
     if (bucket < 0) {
-      result.left_over.push_back(i);
+      result.left_over.push_back(entry.index);
     } else {
-      terms.push_back({std::move(grad.local.tensor), static_cast<size_t>(bucket)});
+      terms.push_back({entry.local.tensor, static_cast<size_t>(bucket)});
       if (result.sums.size() <= static_cast<size_t>(bucket)) result.sums.resize(static_cast<size_t>(bucket) + 1, 0.0);
     }
   }
@@ -119,32 +119,30 @@ GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of) {
   return result;
 }
 
-std::vector<size_t> multiply_gradients(PyObject* params, double factor) {
+std::vector<size_t> LocalGradients::multiply(double factor) const {
   std::vector<size_t> left_over;
-  std::vector<Gradient> grads;
-  for (size_t i = 0; i < list_size(params); ++i) {
-    Gradient grad = gradient_of(list_item(params, i));
-    if (!grad.object) continue;
-    if (is_summable(grad.local.tensor)) {
-      grads.push_back(std::move(grad));
-    } else {
-      left_over.push_back(i);
+  std::vector<const Entry*> entries;
+  std::vector<int64_t> numels;
+  for (const Entry& entry : entries_) {
+    if (entry.is_summable) {
+      entries.push_back(&entry);
+      numels.push_back(entry.local.tensor.numel());
+    } else if (entry.grad) {
+      left_over.push_back(entry.index);
     }
   }
   {
     const ReleaseGil released;
-    std::vector<int64_t> numels;
-    for (const Gradient& grad : grads) numels.push_back(grad.local.tensor.numel());
     for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
-      const at::Tensor& local = grads[i].local.tensor;
+      const at::Tensor& local = entries[i]->local.tensor;
       auto* data =
           static_cast<std::byte*>(local.mutable_data_ptr()) + static_cast<size_t>(begin) * local.element_size();
       cpu::multiply(engine_dtype(local.scalar_type()), data, end - begin, factor);
     });
   }
-  for (const Gradient& grad : grads) {
-    THPVariable_Unpack(grad.object.get()).unsafeGetTensorImpl()->bump_version();
-    if (grad.local.spec) grad.local.tensor.unsafeGetTensorImpl()->bump_version();
+  for (const Entry* entry : entries) {
+    THPVariable_Unpack(entry->grad.get()).unsafeGetTensorImpl()->bump_version();
+    if (entry->local.spec) entry->local.tensor.unsafeGetTensorImpl()->bump_version();
   }
   return left_over;
 }

@@ -69,13 +69,18 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && ((a.is_contiguous() && b.is_contiguous()) || a.strides() == b.strides());
 }
 
-bool same_placements(PyObject* spec, PyObject* other) {
+Cut cut_of(PyObject* spec) {
   static PyObject* const mesh_name = interned("mesh");
   static PyObject* const placements_name = interned("placements");
-  if (spec == other) return true;
-  if (spec == nullptr || other == nullptr) return false;
-  return equal(attribute(spec, mesh_name).get(), attribute(other, mesh_name).get()) &&
-         equal(attribute(spec, placements_name).get(), attribute(other, placements_name).get());
+  if (spec == nullptr) return {};
+  return {attribute(spec, mesh_name), attribute(spec, placements_name)};
 }
+
+bool same_cut(const Cut& a, const Cut& b) {
+  if (!a.mesh || !b.mesh) return !a.mesh && !b.mesh;
+  return equal(a.mesh.get(), b.mesh.get()) && equal(a.placements.get(), b.placements.get());
+}
+
+bool same_placements(PyObject* spec, PyObject* other) { return spec == other || same_cut(cut_of(spec), cut_of(other)); }
 
 }  // namespace fsdp2x

@@ -36,4 +36,11 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // Whether two DTensors (or two plain tensors) are cut alike: the same mesh and placements.
 bool same_placements(PyObject* spec, PyObject* other);
 
+// The same for one spec that is compared with many: what is compared, looked up once. Both null for a plain tensor.
+struct Cut {
+  PyRef mesh, placements;
+};
+Cut cut_of(PyObject* spec);
+bool same_cut(const Cut& a, const Cut& b);
+
 }  // namespace fsdp2x

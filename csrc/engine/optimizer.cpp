@@ -256,6 +256,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     first_numbers.push_back(num_params);
     num_params += list_size(group.params.get());
   }
+  jobs.reserve(num_params);
   LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
     PyObject* own = state_of(state, param);
     if (own == nullptr || PyDict_GET_SIZE(own) == 0) {

@@ -7,9 +7,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "engine/local_tensor.hpp"
 #include "engine/py_ref.hpp"
 
 namespace fsdp2x {
@@ -64,11 +66,29 @@ struct GradientSums {
   std::vector<size_t> left_over;  // indices of parameters whose gradients are not in the sums
 };
 
-// `bucket_of(spec)`: the bucket of a DTensorSpec (None: a plain tensor), or a negative number to leave it over. It is
-// asked for parameters without a gradient too, so that all ranks know the same buckets.
-GradientSums sum_gradient_squares(PyObject* params, PyObject* bucket_of);
+// The gradients of parameters, looked up once for a call of clipping.
+class LocalGradients {
+ public:
+  explicit LocalGradients(PyObject* params);
+  // `bucket_of(spec)`: the bucket of a DTensorSpec (None: a plain tensor), or a negative number to leave it over. It is
+  // asked for parameters without a gradient too, so that all ranks know the same buckets.
+  GradientSums sum_squares(PyObject* bucket_of) const;
+  // Multiplies them in place; returns the indices of the parameters whose gradients were left over.
+  std::vector<size_t> multiply(double factor) const;
 
-// Multiplies every gradient in place; returns the indices of the parameters whose gradients were left over.
-std::vector<size_t> multiply_gradients(PyObject* params, double factor);
+  std::optional<at::Device> device() const { return device_; }  // of the first gradient
+  bool any_double() const { return any_double_; }
+
+ private:
+  struct Entry {
+    size_t index;
+    PyRef grad;         // null: the parameter has none
+    LocalTensor local;  // of the gradient, or of the parameter
+    bool is_summable;
+  };
+  std::vector<Entry> entries_;
+  std::optional<at::Device> device_;
+  bool any_double_ = false;
+};
 
 }  // namespace fsdp2x

@@ -1,11 +1,10 @@
 // Splits a rank's work over the threads it owns: torch.set_num_threads, OMP_NUM_THREADS.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace fsdp2x {
@@ -13,14 +12,17 @@ namespace fsdp2x {
 // Fewer elements than this are not worth another thread: waking one costs what a few ten thousand elements cost.
 inline constexpr int64_t kGrainNumel = 1 << 15;
 
-// Calls run(item, begin, end) for ranges that together are every element of every item. How many there are and where
-// they end depends on the number of threads, so nothing that `run` computes may depend on it.
+// Calls run(begin, end) for ranges that together are [0, total), of `grain` at least, on torch's own threads. How many
+// there are and where they end depends on the number of threads, so nothing that `run` computes may depend on it.
+void run_parallel(int64_t total, int64_t grain, const std::function<void(int64_t, int64_t)>& run);
+
+// Calls run(item, begin, end) for ranges that together are every element of every item.
 template <class Run>
 void for_each_range(const std::vector<int64_t>& numels, const Run& run) {
   std::vector<int64_t> ends;
   int64_t total = 0;
   for (const int64_t numel : numels) ends.push_back(total += numel);
-  at::parallel_for(0, total, kGrainNumel, [&](int64_t begin, int64_t end) {
+  run_parallel(total, kGrainNumel, [&](int64_t begin, int64_t end) {
     auto item = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
     for (; begin < end; ++item) {
       const int64_t first = ends[item] - numels[item];

@@ -28,6 +28,10 @@ class PyRef {
 
   ~PyRef() {
     if (object_ == nullptr || !Py_IsInitialized()) return;
+    if (PyGILState_Check()) {  // the usual case, many times cheaper
+      Py_DECREF(object_);
+      return;
+    }
     const PyGILState_STATE gil = PyGILState_Ensure();
     Py_DECREF(object_);
     PyGILState_Release(gil);

@@ -133,6 +133,7 @@ def check_that_threads_work(threads: int) -> None:
     counts = []
 
     def step() -> None:
+        torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
         before = len(os.listdir("/proc/self/task"))
         optimizer.step()
         counts.append(len(os.listdir("/proc/self/task")) - before)

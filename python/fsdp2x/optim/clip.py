@@ -43,10 +43,10 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"fsdp2x.clip_grad_norm_: norm_type is {norm_type}, expected a positive number or inf")
-    grads = [param.grad for param in params if param.grad is not None]
+    gradients = _C.LocalGradients(params)
     buckets = _Buckets(norm_type)
     if norm_type == 2.0:
-        sums, left_over = _C.sum_gradient_squares(params, buckets.index)
+        sums, left_over = gradients.sum_squares(buckets.index)
         for index, total in enumerate(sums):
             buckets.add(index, total)
         slow = [params[i].grad for i in left_over]
@@ -55,30 +55,30 @@ def clip_grad_norm_(
             tensor = param if param.grad is None else param.grad
             if isinstance(tensor, DTensor):
                 buckets.index(torch_private.spec_of(tensor))
-        slow = grads
+        slow = [param.grad for param in params if param.grad is not None]
     for grad in slow:
         buckets.add_gradient(grad)
-    device = grads[0].device if grads else params[0].device if params else torch.device("cpu")
+    device = gradients.device or (params[0].device if params else torch.device("cpu"))
     total = buckets.total(device)
     norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type) if norm_type != 2.0 else total.sqrt()
-    norm = norm.to(torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32)
+    norm = norm.to(torch.float64 if gradients.any_double else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"fsdp2x.clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
             "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
         )
-    _multiply(params, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+    _multiply(params, gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _multiply(params: list[Tensor], factor: Tensor) -> None:
+def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor) -> None:
     if factor.device.type != "cpu":
         slow = [param.grad for param in params if param.grad is not None]
     else:
         value = factor.item()
         if value == 1.0:
             return
-        slow = [params[i].grad for i in _C.multiply_gradients(params, value)]
+        slow = [params[i].grad for i in gradients.multiply(value)]
     for grad in slow:
         local = local_tensor(grad) if isinstance(grad, DTensor) else grad
         local.mul_(factor.to(local.device))

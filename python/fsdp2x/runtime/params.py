@@ -150,7 +150,7 @@ class GroupParams(GroupNames):
                 f"FSDP does not support uneven sharding on dim {dim}: {full.size()} (world size: {ranks.world})"
             )
         local = _cut(full, ranks, dim)
-        sharded = nn.Parameter(spec.wrap(local), requires_grad=owned.param.requires_grad)
+        sharded = spec.parameter(local, requires_grad=owned.param.requires_grad)
         # What a tensor subclass keeps on its instances are its parts, not the user's.
         attributes = {} if is_wrapper(full) else _user_attributes(owned.param)
         sharded.__dict__.update(attributes)
@@ -256,7 +256,7 @@ class GroupParams(GroupNames):
                     pooled.copy_(local)
                     torch_private.set_local_tensor(sharded.param, pooled)
                     continue
-                fresh = nn.Parameter(sharded.spec.wrap(pooled), requires_grad=sharded.param.requires_grad)
+                fresh = sharded.spec.parameter(pooled, requires_grad=sharded.param.requires_grad)
                 fresh.__dict__.update(_user_attributes(sharded.param))
                 # A DTensor cannot change its device: what the object is made of is exchanged.
                 torch.utils.swap_tensors(sharded.param, fresh)

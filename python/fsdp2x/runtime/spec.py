@@ -7,6 +7,7 @@ data-parallel axes (``dp_mesh_dims``).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
+
+# One object for each: placements of two parameters are then equal at a glance.
+_shard = functools.cache(Shard)
+_REPLICATE = Replicate()
 
 
 @dataclass
@@ -32,6 +37,15 @@ class ParamSpec:
         """The sharded DTensor over ``local``, a shard or the gradient of one."""
         spec = torch_private.spec_with_dtype(self.sharded, local.dtype)
         return torch_private.dtensor(local, spec)
+
+    def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The sharded parameter over ``local``. It has the very spec of its gradients: that they are cut alike is seen
+        without comparing.
+        """
+        wrapped = self.wrap(local)
+        param = nn.Parameter(wrapped, requires_grad=requires_grad)
+        torch_private.set_spec(param, torch_private.spec_of(wrapped))
+        return param
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """What modules see while the unit is unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
@@ -96,14 +110,14 @@ def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int
         ValueError: ``dp_mesh_dims`` was given and the parameter does not fit it.
         NotImplementedError: more than two model-parallel axes.
     """
-    placement = Shard(shard_dim)
+    placement = _shard(shard_dim)
     if ranks.spmd_mesh is not None:
         return _on_whole_mesh(param, where, ranks, placement)
     if isinstance(param, DTensor):
         return _below_model_parallel(param, where, ranks, placement)
     sharding: tuple[Placement, ...] = (placement,) if ranks.group is not None else ()
     if ranks.has_replicate_axis:
-        sharding = (Replicate(), *sharding)
+        sharding = (_REPLICATE, *sharding)
     full = param.detach()
     spec = torch_private.dtensor_spec(ranks.mesh, sharding, full.shape, full.stride(), full.dtype)
     return ParamSpec(spec, None, frozenset(), _local_shape(full, ranks, shard_dim), shard_dim), full
@@ -117,7 +131,7 @@ def _below_model_parallel(
         raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {model_spec.placements} ({where})")
     sharding = (_strided(placement, _num_shards(model_spec, placement.dim)), *model_spec.placements)
     if ranks.has_replicate_axis:
-        sharding = (Replicate(), *sharding)
+        sharding = (_REPLICATE, *sharding)
     mesh = torch_private.concatenate_meshes([ranks.mesh, model_spec.mesh])
     full = param.to_local().detach()
     spec = torch_private.dtensor_spec(mesh, sharding, param.shape, param.stride(), param.dtype)

@@ -56,6 +56,7 @@ __all__ = [
     "rebuild_tensor_of_dtype",
     "root_modules",
     "set_local_tensor",
+    "set_spec",
     "spec_of",
     "spec_with_dtype",
     "storage_info",
@@ -123,6 +124,11 @@ def local_tensor(param: DTensor) -> torch.Tensor:
 def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
     """Re-points a DTensor at another local tensor of the same shape and dtype, keeping the object."""
     param._local_tensor = local
+
+
+def set_spec(param: torch.Tensor, spec: DTensorSpec) -> None:
+    """Gives a DTensor an equal spec: an operation makes one of its own."""
+    param._spec = spec
 
 
 def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
