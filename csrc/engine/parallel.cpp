@@ -17,7 +17,7 @@ void run_parallel(int64_t total, int64_t grain, const std::function<void(int64_t
   at::Tensor numbers = at::from_blob(zero, {total}, at::TensorOptions().dtype(at::kByte));
   at::TensorIterator iterator = at::TensorIterator::nullary_op(numbers);
   iterator.for_each(
-      [&](char** data, const int64_t* /*strides*/, int64_t numel) {
+      [&](char** data, const int64_t* /*strides*/, int64_t numel, int64_t /*rows: one*/) {
         const int64_t begin = data[0] - zero;
         run(begin, begin + numel);
       },

@@ -54,9 +54,6 @@ def run(threads: int) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
-@pytest.mark.xfail(
-    strict=False, reason="at::parallel_for starts no thread in code compiled without torch's OpenMP: work stays on one"
-)
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_bits_do_not_depend_on_the_number_of_threads():
     outputs = {threads: run(threads) for threads in (1, 3)}
