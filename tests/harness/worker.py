@@ -32,6 +32,7 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _reuse_meshes()
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     connection.send(("ready", None))
@@ -52,6 +53,28 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
             connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}"))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _reuse_meshes() -> None:
+    """Bodies that ask for a mesh of the same shape and names get the same one.
+
+    A mesh of two axes makes gloo groups with threads and sockets of their own, and DTensor's caches remember meshes for
+    good: ranks that ran some hundred bodies would own as many threads.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    make, made = device_mesh.init_device_mesh, {}
+
+    def reused(device_type, mesh_shape, **options):
+        key = (device_type, tuple(mesh_shape), options.get("mesh_dim_names"))
+        if options.keys() - {"mesh_dim_names"}:
+            return make(device_type, mesh_shape, **options)
+        if key not in made:
+            made[key] = make(device_type, mesh_shape, **options)
+        return made[key]
+
+    device_mesh.init_device_mesh = dist.init_device_mesh = reused
 
 
 def _next_message(connection: Connection):
