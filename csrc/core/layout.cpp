@@ -67,7 +67,7 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(wor
   if (world < 1 || rank < 0 || rank >= world) {
     throw Error("layout: rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world));
   }
-  scratch_bytes_ = align_up(shapes.size());
+  scratch_bytes_ = wide_scratch_bytes_ = align_up(shapes.size());
   params_.reserve(shapes.size());
   for (size_t i = 0; i < shapes.size(); ++i) {
     check_shape(i, shapes[i]);
@@ -88,7 +88,9 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(wor
     }
     if (shape.trainable) {
       place.scratch_offset = scratch_bytes_;
-      scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.reduce));
+      scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.packed()));
+      place.wide_scratch_offset = wide_scratch_bytes_;
+      wide_scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.reduce));
       place.reduce_segment_offset = reduce_segment_bytes_;
       reduce_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.reduce));
     }

@@ -32,10 +32,15 @@ struct ParamShape {
   int64_t inner = 1;
   DType orig = DType::f32;     // dtype of the sharded parameter and of `.grad`
   DType compute = DType::f32;  // dtype of the unsharded parameter
-  DType reduce = DType::f32;   // dtype gradients are packed and summed in
+  DType reduce = DType::f32;   // dtype gradients are summed in
   bool trainable = true;
   bool in_slot = true;  // false: gathered by somebody else (an all-gather extension)
   int64_t numel() const { return outer * dim * inner; }
+  // What peers may read a gradient in: as autograd made it, where a sum in fp32 loses nothing by that.
+  DType packed() const {
+    const bool narrow = compute == DType::bf16 || compute == DType::f16;
+    return narrow && reduce == DType::f32 ? compute : reduce;
+  }
 };
 
 // A strided copy of `count` pieces of `piece_numel` elements each. Offsets in bytes from a base pointer, strides in
@@ -59,6 +64,7 @@ struct ParamPlace {
   size_t shard_offset = 0;           // in the shard pool and the gradient pool, bytes
   size_t slot_offset = 0;            // in the gather slot, bytes
   size_t scratch_offset = 0;         // in the reduce scratch, bytes; trainable parameters only
+  size_t wide_scratch_offset = 0;    // likewise when everything is packed in the reduce dtype
   size_t gather_segment_offset = 0;  // in one rank's gather segment, bytes
   size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes; trainable parameters only
 };
@@ -74,8 +80,10 @@ class Layout {
   size_t shard_pool_bytes() const { return shard_pool_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
   // The scratch begins with one flag byte per parameter (all parameters, in order), rounded up to kAlignBytes;
-  // scratch_offset of the parameters counts from the start of the scratch and lies behind the flags.
+  // scratch_offset of the parameters counts from the start of the scratch and lies behind the flags. Gradients that are
+  // only copied are packed in ParamShape::packed(), gradients that are added up in the reduce dtype: the wide scratch.
   size_t scratch_bytes() const { return scratch_bytes_; }
+  size_t wide_scratch_bytes() const { return wide_scratch_bytes_; }
   size_t gather_segment_bytes() const { return gather_segment_bytes_; }
   size_t reduce_segment_bytes() const { return reduce_segment_bytes_; }
 
@@ -96,6 +104,7 @@ class Layout {
   size_t shard_pool_bytes_ = 0;
   size_t slot_bytes_ = 0;
   size_t scratch_bytes_ = 0;
+  size_t wide_scratch_bytes_ = 0;
   size_t gather_segment_bytes_ = 0;
   size_t reduce_segment_bytes_ = 0;
   std::vector<Copy> shard_to_slot_;

@@ -35,6 +35,7 @@ void run_copies(std::span<const Copy> copies, const void* src_base, void* dst_ba
 struct ReducePiece {
   DType src_type = DType::f32;
   DType dst_type = DType::f32;
+  const DType* source_types = nullptr;   // of each source, where they differ from src_type
   const void* const* sources = nullptr;  // one per contributing rank, in rank order
   int num_sources = 0;                   // 0: the sum is zero
   void* dst = nullptr;                   // contiguous, overlaps no source

@@ -33,6 +33,18 @@ class Cursor {
   int64_t within_;
 };
 
+DType source_type(const ReducePiece& piece, int source) {
+  return piece.source_types == nullptr ? piece.src_type : piece.source_types[source];
+}
+
+bool all_f32(const ReducePiece& piece) {
+  if (piece.src_type != DType::f32 || piece.dst_type != DType::f32) return false;
+  for (int s = 0; s < piece.num_sources; ++s) {
+    if (source_type(piece, s) != DType::f32) return false;
+  }
+  return true;
+}
+
 // fp32 to fp32 with few sources: sum, division and accumulation in registers.
 void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t begin, int64_t end) {
   const float divisor = static_cast<float>(piece.divisor);
@@ -66,10 +78,11 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
   }
   for (int64_t done = 0; done < numel;) {
     const int64_t run = cursor.run(numel - done);
-    const size_t offset = static_cast<size_t>(cursor.source_index()) * dtype_bytes(piece.src_type);
-    ops.load[src](acc + done, static_cast<const std::byte*>(piece.sources[0]) + offset, run);
-    for (int s = 1; s < piece.num_sources; ++s) {
-      ops.add[src](acc + done, static_cast<const std::byte*>(piece.sources[s]) + offset, run);
+    const auto first = static_cast<size_t>(cursor.source_index());
+    for (int s = 0; s < piece.num_sources; ++s) {
+      const DType type = source_type(piece, s);
+      const auto take = (s == 0 ? ops.load : ops.add)[static_cast<int>(type)];
+      take(acc + done, static_cast<const std::byte*>(piece.sources[s]) + first * dtype_bytes(type), run);
     }
     cursor.advance(run);
     done += run;
@@ -133,8 +146,7 @@ void reduce(const ReducePiece& piece, int64_t begin, int64_t end) {
   if (begin >= end) return;
   const KernelTable& table = kernel_table();
   if (piece.src_type == DType::f64 || piece.dst_type == DType::f64) return reduce_tiles(table.f64, piece, begin, end);
-  const bool all_f32 = piece.src_type == DType::f32 && piece.dst_type == DType::f32;
-  if (all_f32 && piece.num_sources >= 1 && piece.num_sources <= kMaxFusedSources) {
+  if (all_f32(piece) && piece.num_sources >= 1 && piece.num_sources <= kMaxFusedSources) {
     return reduce_fused(table, piece, begin, end);
   }
   reduce_tiles(table.f32, piece, begin, end);

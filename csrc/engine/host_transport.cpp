@@ -123,11 +123,41 @@ void HostTransport::open_scratch(Group& group) {
     group_->wait_consumed_in_order(last.group, last.epoch, last.position);
     sweep_closing();
   }
-  scratch.slot = scratch_ledger_.acquire(group.layout.scratch_bytes(), group.name);
+  // Without a reduction at the end of this backward, the next one adds to what is packed.
+  acquire_scratch(group, /*wide=*/!group.options().requires_gradient_sync);
+  std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{kNotPacked});
+  scratch.open = true;
+}
+
+void HostTransport::acquire_scratch(Group& group, bool wide) {
+  Scratch& scratch = group.scratch;
+  scratch.wide = wide;
+  scratch.slot =
+      scratch_ledger_.acquire(wide ? group.layout.wide_scratch_bytes() : group.layout.scratch_bytes(), group.name);
   scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
                         : private_memory(scratch_memory_, scratch.slot);
-  std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
-  scratch.open = true;
+}
+
+void HostTransport::widen_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
+  const Scratch narrow = scratch;
+  acquire_scratch(group, /*wide=*/true);
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    if (!scratch.filled[i]) continue;
+    const ParamShape& shape = group.layout.params()[i].shape;
+    const PackedGradient from = packed_gradient(group, i, narrow.data, narrow.filled[i]);
+    scratch.filled[i] = kPackedWide;
+    const PackedGradient to = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    cpu::cast_copy(to.type, to.data, from.type, from.data, shape.numel());
+  }
+  scratch_ledger_.release(narrow.slot.id);
+}
+
+HostTransport::PackedGradient HostTransport::packed_gradient(const Group& group, size_t i, std::byte* scratch,
+                                                             uint8_t how) {
+  const ParamPlace& place = group.layout.params()[i];
+  if (how == kPackedWide) return {place.shape.reduce, scratch + place.wide_scratch_offset};
+  return {place.shape.packed(), scratch + place.scratch_offset};
 }
 
 void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
@@ -140,12 +170,15 @@ void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
     dense = dense.to(at::kFloat);
     type = DType::f32;
   }
-  const bool adds = std::exchange(scratch.filled[i], uint8_t{1}) != 0;
-  std::byte* target = scratch.data + place.scratch_offset;
+  const bool adds = scratch.filled[i] != kNotPacked;
+  const bool is_narrow = !scratch.wide && place.shape.packed() != place.shape.reduce;
+  if (is_narrow && (adds || type != place.shape.packed())) widen_scratch(group);
+  scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
+  const PackedGradient target = packed_gradient(group, i, scratch.data, scratch.filled[i]);
   const auto* source = static_cast<const std::byte*>(dense.const_data_ptr());
   for_each_range({place.shape.numel()}, [&](size_t, int64_t begin, int64_t end) {
     const auto at = static_cast<size_t>(begin);
-    (adds ? cpu::add : cpu::cast_copy)(place.shape.reduce, target + at * dtype_bytes(place.shape.reduce), type,
+    (adds ? cpu::add : cpu::cast_copy)(target.type, target.data + at * dtype_bytes(target.type), type,
                                        source + at * dtype_bytes(type), end - begin);
   });
 }
@@ -169,9 +202,9 @@ void HostTransport::predivide(Group& group) {
   const double before = before_sum(group);
   if (before == 1.0) return;
   for (size_t i = 0; i < group.params.size(); ++i) {
-    const ParamPlace& place = group.layout.params()[i];
     if (!group.scratch.filled[i]) continue;
-    cpu::divide(place.shape.reduce, group.scratch.data + place.scratch_offset, place.shape.numel(), before);
+    const PackedGradient packed = packed_gradient(group, i, group.scratch.data, group.scratch.filled[i]);
+    cpu::divide(packed.type, packed.data, group.layout.params()[i].shape.numel(), before);
   }
 }
 
@@ -180,9 +213,9 @@ void HostTransport::fill_unused(Group& group) {
   for (size_t i = 0; i < group.params.size(); ++i) {
     const ParamPlace& place = group.layout.params()[i];
     if (scratch.filled[i] || !place.shape.trainable || !group.params[i].sharded().requires_grad()) continue;
-    std::memset(scratch.data + place.scratch_offset, 0,
-                static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.reduce));
-    scratch.filled[i] = 1;
+    scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
+    const PackedGradient packed = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    std::memset(packed.data, 0, static_cast<size_t>(place.shape.numel()) * dtype_bytes(packed.type));
   }
 }
 
@@ -211,36 +244,40 @@ bool HostTransport::finish_reduce(Group& group, bool flush) {
 
 HostTransport::Sources HostTransport::sources_of(Group& group) {
   const int world = group.layout.world();
-  Sources sources{std::vector<const std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
+  Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
   const size_t page = cpu::ShmGroup::page_bytes();
-  const size_t bytes = (group.layout.scratch_bytes() + page - 1) / page * page;
+  const size_t bytes = (group.layout.wide_scratch_bytes() + page - 1) / page * page;
   for (int r = 0; group_ && r < world; ++r) {
     if (r == group_->rank()) continue;
     sources.scratches[static_cast<size_t>(r)] =
         group_->scratch_window(r, group_->peer_scratch_offset(group.index, r), bytes);
   }
-  for (const std::byte* scratch : sources.scratches) {
+  for (std::byte* scratch : sources.scratches) {
     sources.filled.push_back(group_ ? reinterpret_cast<const uint8_t*>(scratch) : group.scratch.filled.data());
   }
   return sources;
 }
 
 bool HostTransport::Sources::any_filled(size_t param) const {
-  return std::any_of(filled.begin(), filled.end(), [param](const uint8_t* flags) { return flags[param] != 0; });
+  return std::any_of(filled.begin(), filled.end(),
+                     [param](const uint8_t* flags) { return flags[param] != kNotPacked; });
 }
 
 void HostTransport::add_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
   const ParamPlace& place = group.layout.params()[i];
   if (place.shard_numel == 0) return;
-  const size_t first_row = static_cast<size_t>(place.rows.begin * place.shape.inner) * dtype_bytes(place.shape.reduce);
+  const auto first_row = static_cast<size_t>(place.rows.begin * place.shape.inner);
   piece.src_type = place.shape.reduce;
   piece.num_sources = 0;
   const void** pointers = pointers_.data() + pieces_.size() * sources.scratches.size();
+  DType* types = types_.data() + pieces_.size() * sources.scratches.size();
   piece.sources = pointers;
+  piece.source_types = types;
   for (size_t r = 0; r < sources.scratches.size(); ++r) {
-    if (sources.filled[r][i]) {
-      pointers[piece.num_sources++] = sources.scratches[r] + place.scratch_offset + first_row;
-    }
+    if (sources.filled[r][i] == kNotPacked) continue;
+    const PackedGradient packed = packed_gradient(group, i, sources.scratches[r], sources.filled[r][i]);
+    types[piece.num_sources] = packed.type;
+    pointers[piece.num_sources++] = packed.data + first_row * dtype_bytes(packed.type);
   }
   piece.count = place.shape.outer;
   piece.piece_numel = place.rows.size() * place.shape.inner;
@@ -251,6 +288,7 @@ void HostTransport::add_rows(const Group& group, const Sources& sources, size_t 
 void HostTransport::begin_rows(const Group& group, const Sources& sources) {
   pieces_.clear();
   pointers_.resize(group.params.size() * sources.scratches.size());
+  types_.resize(pointers_.size());
 }
 
 void HostTransport::sum_rows() {

@@ -41,11 +41,19 @@ class HostTransport final : public Transport {
     uint64_t position;
   };
   void open_scratch(Group& group);
+  void acquire_scratch(Group& group, bool wide);
+  void widen_scratch(Group& group);  // what is packed moves to a wide one
+  struct PackedGradient {
+    DType type;
+    std::byte* data;
+  };
+  // Where `param` lies in a scratch of this or another rank that packed it so.
+  static PackedGradient packed_gradient(const Group& group, size_t param, std::byte* scratch, uint8_t how);
   void close_scratch(Group& group);
   void sweep_closing();
   // The scratches of all ranks and, per rank, which parameters are in them.
   struct Sources {
-    std::vector<const std::byte*> scratches;
+    std::vector<std::byte*> scratches;
     std::vector<const uint8_t*> filled;
     bool any_filled(size_t param) const;
   };
@@ -75,6 +83,7 @@ class HostTransport final : public Transport {
   // Reused by every reduction.
   std::vector<cpu::ReducePiece> pieces_;
   std::vector<const void*> pointers_;
+  std::vector<DType> types_;
 };
 
 }  // namespace fsdp2x

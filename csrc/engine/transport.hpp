@@ -23,11 +23,15 @@ struct GatherSlot {
   std::byte* read = nullptr;   // the tensors' view
 };
 
+// How a gradient lies in a scratch: not at all, in ParamShape::packed(), in the reduce dtype of a wide scratch.
+enum Packed : uint8_t { kNotPacked = 0, kPacked = 1, kPackedWide = 2 };
+
 // A group's packed gradients, from the first pack until the reduction is finished.
 struct Scratch {
   Slot slot;
   std::byte* data = nullptr;
-  std::vector<uint8_t> filled;  // per parameter: 1 once it was packed
+  std::vector<uint8_t> filled;  // per parameter: how it was packed, see Packed
+  bool wide = false;            // everything is in the reduce dtype
   bool open = false;
   bool posted = false;
   bool pending_flush = false;  // a peer posts this group only in its root callback

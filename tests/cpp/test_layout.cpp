@@ -111,6 +111,7 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_EQ(layout.reduce_segment_bytes(), all[0].reduce_segment_bytes());
       size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0;
       size_t scratch_end = layout.params().size();  // the flags
+      size_t wide_end = scratch_end;
       for (size_t i = 0; i < layout.params().size(); ++i) {
         const ParamPlace& place = layout.params()[i];
         const ParamPlace& first = all[0].params()[i];
@@ -130,12 +131,15 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         next(place.slot_offset, slot_end, place.shape.numel(), place.shape.compute);
         next(place.gather_segment_offset, gather_end, place.padded_shard_numel, place.shape.compute);
         if (!place.shape.trainable) continue;
-        next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.reduce);
+        next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.packed());
+        next(place.wide_scratch_offset, wide_end, place.shape.numel(), place.shape.reduce);
+        EXPECT_GE(place.wide_scratch_offset, place.scratch_offset);
         next(place.reduce_segment_offset, reduce_end, place.padded_shard_numel, place.shape.reduce);
       }
       EXPECT_LE(shard_end, layout.shard_pool_bytes());
       EXPECT_LE(slot_end, layout.slot_bytes());
       EXPECT_LE(scratch_end, layout.scratch_bytes());
+      EXPECT_LE(wide_end, layout.wide_scratch_bytes());
       EXPECT_LE(gather_end, layout.gather_segment_bytes());
       EXPECT_LE(reduce_end, layout.reduce_segment_bytes());
     }

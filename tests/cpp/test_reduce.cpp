@@ -155,6 +155,50 @@ TEST_P(Reduce, LargePiecesGoPastTheCaches) {
   }
 }
 
+// Sources of types of their own give what they give when they are widened first.
+TEST_P(Reduce, SourcesOfDifferentTypes) {
+  std::mt19937_64 random(13);
+  for (const int64_t numel : {1, 33, 1024, 3000}) {
+    for (const DType dst : {DType::f32, DType::bf16}) {
+      for (const bool accumulate : {false, true}) {
+        const std::vector<DType> types = {DType::bf16, DType::f32, DType::f16};
+        std::vector<Buffer> narrow, wide;
+        std::vector<const void*> pointers, wide_pointers;
+        for (const DType type : types) {
+          narrow.emplace_back(type, numel);
+          for (int64_t i = 0; i < numel; ++i) {
+            narrow.back().set(i, static_cast<double>(static_cast<int64_t>(random())) * 0x1p-63);
+          }
+          wide.emplace_back(DType::f32, numel);
+          cpu::cast_copy(DType::f32, wide.back().data(), type, narrow.back().data(), numel);
+        }
+        for (size_t s = 0; s < types.size(); ++s) {
+          pointers.push_back(narrow[s].data());
+          wide_pointers.push_back(wide[s].data());
+        }
+        Buffer got(dst, numel);
+        for (int64_t i = 0; i < numel; ++i) got.set(i, static_cast<double>(i % 7));
+        Buffer expected = got;
+        ReducePiece piece;
+        piece.dst_type = dst;
+        piece.num_sources = static_cast<int>(types.size());
+        piece.piece_numel = piece.src_stride = numel;
+        piece.divisor = 3.0;
+        piece.round = true;
+        piece.accumulate = accumulate;
+        piece.sources = wide_pointers.data();
+        piece.dst = expected.data();
+        cpu::reduce(piece);
+        piece.sources = pointers.data();
+        piece.source_types = types.data();
+        piece.dst = got.data();
+        cpu::reduce(piece);
+        EXPECT_TRUE(got.equals(expected, false)) << numel << " elements to " << dtype_name(dst);
+      }
+    }
+  }
+}
+
 TEST_P(Reduce, Divisors) {
   for (const double divisor : {1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 0.5, 0.3, -2.0, 0x1p-140, 0x1p127}) {
     for (const DType src : kTypes) {

@@ -1,6 +1,6 @@
 """Transient memory: the ledger follows the formulas of the design, real memory follows the ledger, stock holds more.
 
-U is the unsharded unit in the compute dtype, S its packed gradients in the reduce dtype. A model of like units, of
+U is the unsharded unit in the compute dtype, S its gradients as autograd made them. A model of like units, of
 which the root (small) stays unsharded until its backward, holds per rank, over shared memory:
 
     gather    2 slots (prefetch depth + 1) of U, once per host     without resharding: one slot for each unit
@@ -113,7 +113,7 @@ def test_scratch_of_shared_memory(ctx, policy, reshard):
         train(model, num=2, skew=0.03 if ctx.rank == sleeper else 0.0)
     stats = fsdp2x.describe(model).stats
     num_elements = 4 * 256 * 256 + 3 * 256
-    one = up(num_elements * 4 + 64 + 4 * 64, PAGE)
+    one = up(num_elements * (2 if policy == "bf16" else 4) + 64 + 4 * 64, PAGE)
     root = stats["scratch_bytes"] % one
     assert root <= 2 * PAGE + up(4 * 3 * 257, PAGE), stats
     assert stats["scratch_bytes"] // one == 1, stats
@@ -194,20 +194,10 @@ def resident_bytes(ctx, make, num: int) -> int:
     return peak.item() + shared
 
 
-SLOTS_STAY = "slots and gradients exist together: stock frees unsharded units while gradients grow, we keep the slots"
-
-
 @distributed(world_sizes=(2,), fresh=True, timeout=120)
-@pytest.mark.parametrize(
-    ("transport", "policy", "reshard"),
-    [
-        ("shm", "fp32", True),
-        ("shm", "fp32", False),
-        ("shm", "bf16", True),
-        pytest.param("shm", "bf16", False, marks=pytest.mark.xfail(strict=True, reason=SLOTS_STAY)),
-        *[("process_group", policy, reshard) for policy in POLICIES for reshard in (True, False)],
-    ],
-)
+@both_transports
+@all_policies
+@both_reshards
 def test_never_above_stock(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
     memory.return_freed_memory()

@@ -7,10 +7,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import TRANSPORTS, both_transports, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
+from reference import (
+    TRANSPORTS,
+    both_transports,
+    grads,
+    mean_of_ranks,
+    only_fsdp2x,
+    params,
+    parity,
+    same,
+    shard,
+    tolerance,
+)
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -77,7 +89,7 @@ def accumulate(ctx, model, how):
 def test_grid(ctx, mesh, policy, reshard, kind):
     """The four ways to accumulate run in one cell; transports alternate between them."""
     options = {"mesh": mesh_of(ctx, mesh), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+    exact = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
     for number, how in enumerate(ACCUMULATIONS):
         model, units = variant(kind)
         transport = TRANSPORTS[number % 2]
@@ -87,7 +99,7 @@ def test_grid(ctx, mesh, policy, reshard, kind):
             lambda m, how=how: accumulate(ctx, m, how),
             units,
             transport=transport,
-            exact=tolerance,
+            exact=exact,
             **options,
         )
 
@@ -100,6 +112,16 @@ def test_two_ranks_bit_for_bit(ctx, shape, how, transport):
     """All replicas, or all shards: sums of two numbers have one order only."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     parity(ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, mesh=mesh)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("how", ACCUMULATIONS)
+@both_transports
+def test_two_ranks_bit_for_bit_in_bf16(ctx, how, transport):
+    """Gradients in bf16 that are summed in fp32: packed as they come, or added up in fp32 first."""
+    parity(
+        ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, mp_policy=POLICIES["bf16"]
+    )
 
 
 class Routed(Stack):
@@ -138,6 +160,49 @@ def test_ranks_with_different_gradients(ctx, mesh, transport, whole):
     used = "blocks.1.up.weight" if whole else "head.weight"
     assert expected[used] is not None and expected[unused] is None
     same(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@distributed(world_sizes=(2, 3))
+def test_ranks_that_add_up_and_ranks_that_do_not(ctx):
+    """In bf16: the last rank holds an fp32 sum of two micro-batches for block 1, the others one gradient in bf16."""
+    only_fsdp2x(ctx)
+    found = []
+    for transport in TRANSPORTS:
+        model = shard(ctx, Routed(whole=True), STACK_UNITS, transport=transport, mp_policy=POLICIES["bf16"])
+        for number in range(2):
+            model.set_requires_gradient_sync(number == 1)
+            use = number == 1 or ctx.rank == ctx.world - 1
+            model(inputs(ctx.rank, number), use=use).float().square().mean().backward()
+        found.append(grads(model))
+    assert found[0]["blocks.1.up.weight"] is not None
+    same(*found, **tolerance(ctx))
+
+
+class Repeated(nn.Module):
+    """Runs its layer twice under reentrant checkpoints: each gives the weights a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@distributed(world_sizes=(2, 3))
+def test_gradients_that_come_in_parts(ctx):
+    """The second part widens what the first one packed in bf16."""
+    only_fsdp2x(ctx)
+    found = []
+    for transport in TRANSPORTS:
+        model = shard(ctx, Repeated(), transport=transport, mp_policy=POLICIES["bf16"])
+        model(inputs(ctx.rank).requires_grad_()).float().square().mean().backward()
+        found.append(grads(model))
+    assert found[0]["layer.weight"].abs().sum() > 0
+    same(*found, **tolerance(ctx))
 
 
 @distributed(world_sizes=(4,))

@@ -57,7 +57,7 @@ class GroupFacts:
     reduce_segment_bytes: int  # of a rank, in what a process group reduces, flags included
     replica_segment_bytes: int  # what waits for the all-reduce over the replicas
     row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
-    packed_bytes: int  # the whole gradients in the dtype of reduction: what it packs
+    packed_bytes: int  # the whole gradients as they are packed for peers that read them
     gradient_bytes: int  # the largest unsharded gradient, as autograd makes it
     num_trained: int  # parameters
     trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
@@ -106,6 +106,12 @@ def _row_numel(shape: tuple, ranks: Ranks) -> int:
     return shape[0] * (end - begin) * shape[2]
 
 
+def _packed_itemsize(shape: tuple) -> int:
+    """The engine's ``ParamShape::packed``: half-precision gradients that are summed in fp32 stay as they are."""
+    compute, reduce = shape[4:6]
+    return compute.itemsize if compute.itemsize == 2 and reduce == torch.float32 else reduce.itemsize
+
+
 def _count(
     shapes: list[tuple], trains: Sequence[bool], ranks: Ranks, reduces_unused: bool, small: GroupFacts | None
 ) -> GroupFacts:
@@ -125,7 +131,7 @@ def _count(
         reduce_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in trained], ranks) + flag_bytes,
         replica_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in staged], ranks) + flag_bytes,
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
-        packed_bytes=sum(shape[0] * shape[1] * shape[2] * shape[5].itemsize for shape in trained),
+        packed_bytes=sum(shape[0] * shape[1] * shape[2] * _packed_itemsize(shape) for shape in trained),
         gradient_bytes=max((shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained), default=0),
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
