@@ -40,7 +40,8 @@ Copy merged(Copy copy) {
   return copy;
 }
 
-// Rows of a shard (contiguous at `shard_offset`) -> their place in the whole tensor at `whole_offset`.
+}  // namespace
+
 Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset, DType src, size_t whole_offset,
                     DType dst) {
   Copy copy;
@@ -55,15 +56,14 @@ Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset,
   return merged(copy);
 }
 
-}  // namespace
-
 RowRange shard_rows(int64_t dim, int world, int rank) {
   const int64_t chunk = (dim + world - 1) / world;
   const int64_t begin = std::min(dim, chunk * rank);
   return {begin, std::min(dim, begin + chunk)};
 }
 
-Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(world), rank_(rank) {
+Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_chunks)
+    : world_(world), rank_(rank), whole_chunks_(whole_chunks) {
   if (world < 1 || rank < 0 || rank >= world) {
     throw Error("layout: rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world));
   }
@@ -82,7 +82,8 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank) : world_(wor
     shard_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.orig));
     if (shape.in_slot) {
       place.slot_offset = slot_bytes_;
-      slot_bytes_ += align_up(num_bytes(shape.numel(), shape.compute));
+      const int64_t chunks = whole_chunks ? world * place.padded_shard_numel : shape.numel();
+      slot_bytes_ += align_up(num_bytes(std::max(chunks, shape.numel()), shape.compute));
       place.gather_segment_offset = gather_segment_bytes_;
       gather_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.compute));
     }

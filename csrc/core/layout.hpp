@@ -69,11 +69,18 @@ struct ParamPlace {
   size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes; trainable parameters only
 };
 
+// Rows of a shard (contiguous at `shard_offset`) -> their place in the whole tensor at `whole_offset`.
+Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset, DType src, size_t whole_offset,
+                    DType dst);
+
 class Layout {
  public:
-  Layout(std::vector<ParamShape> shapes, int world, int rank);
+  // `whole_chunks`: a parameter's place in the slot has room for `world` equal chunks of padded_shard_numel elements,
+  // so that a collective can gather into it even when the last ranks are short.
+  Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_chunks = false);
 
   int world() const { return world_; }
+  bool has_whole_chunks() const { return whole_chunks_; }
   int rank() const { return rank_; }
   const std::vector<ParamPlace>& params() const { return params_; }
 
@@ -100,6 +107,7 @@ class Layout {
  private:
   int world_;
   int rank_;
+  bool whole_chunks_;
   std::vector<ParamPlace> params_;
   size_t shard_pool_bytes_ = 0;
   size_t slot_bytes_ = 0;

@@ -1,0 +1,43 @@
+// How a group is gathered where collectives write on a device: large parameters one collective each, straight into the
+// slot; the rest packed into one rank-major segment that is copied out. Built once per group, immutable.
+//
+//   slot     | p0: chunk of rank 0 | chunk of rank 1 | .. | chunk W-1 |pad| p1: ...        every chunk 16-byte aligned
+//   staging  | rank 0: p2 | p3 | .. |pad| rank 1: p2 | p3 | .. |pad| ..                    every segment 64-byte
+//   aligned
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "core/layout.hpp"
+
+namespace fsdp2x {
+
+// NCCL leaves its 16-byte loads and stores where a rank's chunk does not start on such a boundary.
+inline constexpr size_t kCollectiveAlignBytes = 16;
+
+// Parameters below this many bytes, whole, are packed. Packing costs their bytes once more in and out of device memory:
+// 1 MiB is 2 MiB of traffic, about 1 us at 2-3 TB/s, on a stream of its own. One more collective in the launch costs
+// about as much on the host and on the device, whatever its size. An estimate; it was not measured on several GPUs.
+inline constexpr size_t kPackBelowBytes = size_t{1} << 20;
+
+// One parameter gathered by a collective of its own: rank r's chunk lies at slot_offset + r * chunk_bytes.
+struct DirectGather {
+  size_t param = 0;
+  size_t slot_offset = 0;
+  size_t chunk_bytes = 0;
+};
+
+struct GatherPlan {
+  std::vector<DirectGather> direct;
+  size_t segment_bytes = 0;            // of one rank in the staging; 0: nothing is packed
+  std::vector<Copy> shard_to_slot;     // this rank's rows of the direct parameters: shard pool -> slot, with the cast
+  std::vector<Copy> shard_to_segment;  // this rank's rows of the packed ones: shard pool -> its segment, with the cast
+  std::vector<Copy> staging_to_slot;   // all ranks' rows of the packed ones: staging -> slot
+};
+
+// A parameter is gathered directly when its shards follow each other in the slot (Shard(0)), the chunks are aligned,
+// the slot has room for all of them, and it is large enough; otherwise it is packed.
+GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
+
+}  // namespace fsdp2x
