@@ -17,7 +17,8 @@ from fsdp2x.wrap import UnitPlan, plan_units
 
 # Minor version of torch 2: upstream's behaviour changed on the way, and a test of ours says where.
 TORCH_MINOR = int(torch.__version__.split(".")[1])
-TRANSPORTS = ("shm", "process_group")
+# "streams" is the process group with the plans, lanes and events of an accelerator, played on the CPU (streams.py).
+TRANSPORTS = ("shm", "process_group", pytest.param("streams", marks=pytest.mark.full))
 both_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 
 # What a test shards: paths of modules, each a unit (several paths joined by "+": one unit of a list of modules).
@@ -32,7 +33,7 @@ def only_fsdp2x(ctx) -> None:
 
 def skip_transport(ctx, transport: str) -> None:
     """Under --impl torch one run is enough for both transports."""
-    if ctx.impl == "torch" and transport == "process_group":
+    if ctx.impl == "torch" and transport in ("process_group", "streams"):
         pytest.skip("stock has no transports to choose from")
 
 
@@ -66,7 +67,7 @@ def shard(ctx, model: nn.Module, units: Units | list[UnitPlan] = (), *, transpor
         return shard_stock(model, units, **options)
     import fsdp2x
 
-    return _apply(fsdp2x.fully_shard, model, units, transport=transport, auto_wrap=False, **options)
+    return _apply(fsdp2x.fully_shard, model, units, transport=_installed(transport), auto_wrap=False, **options)
 
 
 def shard_auto(ctx, model: nn.Module, *, transport: str = "auto", **options: Any) -> nn.Module:
@@ -75,7 +76,16 @@ def shard_auto(ctx, model: nn.Module, *, transport: str = "auto", **options: Any
         return shard(ctx, model, plan_units(model), transport=transport, **options)
     import fsdp2x
 
-    return fsdp2x.fully_shard(model, transport=transport, **options)
+    return fsdp2x.fully_shard(model, transport=_installed(transport), **options)
+
+
+def _installed(transport: str) -> str:
+    if transport != "streams":
+        return transport
+    import streams
+
+    streams.install()
+    return "process_group"
 
 
 def full(value: Any) -> Any:

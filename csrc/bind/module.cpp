@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
 #include "core/error.hpp"
@@ -94,10 +95,10 @@ py::dict stats_of(const Root& root) {
 
 void bind_layout(py::module_& m) {
   py::class_<Layout>(m, "Layout")
-      .def(py::init([](const std::vector<ShapeTuple>& shapes, int world, int rank) {
-             return Layout(shapes_of(shapes), world, rank);
+      .def(py::init([](const std::vector<ShapeTuple>& shapes, int world, int rank, bool whole_chunks) {
+             return Layout(shapes_of(shapes), world, rank, whole_chunks);
            }),
-           py::arg("shapes"), py::arg("world"), py::arg("rank"))
+           py::arg("shapes"), py::arg("world"), py::arg("rank"), py::arg("whole_chunks") = false)
       .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
       .def_property_readonly("slot_bytes", &Layout::slot_bytes)
       .def_property_readonly("scratch_bytes", &Layout::scratch_bytes)
@@ -114,6 +115,8 @@ void bind_layout(py::module_& m) {
       },
       py::arg("dim"), py::arg("world"), py::arg("rank"));
   m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
+  m.def("detach_memory", &detach_memory, py::arg("tensor"), py::arg("message"));
+  m.def("attach_to_pool", &attach_to_pool, py::arg("tensor"), py::arg("pool"), py::arg("offset"));
   m.def("tensor_without_memory", &tensor_without_memory, py::arg("sizes"), py::arg("dtype"), py::arg("device"));
 }
 
@@ -158,11 +161,30 @@ void bind_root(py::module_& m) {
              self.add_post_forward(*group, transport);
            })
       .def("reset", &Root::reset)
+      .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)
       .def_property_readonly("in_forward", &Root::in_forward)
       .def_property_readonly("in_backward", &Root::in_backward)
       .def_readwrite("is_last_backward", &Root::is_last_backward)
       .def_readwrite("manual_finalization", &Root::manual_finalization)
+      .def_readwrite("prefetch_bytes", &Root::prefetch_bytes)
+      .def("set_max_reduce_buffers",
+           [](Root& self, size_t num) {
+             for (const auto& transport : self.transports()) transport->set_max_reduce_buffers(num);
+           })
+      .def("set_post_optimizer_event",
+           [](Root& self, const py::object& event) { self.post_optimizer_event = own_unless_none(event); })
+      // (kind, last owner, address, bytes) of what the transports lend to units.
+      .def("loans",
+           [](const Root& self) {
+             std::vector<std::tuple<std::string, std::string, uintptr_t, size_t>> loans;
+             for (const auto& transport : self.transports()) {
+               for (const Transport::Loan& loan : transport->loans()) {
+                 loans.emplace_back(loan.kind, loan.owner, reinterpret_cast<uintptr_t>(loan.data), loan.bytes);
+               }
+             }
+             return loans;
+           })
       .def("stats", &stats_of);
 }
 
@@ -223,14 +245,22 @@ void bind_group(py::module_& m) {
       .def_readonly("name", &Group::name)
       .def_readonly("index", &Group::index)
       .def_readonly("pool", &Group::pool)
+      .def_property_readonly("has_streams", [](const Group& self) { return self.transport->has_streams(); })
       .def_property_readonly("transport_name", [](const Group& self) { return self.transport->name(); })
       .def_property_readonly("slot_bytes", [](const Group& self) { return self.layout.slot_bytes(); })
       .def_property_readonly("shard_pool_bytes", [](const Group& self) { return self.layout.shard_pool_bytes(); })
+      .def_property_readonly("gradient_pool_address",
+                             [](const Group& self) {
+                               const at::Tensor& pool = self.gradients.pool();
+                               return reinterpret_cast<uintptr_t>(pool.defined() ? pool.const_data_ptr() : nullptr);
+                             })
       .def_property_readonly("gradient_pool_bytes", [](const Group& self) { return self.gradients.pool_bytes(); });
   bind_call<&GroupCalls::all_reduce>(group, "all_reduce");
   bind_call<&GroupCalls::all_reduce_hook>(group, "all_reduce_hook");
   bind_call<&GroupCalls::all_gather>(group, "all_gather");
   bind_call<&GroupCalls::reduce_scatter>(group, "reduce_scatter");
+  bind_call<&GroupCalls::separate_reduce_scatter>(group, "separate_reduce_scatter");
+  bind_call<&GroupCalls::separate_reduce_scatter_scaled>(group, "separate_reduce_scatter_scaled");
   bind_call<&GroupCalls::gather_slowly>(group, "gather_slowly");
   bind_call<&GroupCalls::finish_slowly>(group, "finish_slowly");
   bind_call<&GroupCalls::free_slowly>(group, "free_slowly");
@@ -306,6 +336,7 @@ PYBIND11_MODULE(_C, m) {
   });
   fsdp2x::bind_layout(m);
   fsdp2x::bind_transports(m);
+  fsdp2x::bind_device(m);
   fsdp2x::bind_group(m);
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);

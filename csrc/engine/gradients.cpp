@@ -42,6 +42,7 @@ Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Devic
     : layout_(layout),
       params_(params),
       device_(device),
+      block_bytes_(layout.shard_pool_bytes()),
       make_gradient_(std::move(make_gradient)),
       add_to_foreign_(std::move(add_to_foreign)),
       entries_(params.size()) {}
@@ -79,6 +80,16 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   entry.alone = Counts();
 }
 
+std::optional<at::Tensor> Gradients::take_pool(BlockPool& blocks) {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    if (params_[i].sharded().grad().defined()) return std::nullopt;
+    if (entry.tensor.defined() && (!entry.in_block || held_elsewhere(entry))) return std::nullopt;
+  }
+  if (!block_.defined()) block_ = blocks.take(block_bytes_);
+  return block_;
+}
+
 GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
   GradientTarget target;
   const ParamPlace& place = layout_.params()[param];
@@ -93,6 +104,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
   if (grad.defined()) {
     target.foreign = at::empty({place.shard_numel}, at::TensorOptions().dtype(sharded.scalar_type()).device(device_));
     target.data = target.foreign.data_ptr();
+    target.is_new = true;
     return target;
   }
   const bool renew = entry.tensor.defined() && held_elsewhere(entry);
@@ -100,9 +112,11 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
     // Somebody keeps last step's gradient: it stays theirs, with its memory.
     make(param, allocate(std::max<size_t>(place.shard_numel * sharded.element_size(), 1), device_), 0,
          /*in_block=*/false);
+    target.is_new = true;
   } else if (!entry.tensor.defined() || entry.in_block) {
     const bool fresh_block = !block_.defined();
-    if (fresh_block) block_ = blocks.take(layout_.shard_pool_bytes());
+    if (fresh_block) block_ = blocks.take(block_bytes_);
+    target.is_new = fresh_block;
     if (!entry.tensor.defined()) {
       make(param, block_, place.shard_offset, /*in_block=*/true);
     } else if (entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {

@@ -4,8 +4,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "core/layout.hpp"
@@ -34,6 +36,7 @@ class BlockPool {
 struct GradientTarget {
   void* data = nullptr;     // this rank's rows, contiguous, dtype of `.grad`
   bool accumulate = false;  // `.grad` is ours and holds a value
+  bool is_new = false;      // the memory was just allocated
   at::Tensor foreign;       // memory for a sum that is added to a `.grad` that is not ours
 };
 
@@ -44,6 +47,11 @@ class Gradients {
   Gradients(const Layout& layout, std::vector<Param>& params, at::Device device, PyRef make_gradient,
             PyRef add_to_foreign);
 
+  // The pool takes at least so many bytes, from its next block on.
+  void reserve(size_t bytes) { block_bytes_ = std::max(block_bytes_, bytes); }
+  // The whole pool to write this step's gradients into, when no parameter has a gradient and nobody holds the last
+  // ones.
+  std::optional<at::Tensor> take_pool(BlockPool& blocks);
   // Decides how the gradient of `param` is written; takes memory when there is none.
   GradientTarget prepare(size_t param, BlockPool& blocks);
   // Makes the written gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks.
@@ -53,6 +61,7 @@ class Gradients {
   // After parameters moved or changed their dtype: forget every gradient tensor.
   void forget();
   uint64_t num_python_calls() const { return num_python_calls_; }
+  const at::Tensor& pool() const { return block_; }  // undefined: no gradient is in it
   size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
 
  private:
@@ -74,6 +83,7 @@ class Gradients {
   const Layout& layout_;
   std::vector<Param>& params_;
   at::Device device_;
+  size_t block_bytes_;
   PyRef make_gradient_;
   PyRef add_to_foreign_;
   uint64_t num_python_calls_ = 0;

@@ -62,8 +62,7 @@ void Group::finish_gather() {
   call(calls.finish_slowly);
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params.size(); ++i) {
-    // A smaller world cuts the rows elsewhere, but whole parameters lie in its slots as in ours.
-    params[i].fill(gathered_from_->gather.read + layout.params()[i].slot_offset);
+    params[i].fill(gathered_from_->gather.read + gathered_from_->layout.params()[i].slot_offset);
     params[i].register_unsharded();
   }
   root().counters.parameter_stores += params.size();
@@ -78,7 +77,7 @@ void Group::free() {
     for (size_t i = 0; i < params.size(); ++i) {
       Param& param = params[i];
       if (param.was_written()) {
-        const ParamPlace& place = layout.params()[i];
+        const ParamPlace& place = gathered_from_->layout.params()[i];
         gathered_from_->transport->discard_writes(
             gathered_from_->gather.read + place.slot_offset,
             static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute));
@@ -123,12 +122,19 @@ void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sh
 void Group::free_after_forward() {
   if (!post_forward) return free();
   is_filled_ = false;
-  std::vector<Copy> copies = post_forward->layout.shard_to_slot();
-  for (Copy& copy : copies) {
+  // Whole parameters lie in both slots, not always at the same offsets.
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamPlace& place = post_forward->layout.params()[i];
+    if (place.shard_numel == 0) continue;
+    Copy copy = shard_to_whole(place.shape, place.rows, place.shard_offset, place.shape.compute,
+                               gathered_from_->layout.params()[i].slot_offset, place.shape.compute);
     std::swap(copy.src_offset, copy.dst_offset);
     std::swap(copy.src_stride, copy.dst_stride);
+    copies.push_back(copy);
   }
   run_copies_on(device, copies, gathered_from_->gather.read, post_forward->pool.data_ptr());
+  post_forward->transport->pool_written(*post_forward);
   {
     pybind11::gil_scoped_acquire gil;
     for (size_t i = 0; i < params.size(); ++i) {

@@ -21,16 +21,18 @@ struct UnitOptions;
 
 // Python callables of a group. Null where there is nothing to call.
 struct GroupCalls {
-  PyRef make_gradient;    // (spec, local tensor) -> DTensor
-  PyRef add_to_foreign;   // (parameter, local tensor): adds to a `.grad` that is not ours
-  PyRef plain_gradient;   // (spec, gradient) -> plain local tensor, for gradients that are tensor subclasses
-  PyRef all_reduce;       // (tensor, average: bool): over the replicas of a 2-D mesh, returns when done
-  PyRef all_reduce_hook;  // (tensor): the user's, on the reduced rows
-  PyRef all_gather;       // instead of the transport's, with the same arguments; process group only
-  PyRef reduce_scatter;   // likewise
-  PyRef gather_slowly;    // (): refreshes aliases; starts the gathers of extensions unless all_gather will
-  PyRef finish_slowly;    // (): fills their unsharded parameters
-  PyRef free_slowly;      // ()
+  PyRef make_gradient;            // (spec, local tensor) -> DTensor
+  PyRef add_to_foreign;           // (parameter, local tensor): adds to a `.grad` that is not ours
+  PyRef plain_gradient;           // (spec, gradient) -> plain local tensor, for gradients that are tensor subclasses
+  PyRef all_reduce;               // (tensor, average: bool): over the replicas of a 2-D mesh, returns when done
+  PyRef all_reduce_hook;          // (tensor): the user's, on the reduced rows
+  PyRef all_gather;               // instead of the transport's, with the same arguments; process group only
+  PyRef reduce_scatter;           // likewise
+  PyRef separate_reduce_scatter;  // the transport's, over another process group; on streams only
+  PyRef separate_reduce_scatter_scaled;  // likewise
+  PyRef gather_slowly;  // (): refreshes aliases; starts the gathers of extensions unless all_gather will
+  PyRef finish_slowly;  // (): fills their unsharded parameters
+  PyRef free_slowly;    // ()
 };
 
 class Group {

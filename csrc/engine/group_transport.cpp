@@ -5,9 +5,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <bit>
 
 #include "core/error.hpp"
+#include "engine/device_buffers.hpp"
 #include "engine/device_copy.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
@@ -23,13 +23,6 @@ DType wire_type(const Layout& layout) {
     if (place.shape.compute != type) return DType::byte;
   }
   return type;
-}
-
-// Sizes in steps of a sixteenth, so that slots, gathers and reductions of like units fit each other's memory. What is
-// never written costs no memory on the CPU.
-size_t size_class(size_t bytes) {
-  const size_t step = std::max<size_t>(std::bit_ceil(bytes) / 32, kAlignBytes);
-  return (bytes + step - 1) / step * step;
 }
 
 // Nothing to ask other ranks for: there are none, or every parameter gathers itself.
@@ -139,25 +132,9 @@ void GroupTransport::release_gather(Group& group) {
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
 }
 
-GroupTransport::ReducePlan& GroupTransport::plan_of(Group& group) {
-  PerGroup& mine = per_group(group);
-  std::vector<bool> trainable(group.params.size());
-  std::vector<ParamShape> shapes;
-  for (size_t i = 0; i < trainable.size(); ++i) {
-    shapes.push_back(group.layout.params()[i].shape);
-    trainable[i] = shapes[i].trainable && group.params[i].sharded().requires_grad();
-    shapes[i].trainable = trainable[i];
-  }
-  auto found = mine.plans.find(trainable);
-  if (found == mine.plans.end()) {
-    auto layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
-    const size_t bytes = Group::segment_bytes(*layout);
-    found = mine.plans.emplace(trainable, ReducePlan{std::move(layout), bytes, {}}).first;
-  }
-  return found->second;
+std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) {
+  return per_group(group).plans.of(group).layout;
 }
-
-std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) { return plan_of(group).layout; }
 
 void GroupTransport::open_scratch(Group& group) {
   group.root().finish_pending();  // its staging serves this unit, too
@@ -165,7 +142,7 @@ void GroupTransport::open_scratch(Group& group) {
     for (auto& [index, other] : groups_) wait(other.gather);
   }
   PerGroup& mine = per_group(group);
-  mine.plan = &plan_of(group);
+  mine.plan = &mine.plans.of(group);
   mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
   if (group.calls.all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
   group.scratch.data = static_cast<std::byte*>(mine.reduction.memory.data_ptr());
@@ -187,13 +164,7 @@ void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   at::Tensor dense = gradient.contiguous();
   if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
   const DType type = engine_dtype(dense.scalar_type());
-  auto& copies = plan->gradient_to_segments[{i, type}];
-  if (copies.empty()) {
-    copies = plan->layout->gradient_to_segments(i, type);
-    // The layout's segments lie end to end; ours have the flags between them.
-    const size_t segment = plan->layout->reduce_segment_bytes();
-    for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (plan->segment_bytes - segment);
-  }
+  const auto& copies = plan->copies_of(i, type);
   if (scratch.filled[i]) {
     add_on(device_, copies, dense.const_data_ptr(), scratch.data);
   } else {
@@ -293,6 +264,15 @@ TransportStats GroupTransport::stats() const {
   stats.num_allocations = num_allocations_;
   stats.owners = gather_ledger_.owners();
   return stats;
+}
+
+std::vector<Transport::Loan> GroupTransport::loans() const {
+  std::vector<Loan> found;
+  for (const at::Tensor& slot : slot_memory_) {
+    if (slot.defined()) found.push_back({"slot", "", slot.const_data_ptr(), slot.nbytes()});
+  }
+  for (const auto& [bytes, memory] : free_) found.push_back({"free", "", memory.const_data_ptr(), bytes});
+  return found;
 }
 
 }  // namespace fsdp2x

@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "engine/reduce_plans.hpp"
 #include "engine/transport.hpp"
 
 namespace fsdp2x {
@@ -37,6 +38,8 @@ class GroupTransport final : public Transport {
   void abandon_reduce(Group& group) override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
+  std::vector<Loan> loans() const override;
+  void release_idle() override { free_.clear(); }
 
  private:
   // Staging of one gather or one reduction, kept for the next that fits.
@@ -44,23 +47,15 @@ class GroupTransport final : public Transport {
     at::Tensor memory;
     PyRef work;
   };
-  // How the gradients of the parameters that are trainable now lie in a segment. Freezing makes another plan, it never
-  // re-shards.
-  struct ReducePlan {
-    std::shared_ptr<const Layout> layout;
-    size_t segment_bytes;  // Group::segment_bytes
-    std::map<std::pair<size_t, DType>, std::vector<Copy>> gradient_to_segments;
-  };
   struct PerGroup {
     Staging gather;
     Staging reduction;                               // W segments laid end to end
     Staging reduced;                                 // this rank's summed segment
     std::vector<std::vector<Copy>> segment_to_slot;  // per source rank
-    std::map<std::vector<bool>, ReducePlan> plans;   // by requires_grad of the parameters
-    ReducePlan* plan = nullptr;                      // of the open scratch
+    ReducePlans plans;
+    ReducePlan* plan = nullptr;  // of the open scratch
   };
   void open_slot(Group& group);
-  ReducePlan& plan_of(Group& group);
   void open_scratch(Group& group);
   void fill_gaps(Group& group);  // zeros and flags
   at::Tensor take(size_t bytes);

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "engine/profile_range.hpp"
 #include "engine/root.hpp"
 #include "engine/torch_compat.hpp"
 #include "engine/walk.hpp"
@@ -79,6 +80,7 @@ UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_ini
 py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object kwargs) {
   if (!unit_) lazy_init_();
   Unit& unit = *unit_;
+  const ProfileRange range(unit.ranges.pre_forward);
   const PyObject* const old_args = args.ptr();
   const PyObject* const old_kwargs = kwargs.ptr();
   if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
@@ -90,6 +92,8 @@ py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object
     const bool first = unit.phase() != Phase::forward;
     unit.set_phase(Phase::forward);
     if (first && !unit.root->in_forward()) {
+      static const std::string root_range = "FSDP::root_pre_forward";
+      const ProfileRange whole(root_range);
       unit.root->begin_forward(&unit);
       unit.set_phase(Phase::forward);
       if (!unit.device.is_cpu()) move_inputs(args, kwargs);
@@ -120,6 +124,7 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
     }
   }
   Unit& unit = *unit_;
+  const ProfileRange range(unit.ranges.post_forward);
   bool done = unit.phase() != Phase::backward;
   if (modules_.size() > 1) {
     const auto found = std::find(remaining_.begin(), remaining_.end(), module.ptr());
@@ -172,6 +177,8 @@ void UnitHooks::fail_forward(const py::object& exception) {
 uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }
 
 void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
+  static const std::string name = "FSDP::inputs_to_device";
+  const ProfileRange range(name);
   const TensorMap move = [device = unit_->device](PyObject* object) -> py::object {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.device() == device) return {};
@@ -184,6 +191,8 @@ void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
 
 void UnitHooks::cast_inputs(py::object& args, py::object& kwargs) const {
   if (!unit_->options.cast_forward_inputs || !unit_->options.param_dtype) return;
+  static const std::string name = "FSDP::cast_forward_inputs";
+  const ProfileRange range(name);
   const TensorMap cast = to_dtype(*unit_->options.param_dtype);
   args = map_tensors(args.ptr(), cast, python_calls());
   kwargs = map_tensors(kwargs.ptr(), cast, python_calls());
@@ -191,6 +200,8 @@ void UnitHooks::cast_inputs(py::object& args, py::object& kwargs) const {
 
 py::object UnitHooks::cast_output(const py::object& output) const {
   if (!unit_->options.output_dtype) return output;
+  static const std::string name = "FSDP::cast_forward_outputs";
+  const ProfileRange range(name);
   return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype), python_calls());
 }
 

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "engine/profile_range.hpp"
+
 namespace fsdp2x {
 
 namespace {
@@ -70,6 +72,8 @@ void Root::begin_forward(Unit* unit) {
     for (const auto& other : alive) other->forward_indices.clear();
   }
   release_unused_gradients();
+  const PyRef after = std::exchange(post_optimizer_event, PyRef());
+  for (const auto& transport : transports_) transport->begin_forward(after);
 }
 
 void Root::end_forward() {
@@ -86,8 +90,8 @@ void Root::prefetch_forward(Unit& unit) {
     for (const auto& weak : unit.forward_prefetch) {
       if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
         if (!inside_backward()) target->drop_post_forward();
-        ++counters.prefetched_gathers;
-        target->begin_unshard();
+        const ProfileRange range(target->ranges.forward_prefetch);
+        prefetch(*target);
       }
     }
     return;
@@ -106,8 +110,8 @@ void Root::prefetch_forward(Unit& unit) {
   const auto next = last_sequence_[sequence_cursor_].lock();
   if (next && next->param_state() == ParamState::sharded && next->has_params()) {
     next->drop_post_forward();
-    ++counters.prefetched_gathers;
-    next->begin_unshard();
+    const ProfileRange range(next->ranges.forward_prefetch);
+    prefetch(*next);
   }
 }
 
@@ -124,26 +128,44 @@ void Root::begin_backward() {
   });
 }
 
+void Root::prefetch(Unit& target) {
+  ++counters.prefetched_gathers;
+  target.begin_unshard();
+}
+
 void Root::prefetch_backward(Unit& unit) {
-  std::shared_ptr<Unit> before;
+  size_t index = 0;
   if (!unit.forward_indices.empty()) {
-    const size_t index = unit.forward_indices.back();
+    index = unit.forward_indices.back();
     unit.forward_indices.pop_back();
-    if (index > 0 && index <= forward_order_.size()) before = forward_order_[index - 1].lock();
+    if (index > forward_order_.size()) index = 0;
   }
   if (!unit.backward_prefetch.empty()) {
     for (const auto& weak : unit.backward_prefetch) {
       if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
-        ++counters.prefetched_gathers;
-        target->begin_unshard();
+        const ProfileRange range(target->ranges.backward_prefetch);
+        prefetch(*target);
       }
     }
     return;
   }
-  if (before && before.get() != &unit && before->has_params() && before->param_state() == ParamState::sharded &&
-      before->options.unshard_in_backward && before->phase() != Phase::reduced) {
-    ++counters.prefetched_gathers;
-    before->begin_unshard();
+  size_t ahead = 0;  // bytes that are gathered and not yet used
+  for (size_t next = index; next > 0; --next) {
+    const std::shared_ptr<Unit> before = forward_order_[next - 1].lock();
+    const bool is_first = next == index;
+    if (before && before.get() != &unit && before->has_params() && before->options.unshard_in_backward &&
+        before->phase() != Phase::reduced) {
+      const size_t bytes = before->slot_bytes();
+      if (before->param_state() == ParamState::sharded) {
+        if (!is_first && ahead + bytes > prefetch_bytes) return;
+        const ProfileRange range(before->ranges.backward_prefetch);
+        prefetch(*before);
+        ahead += bytes;
+      } else if (before->param_state() == ParamState::gathering) {
+        ahead += bytes;
+      }
+    }
+    if (ahead >= prefetch_bytes) return;
   }
 }
 
@@ -193,10 +215,16 @@ void Root::finish_pending() {
 }
 
 void Root::end_backward() {
+  static const std::string name = "FSDP::root_post_backward_callback";
+  const ProfileRange callback(name);
   const auto alive = units();
   publish((num_backwards_ + 1) << kPositionBits);
   for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    // Of a unit whose inputs need no gradient: its post-backward node never ran.
+    std::optional<ProfileRange> range;
+    if ((*it)->phase() == Phase::backward && (*it)->has_params()) range.emplace((*it)->ranges.post_backward_reshard);
     (*it)->sweep_gradients();
+    if (!(*it)->options.requires_gradient_sync || manual_finalization) (*it)->settle();
     if ((*it)->options.reshard_after_backward) (*it)->reshard();
   }
   if (!manual_finalization) flush();
@@ -224,7 +252,9 @@ void Root::flush() {
     if (!(*it)->options.requires_gradient_sync) continue;
     for (const auto& group : (*it)->groups) {
       const bool is_posted = group->scratch.open && group->scratch.posted;
-      if (!is_posted && (group->scratch.open || group->transport->needs_empty_reduction(*group))) post(*it, *group);
+      if (is_posted || !(group->scratch.open || group->transport->needs_empty_reduction(*group))) continue;
+      const ProfileRange range((*it)->ranges.post_backward_reduce);
+      post(*it, *group);
     }
   }
   while (!pending_.empty()) {
@@ -236,6 +266,7 @@ void Root::flush() {
     const UnitOptions& options = (*it)->options;
     if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
     for (const auto& group : (*it)->groups) {
+      if (group->transport->has_streams()) continue;
       if (group->has_replicas() && ((*it)->armed || group->holds_partial())) group->all_reduce();
     }
   }
@@ -243,6 +274,7 @@ void Root::flush() {
     if (unit->options.requires_gradient_sync) unit->armed = false;
     for (const auto& group : unit->groups) group->scratch.reduced_this_backward = false;
   }
+  for (const auto& transport : transports_) transport->end_backward();
 }
 
 void Root::reset() {
@@ -254,6 +286,12 @@ void Root::reset() {
   forward_root_ = nullptr;
   callback_queued_ = false;
   ++num_backwards_;
+}
+
+void Root::release_idle() {
+  release_unused_gradients();
+  blocks.clear();
+  for (const auto& transport : transports_) transport->release_idle();
 }
 
 void Root::release_unused_gradients() {

@@ -59,11 +59,17 @@ class Root : public std::enable_shared_from_this<Root> {
   bool in_backward() const { return callback_queued_; }
 
   void reset();
+  // See Transport::release_idle; also the gradient blocks that are free.
+  void release_idle();
 
   BlockPool blocks;
   Counters counters;
   bool is_last_backward = true;
   bool manual_finalization = false;
+  // Backward gathers ahead, in the recorded order, while the units that are gathered and not yet used take no more than
+  // these bytes; always the next one.
+  size_t prefetch_bytes = 0;
+  PyRef post_optimizer_event;  // what the next forward's gathers wait for, once; null: everything enqueued before it
 
  private:
   // A reduction that is posted and not finished.
@@ -71,6 +77,7 @@ class Root : public std::enable_shared_from_this<Root> {
     std::shared_ptr<Unit> unit;
     Group* group;
   };
+  void prefetch(Unit& target);
   void publish(uint64_t position);
   void post(const std::shared_ptr<Unit>& unit, Group& group);
   // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.

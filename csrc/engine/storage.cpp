@@ -58,6 +58,19 @@ void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, si
   storage.set_data_ptr_noswap(owning_pointer(pool, offset));
 }
 
+void detach_memory(const at::Tensor& tensor, const std::string& message) {
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(at::DataPtr(nullptr, storage.device()));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+void attach_to_pool(const at::Tensor& tensor, const at::Tensor& pool, size_t offset) {
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  storage.get_extra_meta().custom_data_ptr_error_msg_.reset();
+  compat::clear_access_error(storage);
+  point_storage_at_pool(storage, pool, offset);
+}
+
 void Poison::apply(c10::StorageImpl& storage, at::Device device) {
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device));
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message_));

@@ -25,6 +25,12 @@ void point_storage(c10::StorageImpl& storage, void* data, at::Device device);
 // Points `storage` at [offset ..) of `pool` and makes it an owner of the pool.
 void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, size_t offset);
 
+// Takes the memory of `tensor` away, whoever owned it; a later access throws `message`. Undone by attach_to_pool.
+void detach_memory(const at::Tensor& tensor, const std::string& message);
+
+// Gives a tensor that was detached [offset ..) of `pool`, and makes it an owner of the pool.
+void attach_to_pool(const at::Tensor& tensor, const at::Tensor& pool, size_t offset);
+
 // A message that travels between its owner and a poisoned storage without being copied: poisoning and healing are on
 // the hot path.
 class Poison {

@@ -13,6 +13,7 @@
 namespace fsdp2x {
 
 class Group;
+class Unit;
 
 // The gather slot a group owns between begin_unshard and reshard.
 struct GatherSlot {
@@ -59,6 +60,10 @@ class Transport {
   // Gives the group its index; in the same order on every rank.
   virtual void register_group(Group& group) = 0;
 
+  // A forward of the root begins: parameters may have changed since the last one, up to the event `after` (a
+  // torch.Event; null: up to now).
+  virtual void begin_forward(const PyRef& /*after*/) {}
+
   // Own rows into the slot, told to the peers; may return before the peers have written theirs.
   virtual void begin_gather(Group& group) = 0;
   // All rows are there.
@@ -70,6 +75,11 @@ class Transport {
 
   // Adds a whole unsharded gradient to the group's scratch (opens it first); the first pack of a parameter overwrites.
   virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;
+  // The group's pool was written by the engine itself.
+  virtual void pool_written(Group& /*group*/) {}
+
+  // This backward may have no more gradients for the group: what is held may be packed and freed.
+  virtual void settle(Group& /*group*/) {}
   // Tells the peers that the scratch is complete (or empty, when it is not open).
   virtual void begin_reduce(Group& group) = 0;
   // In the root callback: the group has packed nothing, but peers may have, and they wait for this rank's word.
@@ -81,8 +91,26 @@ class Transport {
   // Drops whatever the group has packed (after an exception).
   virtual void abandon_reduce(Group& group) = 0;
 
+  // In the root callback, after all reductions: the gradients may be read.
+  virtual void end_backward() {}
+  // Whether work is only enqueued, on streams of a device. finish_reduce has reduced over the replicas, too, then;
+  // otherwise the root does.
+  virtual bool has_streams() const { return false; }
+
+  // How many packed groups may be on their way to their reduction.
+  virtual void set_max_reduce_buffers(size_t /*num*/) {}
+  // Gives memory that nobody uses back to its allocator.
+  virtual void release_idle() {}
   virtual void publish_progress(uint64_t position) = 0;
   virtual TransportStats stats() const = 0;
+
+  // Memory that is lent to units, for memory profiles.
+  struct Loan {
+    std::string kind, owner;  // the last owner; empty: nobody yet
+    const void* data = nullptr;
+    size_t bytes = 0;
+  };
+  virtual std::vector<Loan> loans() const { return {}; }
 };
 
 }  // namespace fsdp2x

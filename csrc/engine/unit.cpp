@@ -39,6 +39,7 @@ const char* to_string(Phase phase) {
 Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::shared_ptr<Group>> unit_groups,
            UnitOptions unit_options)
     : name(std::move(unit_name)),
+      ranges(name),
       options(std::move(unit_options)),
       device(unit_device),
       groups(std::move(unit_groups)) {
@@ -66,6 +67,7 @@ void Unit::set_params(ParamState from, ParamState to) {
 
 void Unit::begin_unshard() {
   if (param_state_ != ParamState::sharded || !has_params()) return;
+  const ProfileRange range(ranges.all_gather);
   set_params(ParamState::sharded, ParamState::gathering);
   size_t num_begun = 0;
   try {
@@ -79,6 +81,7 @@ void Unit::begin_unshard() {
 
 void Unit::finish_unshard() {
   if (param_state_ != ParamState::gathering) return;
+  const ProfileRange range(ranges.all_gather_copy_out);
   for (const auto& group : groups) group->finish_gather();
   set_params(ParamState::gathering, ParamState::unsharded);
 }
@@ -116,12 +119,23 @@ void Unit::sweep_gradients() {
   for (const auto& group : groups) group->sweep_gradients();
 }
 
+void Unit::settle() {
+  for (const auto& group : groups) group->transport->settle(*group);
+}
+
+size_t Unit::slot_bytes() const {
+  size_t bytes = 0;
+  for (const auto& group : groups) bytes += group->layout.slot_bytes();
+  return bytes;
+}
+
 bool Unit::has_open_scratch() const {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->scratch.open; });
 }
 
 void Unit::pre_backward() {
   if (phase_ == Phase::backward) return;
+  const ProfileRange range(ranges.pre_backward);
   phase_ = Phase::backward;
   armed = true;
   root->begin_backward();
@@ -132,10 +146,15 @@ void Unit::pre_backward() {
 void Unit::post_backward() {
   phase_ = Phase::reduced;
   if (!has_params()) return;
-  sweep_gradients();
-  if (options.reshard_after_backward) reshard();
-  if (!options.requires_gradient_sync) return;
-  if (!has_outstanding_calls() && has_open_scratch()) root->reduce(*this);
+  {
+    const ProfileRange range(ranges.post_backward_reshard);
+    sweep_gradients();
+    if (options.reshard_after_backward) reshard();
+  }
+  if (!options.requires_gradient_sync || has_outstanding_calls()) return settle();
+  if (!has_open_scratch()) return;
+  const ProfileRange range(ranges.post_backward_reduce);
+  root->reduce(*this);
 }
 
 void Unit::end_backward() {

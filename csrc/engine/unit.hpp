@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/group.hpp"
+#include "engine/profile_range.hpp"
 
 namespace fsdp2x {
 
@@ -60,6 +61,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void pre_backward();
   void post_backward();
   void sweep_gradients();
+  // See Transport::settle.
+  void settle();
   void end_backward();
   // Back to sharded and idle; gradients of the iteration are dropped.
   void reset();
@@ -70,8 +73,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   bool has_params() const { return !groups.empty(); }
   bool has_open_scratch() const;
+  // What the unit takes while it is gathered.
+  size_t slot_bytes() const;
 
   std::string name;
+  RangeNames ranges;
   std::shared_ptr<Root> root;
   UnitOptions options;
   at::Device device;

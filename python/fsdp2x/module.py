@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.state import UnitState, get_state
 
@@ -263,32 +264,82 @@ class FSDPModule(_TorchFSDPModule):
             state.apply_comms()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """No effect on the CPU, where the optimizer has finished when its step returns.
+        """The next forward's gathers wait for ``event`` instead of everything enqueued before that forward.
 
-        Raises:
-            NotImplementedError: on other devices.
+        Root only; for one forward. ``event`` (torch.Event or torch.cuda.Event) was recorded behind the optimizer. No
+        effect on the CPU, where the optimizer has finished when its step returns.
         """
-        self._only_on_cpu("set_post_optim_event")
+        state = self._get_fsdp_state()
+        if state.root is None:
+            state.lazy_init()
+        state.root.set_post_optimizer_event(event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect on the CPU: no backend there has registered memory. Results and memory do not depend on it."""
-        if enable:
-            self._only_on_cpu("set_allocate_memory_from_process_group_for_comm")
+        """Slots and reduction buffers are memory that the process group allocates, registered with its network.
+
+        For the whole model, as soon as one of its units asks: units share their slots. Where the backend has no such
+        memory, on the CPU for one, torch's allocator serves, as upstream. Results do not depend on it.
+
+        Raises:
+            RuntimeError: called during forward or backward.
+        """
+        state = self._get_fsdp_state()
+        state.comm_memory = "process_group" if enable else None
+        state.apply_comm_memory()
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Slots and reduction buffers are symmetric memory, for NCCL's copy-engine and symmetric kernels.
+
+        For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Its reductions sum only: call
+        :meth:`set_force_sum_reduction_for_comms`. Memory is exchanged between the ranks when a slot is first used.
+
+        Raises:
+            ValueError: a backend other than NCCL.
+            NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
+            RuntimeError: called during forward or backward.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: only 'NCCL' is supported, got {backend!r}")
+        state = self._get_fsdp_state()
+        if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
+            raise NotImplementedError(
+                "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
+                f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
+            )
+        state.comm_memory = "symmetric"
+        state.apply_comm_memory()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many packed units may wait for their reduction on a device. On the CPU one waits at most, always.
+        """How many packed units may be in flight to their reduction on a device, by default 2; the largest of all units
+        counts. On the CPU one waits at most, always.
 
         Raises:
             ValueError: not a positive int.
         """
         if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers!r}")
-        if max_input_buffers > 1:
-            self._only_on_cpu("set_reduce_scatter_max_input_buffers")
+        for state in self._states(recurse):
+            state.max_reduce_buffers = max_input_buffers
+            state.apply_reduce_buffers()
 
-    def _only_on_cpu(self, name: str) -> None:
-        if self._get_fsdp_state().ranks.device.type != "cpu":
-            raise NotImplementedError(f"fsdp2x.FSDPModule.{name} is supported on the CPU only, where it has no effect")
+    def set_backward_prefetch_bytes(self, num_bytes: int) -> None:
+        """Backward gathers ahead, in the recorded order, up to ``num_bytes`` of gathered and unused parameters.
+
+        One unit is gathered ahead in any case (upstream's behaviour, and the default, 0). More helps where units are
+        so small that a gather's latency is longer than a unit's backward. Root only.
+
+        Raises:
+            ValueError: a negative number.
+            RuntimeError: not the root.
+        """
+        state = self._get_fsdp_state()
+        if num_bytes < 0:
+            raise ValueError(f"set_backward_prefetch_bytes: num_bytes must not be negative, got {num_bytes}")
+        if state.is_root is False:
+            raise RuntimeError("set_backward_prefetch_bytes must be called on the root FSDP module")
+        state.prefetch_bytes = num_bytes
+        if state.root is not None:
+            state.root.prefetch_bytes = num_bytes
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by ``factor`` instead of the number of ranks. Not recursive."""

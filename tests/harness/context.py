@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 # One operation of a process group may take this long before gloo gives up on a rank that does not come.
 GROUP_TIMEOUT = timedelta(seconds=30)
@@ -79,3 +80,5 @@ def run_body(function: Callable, ctx: Context, arguments: tuple, keywords: dict)
     except BaseException as error:
         # The first two frames are this function and the body's caller.
         return "fail", "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))
+    finally:
+        mock.patch.stopall()

@@ -16,7 +16,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
-from fsdp2x.runtime.transport import all_gather, reduce_scatter, wait
+from fsdp2x.runtime.transport import all_gather, device_reductions, reduce_scatter, wait
 
 
 def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
@@ -114,7 +114,13 @@ class CustomComms:
                 gather = gather or functools.partial(all_gather, group.ranks.group)
                 gather = functools.partial(group.slow_gathers.all_gather, gather)
             engine.all_gather = gather
-            engine.reduce_scatter = self._reduction_of(group)
+            engine.separate_reduce_scatter = engine.separate_reduce_scatter_scaled = None
+            if engine.has_streams and self.separate_reduction and self.reduce_scatter is None:
+                engine.reduce_scatter = None
+                separate = device_reductions(reduction_group(group.ranks))
+                engine.separate_reduce_scatter, engine.separate_reduce_scatter_scaled = separate
+            else:
+                engine.reduce_scatter = self._reduction_of(group)
 
     def _reduction_of(self, group: GroupParams) -> Callable[..., Any] | None:
         """None: the transport's own."""

@@ -106,6 +106,7 @@ class GroupParams(GroupNames):
         self.engine = None  # _C.Group, from lazy initialization on
         self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
         self._param_dtype: torch.dtype | None = None
+        self._whole_chunks = False
         self._reduce_dtype: torch.dtype | None = None
         self._offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
@@ -279,6 +280,15 @@ class GroupParams(GroupNames):
     def _is_in_place(self, local: torch.Tensor, offset: int) -> bool:
         return local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset and local.is_contiguous()
 
+    def pooled_tensors(self) -> list[tuple[torch.Tensor, int]]:
+        """The local tensors that lie in the pool, and their offsets in bytes."""
+        found = []
+        for sharded, offset in zip(self.params, self._offsets, strict=True):
+            local = torch_private.local_tensor(sharded.param)
+            if not sharded.is_wrapper and not sharded.is_alias and self._is_in_place(local, offset):
+                found.append((local, offset))
+        return found
+
     def check_pool(self) -> None:
         """Checks that every shard still is where the engine reads it.
 
@@ -295,13 +305,17 @@ class GroupParams(GroupNames):
                 "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
             )
 
-    def make_engine_group(self, name: str, param_dtype, reduce_dtype):
-        """The ``_C.Group`` over these parameters."""
+    def make_engine_group(self, name: str, param_dtype, reduce_dtype, whole_chunks: bool):
+        """The ``_C.Group`` over these parameters.
+
+        ``whole_chunks``: its slots have room for equal chunks of all ranks, as collectives that gather in place want.
+        """
+        self._whole_chunks = whole_chunks
         self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
         self.engine = _C.Group(
             name,
-            _C.Layout(shapes, self.ranks.world, self.ranks.rank),
+            _C.Layout(shapes, self.ranks.world, self.ranks.rank, whole_chunks),
             self.pool,
             self._engine_params(shapes),
             specs.make_gradient,
@@ -317,7 +331,7 @@ class GroupParams(GroupNames):
             (*shape[:3], shape[4], shape[4], shape[4], shape[6])
             for shape in self.shapes(self._param_dtype, self._reduce_dtype)
         ]
-        layout = _C.Layout(shapes, ranks.world, ranks.rank)
+        layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
         pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=ranks.device)
         params = []
         with torch.inference_mode(False), torch.no_grad():

@@ -50,6 +50,9 @@ class UnitState(StateNames, torch_private.State):
         self.manual_finalization = False
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
         self.generation = 0  # counts resets, which invalidate handles
+        self.prefetch_bytes = 0  # what backward may gather ahead
+        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
+        self.max_reduce_buffers: int | None = None  # None: the engine's default
 
     def configure(
         self,
@@ -179,12 +182,40 @@ class UnitState(StateNames, torch_private.State):
         tree = self.tree
         root = _C.Root(self.ranks.device)
         root.manual_finalization = self.manual_finalization
-        choice = TransportChoice(self.transport, self.timeout, custom=any(state.comms.is_custom for state in tree))
+        root.prefetch_bytes = self.prefetch_bytes
+        choice = TransportChoice(
+            self.transport,
+            self.timeout,
+            custom=any(state.comms.is_custom for state in tree),
+            comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
+        )
         for state in tree:
             state._join(root, choice, is_root=state is self, provisional=provisional)
         for state in tree:
             state.root_state = weakref.ref(self)
             state.apply_prefetch()
+            state.apply_reduce_buffers()
+
+    def apply_comm_memory(self) -> None:
+        """Makes the root's transports again, over memory of another kind.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.unit is None or self.ranks.device.type == "cpu":
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError("the memory of collectives cannot be changed during forward or backward")
+        root_state = self.root_state()
+        root_state._make_root(provisional=root_state.provisional)
+
+    def apply_reduce_buffers(self) -> None:
+        """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
+        if self.root is None or self.root_state() is None:
+            return
+        wanted = [state.max_reduce_buffers for state in self.root_state().tree if state.max_reduce_buffers is not None]
+        if wanted:
+            self.root.set_max_reduce_buffers(max(wanted))
 
     def apply_comms(self) -> None:
         """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
@@ -250,7 +281,10 @@ class UnitState(StateNames, torch_private.State):
             for index, group in enumerate(self.groups):
                 name = self.name if index == 0 else f"{self.name} (mesh {index})"
                 group.module_fqn = ", ".join(self.names)
-                engine_groups.append(group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype))
+                has_streams = choice.has_streams(group.ranks.device)
+                engine_groups.append(
+                    group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, whole_chunks=has_streams)
+                )
                 comms.connect(group, self.modules, policy)
             self.unit = _C.Unit(self.name, self.ranks.device, engine_groups, self.options)
             self.hooks.set_unit(self.unit)

@@ -21,6 +21,7 @@ from torch.distributed._composable.contract import (  # to undo a registration w
 from torch.distributed._composable_state import _State  # what contract() requires of a state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions  # whether a grouped gather blocks the host
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # the value of upstream's state attribute
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
@@ -39,6 +40,8 @@ __all__ = [
     "StridedShard",
     "TrainingState",
     "accelerator_type",
+    "all_gather_group",
+    "comm_allocator",
     "concatenate_meshes",
     "contract",
     "dtensor",
@@ -46,9 +49,11 @@ __all__ = [
     "flatten_mesh",
     "forget_contract",
     "group_timeout",
+    "has_symmetric_pool",
     "is_observed",
     "never_compiled",
     "local_shape_and_offset",
+    "premultiplied_sum",
     "local_tensor",
     "is_replicated",
     "is_traceable_wrapper_subclass",
@@ -57,6 +62,8 @@ __all__ = [
     "root_modules",
     "set_local_tensor",
     "set_spec",
+    "start_memory_history",
+    "stop_memory_history",
     "spec_of",
     "spec_with_dtype",
     "storage_info",
@@ -154,6 +161,72 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A 1-D mesh over all ranks of ``mesh``."""
     return mesh._flatten(name)
+
+
+def all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Several all-gathers as one operation, ordered by the current stream.
+
+    What ``dist._coalescing_manager`` ends in, without its bookkeeping per tensor.
+    """
+    options = AllgatherOptions()
+    options.asyncOp = False
+    gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    work = gather(outputs, sources, options)
+    if work is not None:
+        work.wait()
+
+
+def comm_allocator(kind: str | None, group: dist.ProcessGroup, device: torch.device):
+    """A function of a number of bytes that allocates memory for collectives of ``group``; None: torch's allocator.
+
+    ``"process_group"``: what the backend registers with its network, None where it has no such memory. ``"symmetric"``:
+    torch's pool of symmetric memory; the function is collective then.
+    """
+    if kind == "process_group":
+        backend = group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return None
+        return lambda num_bytes: backend.allocate_tensor(num_bytes, dtype=torch.uint8, device=device)
+    if kind == "symmetric":
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_backend("NCCL")
+        dist.barrier(group=group)  # the communicator must exist before memory is exchanged over it
+        pool = symmetric.get_mem_pool(device)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            with torch.get_device_module(device).use_mem_pool(pool):
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            symmetric.rendezvous(memory, group=group.group_name)
+            return memory
+
+        return allocate
+    return None
+
+
+def has_symmetric_pool() -> bool:
+    """Whether this torch has a pool of symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return hasattr(symmetric, "get_mem_pool")
+
+
+def premultiplied_sum(factor: float):
+    """NCCL's operation that multiplies by ``factor`` before it sums."""
+    # Newer versions have made the name of the operation callable instead.
+    make = getattr(dist, "_make_nccl_premul_sum", None) or dist.ReduceOp.PREMUL_SUM
+    return make(factor)
+
+
+def start_memory_history() -> None:
+    """CUDA's allocator keeps what it allocates and frees, and from where, from now on."""
+    torch.cuda.memory._record_memory_history()
+
+
+def stop_memory_history(path: str) -> None:
+    """Writes the allocator's snapshot and its history to ``path``, for pytorch.org/memory_viz; ends the record."""
+    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def accelerator_type() -> str:

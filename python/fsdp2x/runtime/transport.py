@@ -33,7 +33,9 @@ def check_transport(name: str) -> str:
 class TransportChoice:
     """Makes the transports of one root, one per shard group, all by the same rule."""
 
-    def __init__(self, name: str, timeout: timedelta | None, *, custom: bool = False) -> None:
+    def __init__(
+        self, name: str, timeout: timedelta | None, *, custom: bool = False, comm_memory: str | None = None
+    ) -> None:
         if custom and name == "shm":
             raise ValueError(
                 'fully_shard: custom collectives need a process group, but transport="shm" was asked for; use '
@@ -41,8 +43,13 @@ class TransportChoice:
             )
         self._name = "process_group" if custom else name
         self._timeout = timeout
+        self._comm_memory = comm_memory
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
+
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether collectives run beside the compute on streams, and gather in place."""
+        return device_layer(device) is not None
 
     def transport_of(self, ranks: ShardGroup):
         """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
@@ -77,7 +84,7 @@ class TransportChoice:
             return _C.shm_transport(*arguments)
         if self._name == "shm":
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
-        return _group_transport(ranks)
+        return _group_transport(ranks, self._comm_memory)
 
     def _sharing(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, tuple]:
         """Why the ranks of a group are not to share memory, or None and the arguments of what lets them."""
@@ -95,13 +102,83 @@ class TransportChoice:
         return None, (*place, hello["socket"], hello["token"], limit.total_seconds())
 
 
-def _group_transport(ranks: ShardGroup):
-    return _C.group_transport(
-        functools.partial(all_gather, ranks.group),
-        functools.partial(reduce_scatter, ranks.group),
-        wait,
-        ranks.device,
+def _group_transport(ranks: ShardGroup, comm_memory: str | None):
+    layer = device_layer(ranks.device)
+    if layer is None:
+        return _C.group_transport(
+            functools.partial(all_gather, ranks.group),
+            functools.partial(reduce_scatter, ranks.group),
+            wait,
+            ranks.device,
+        )
+    return _device_transport(layer, ranks.group, comm_memory)
+
+
+def device_layer(device: torch.device):
+    """The streams and events of ``device`` as the engine wants them; None on the CPU, which has none."""
+    return None if device.type == "cpu" else _C.TorchLayer(device)
+
+
+def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
+    backend = "" if group is None else dist.get_backend_config(group)
+    reduce, reduce_scaled = device_reductions(group)
+    return _C.DeviceTransport(
+        all_gather=functools.partial(_all_gather_now, group),
+        all_gather_group=functools.partial(_all_gather_group, group) if groups_gathers(backend) else None,
+        reduce_scatter=reduce,
+        reduce_scatter_scaled=reduce_scaled,
+        allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
+        layer=layer,
+        pack_below_bytes=PACK_BELOW_BYTES,
     )
+
+
+def device_reductions(group: dist.ProcessGroup | None) -> tuple:
+    """Reduce-scatters in stream order: of (output, source, average), and of (output, source, factor) or None."""
+    backend = "" if group is None else dist.get_backend_config(group)
+    scaled = functools.partial(_reduce_scatter_scaled, group) if scales_sums(backend) else None
+    return functools.partial(_reduce_scatter_now, group), scaled
+
+
+# Parameters smaller than this are gathered together; the reasons are where the engine defines it.
+PACK_BELOW_BYTES = _C.PACK_BELOW_BYTES
+
+
+def groups_gathers(backend: str) -> bool:
+    """Whether a backend runs many all-gathers as one operation: one launch of NCCL. Others would run them in turn."""
+    return "nccl" in backend
+
+
+def scales_sums(backend: str) -> bool:
+    """Whether a backend can multiply before it sums, so that dividing costs no pass of its own."""
+    return "nccl" in backend
+
+
+# The following are ordered by the current stream and return when they are enqueued: a synchronous collective of NCCL
+# runs on the current stream and blocks no host; gloo's blocks it, and is for tests there.
+
+
+def _all_gather_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> bool:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, source, group=group)
+    return True
+
+
+def _all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
+    torch_private.all_gather_group(group, outputs, sources)
+    return True
+
+
+def _reduce_scatter_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool) -> bool:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, source, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
+    return True
+
+
+def _reduce_scatter_scaled(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, factor: float) -> bool:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, source, op=torch_private.premultiplied_sum(factor), group=group)
+    return True
 
 
 def why_not_shared(group: dist.ProcessGroup) -> tuple[str | None, dict | None, bool]:

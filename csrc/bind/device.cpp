@@ -1,0 +1,52 @@
+// Names of device transports and layers in fsdp2x._C; no decisions.
+#include "bind/device.hpp"
+
+#include "engine/device_transport.hpp"
+#include "engine/recording_layer.hpp"
+
+namespace fsdp2x {
+namespace {
+
+namespace py = pybind11;
+
+PyRef own(const py::handle& object) { return object.is_none() ? PyRef() : PyRef::borrow(object.ptr()); }
+
+std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRange>& ranges) {
+  std::vector<std::pair<uintptr_t, size_t>> result;
+  for (const MemoryRange& range : ranges) result.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
+  return result;
+}
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  py::class_<DeviceLayer, std::shared_ptr<DeviceLayer>>(m, "DeviceLayer")
+      .def_property_readonly("device", &DeviceLayer::device);
+  py::class_<TorchLayer, DeviceLayer, std::shared_ptr<TorchLayer>>(m, "TorchLayer")
+      .def(py::init<at::Device>(), py::arg("device"));
+  py::class_<RecordingLayer, DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
+      .def(py::init<bool>(), py::arg("with_twins"))
+      .def("clear", &RecordingLayer::clear)
+      // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
+      .def_property_readonly("entries", [](const RecordingLayer& layer) {
+        py::list result;
+        for (const RecordingLayer::Entry& entry : layer.entries()) {
+          result.append(py::make_tuple(entry.operation, lane_name(entry.lane), entry.subject, ranges_of(entry.reads),
+                                       ranges_of(entry.writes)));
+        }
+        return result;
+      });
+  py::class_<DeviceTransport, Transport, std::shared_ptr<DeviceTransport>>(m, "DeviceTransport")
+      .def(py::init([](const py::object& all_gather, const py::object& all_gather_group,
+                       const py::object& reduce_scatter, const py::object& reduce_scatter_scaled,
+                       const py::object& allocate, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes) {
+             DeviceCollectives collectives{own(all_gather), own(all_gather_group), own(reduce_scatter),
+                                           own(reduce_scatter_scaled), own(allocate)};
+             return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes);
+           }),
+           py::arg("all_gather"), py::arg("all_gather_group"), py::arg("reduce_scatter"),
+           py::arg("reduce_scatter_scaled"), py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"));
+  m.attr("PACK_BELOW_BYTES") = kPackBelowBytes;
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,141 @@
+// Streams and events through torch's generic interface, and the kernels as copy plans.
+#include "engine/device_layer.hpp"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "core/error.hpp"
+#include "engine/device_copy.hpp"
+#include "engine/plan_runner.hpp"
+
+namespace fsdp2x {
+
+const char* lane_name(Lane lane) {
+  switch (lane) {
+    case Lane::compute:
+      return "compute";
+    case Lane::copy_in:
+      return "copy_in";
+    case Lane::gather:
+      return "gather";
+    case Lane::reduce:
+      return "reduce";
+    case Lane::all_reduce:
+      return "all_reduce";
+  }
+  return "?";
+}
+
+// --- kernels ---
+
+DeviceLayer::DeviceLayer(at::Device device, const cuda::Kernels* kernels)
+    : device_(device), runner_(kernels == nullptr ? nullptr : std::make_unique<PlanRunner>(*kernels, device)) {}
+
+DeviceLayer::~DeviceLayer() = default;
+
+void DeviceLayer::copy(const CopyProgram& program, const void* src, void* dst) {
+  if (runner_) return runner_->copy(program, src, dst, native_stream());
+  run_copies_on(device_, program.copies, src, dst);
+}
+
+namespace {
+
+// The segments of one parameter from `first_rank` on, behind its first `filled` elements, become zero.
+void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer, int first_rank, int64_t filled) {
+  const Layout& layout = *plan.layout;
+  const int world = layout.world();
+  const ParamPlace& place = layout.params()[param];
+  if (first_rank >= world || filled >= place.padded_shard_numel) return;
+  const auto bytes = static_cast<int64_t>(plan.segment_bytes) * world;
+  const at::Tensor rows = buffer.narrow(0, 0, bytes).view(torch_dtype(place.shape.reduce)).view({world, -1});
+  const auto at = static_cast<int64_t>(place.reduce_segment_offset / dtype_bytes(place.shape.reduce));
+  rows.narrow(0, first_rank, world - first_rank).narrow(1, at + filled, place.padded_shard_numel - filled).zero_();
+}
+
+// The last ranks are short, then empty.
+void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
+  const Layout& layout = *plan.layout;
+  const ParamPlace& place = layout.params()[param];
+  const auto numel_of = [&](int rank) {
+    return place.shape.outer * shard_rows(place.shape.dim, layout.world(), rank).size() * place.shape.inner;
+  };
+  int whole = 0;
+  while (whole < layout.world() && numel_of(whole) == place.padded_shard_numel) ++whole;
+  if (whole == layout.world()) return;
+  zero_behind(plan, param, buffer, whole, numel_of(whole));
+  zero_behind(plan, param, buffer, whole + 1, 0);
+}
+
+}  // namespace
+
+void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) {
+  if (runner_) return runner_->pack(plan, items, buffer.data_ptr(), native_stream());
+  for (const PackItem& item : items) {
+    if (item.source == nullptr) {
+      zero_behind(plan, item.param, buffer, 0, 0);
+    } else if (item.add) {
+      add_on(device_, plan.copies_of(item.param, item.type), item.source, buffer.data_ptr());
+    } else {
+      run_copies_on(device_, plan.copies_of(item.param, item.type), item.source, buffer.data_ptr());
+      zero_pads(plan, item.param, buffer);
+    }
+  }
+}
+
+void DeviceLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                             double divisor) {
+  if (runner_) return runner_->write_rows(plan, items, segment.const_data_ptr(), divisor, native_stream());
+  for (const RowItem& item : items) {
+    const ParamPlace& place = plan.layout->params()[item.param];
+    scale_into(device_, place.shape.orig, item.target, place.shape.reduce,
+               static_cast<const std::byte*>(segment.const_data_ptr()) + place.reduce_segment_offset, place.shard_numel,
+               divisor, item.accumulate);
+  }
+}
+
+void DeviceLayer::divide(const at::Tensor& memory, double divisor) { memory.div_(divisor); }
+
+void DeviceLayer::add(const at::Tensor& target, const at::Tensor& source) { target.add_(source); }
+
+void DeviceLayer::assign(const at::Tensor& target, const at::Tensor& source) { target.copy_(source); }
+
+// --- torch's streams ---
+
+namespace {
+
+struct TorchEvent final : DeviceEvent {
+  explicit TorchEvent(c10::DeviceType type) : event(type) {}
+  c10::Event event;
+};
+
+}  // namespace
+
+TorchLayer::TorchLayer(at::Device device) : DeviceLayer(device, device.is_cuda() ? cuda::device_kernels() : nullptr) {
+  if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams; its transports do without");
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  for (size_t lane = 1; lane < kNumLanes; ++lane) {
+    streams_.push_back(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
+  }
+}
+
+std::unique_ptr<DeviceEvent> TorchLayer::make_event(const std::string&) {
+  return std::make_unique<TorchEvent>(device().type());
+}
+
+c10::Stream TorchLayer::current() const { return c10::impl::VirtualGuardImpl(device().type()).getStream(device()); }
+
+CUstream_st* TorchLayer::native_stream() { return static_cast<CUstream_st*>(current().native_handle()); }
+
+std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
+  if (lane == Lane::compute) return std::nullopt;
+  return streams_[static_cast<size_t>(lane) - 1];
+}
+
+void TorchLayer::record(DeviceEvent& event, Lane lane) {
+  static_cast<TorchEvent&>(event).event.record(stream(lane).value_or(current()));
+}
+
+void TorchLayer::wait(Lane lane, DeviceEvent& event) {
+  static_cast<TorchEvent&>(event).event.block(stream(lane).value_or(current()));
+}
+
+}  // namespace fsdp2x

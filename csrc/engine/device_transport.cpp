@@ -1,0 +1,316 @@
+// The transport on an accelerator: gathers. Reductions are in device_reduce.cpp.
+//
+//   compute   .. use of slot | free ............................ wait ready | use of slot ..
+//   copy_in            wait free | cast own rows | copied
+//   gather                              wait copied | all-gathers in one launch, copy-out | ready
+#include "engine/device_transport.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/error.hpp"
+#include "engine/group.hpp"
+#include "engine/root.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Nothing to ask other ranks for: there are none, or every parameter gathers itself.
+bool is_local(const Group& group) { return group.layout.world() == 1 || group.layout.gather_segment_bytes() == 0; }
+
+PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
+  return PyRef::steal(THPVariable_Wrap(memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes))));
+}
+
+void append(const PyRef& list, const PyRef& item) {
+  if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
+}
+
+}  // namespace
+
+DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer,
+                                 size_t pack_below_bytes)
+    : collectives_(std::move(collectives)),
+      layer_(std::move(layer)),
+      pack_below_bytes_(pack_below_bytes),
+      slots_("slot", layer_, [this](size_t bytes) { return allocate(bytes); }),
+      staging_("staging", layer_, [this](size_t bytes) { return allocate(bytes); }),
+      buffers_("reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }),
+      segments_("segment", layer_, [this](size_t bytes) { return allocate(bytes); }) {
+  for (size_t lane = 0; lane < kNumLanes; ++lane) {
+    lane_events_.push_back(layer_->make_event(lane_name(static_cast<Lane>(lane))));
+  }
+}
+
+DeviceTransport::~DeviceTransport() {
+  // Shard and gradient pools die after us: whoever gets their memory must find the lanes behind him.
+  try {
+    for (const Lane lane : {Lane::copy_in, Lane::gather, Lane::reduce, Lane::all_reduce}) join(lane);
+  } catch (const std::exception&) {
+    // The device is gone, and its memory with it.
+  }
+}
+
+void DeviceTransport::join(Lane lane) {
+  DeviceEvent& event = *lane_events_[static_cast<size_t>(lane)];
+  layer_->record(event, lane);
+  layer_->wait(Lane::compute, event);
+}
+
+DeviceTransport::PerGroup& DeviceTransport::per_group(const Group& group) { return groups_.at(group.index); }
+
+void DeviceTransport::register_group(Group& group) {
+  group.index = static_cast<uint32_t>(groups_.size());
+  PerGroup& mine = groups_[group.index];
+  if (layer_->is_recorder()) mine.pool = group.pool;
+  if (group.unit != nullptr) mine.unit = group.unit->weak_from_this();
+  constexpr size_t kNever = std::numeric_limits<size_t>::max();
+  mine.packed = Gather(plan_gather(group.layout, kNever));
+  mine.gather = Gather(plan_gather(group.layout, collectives_.all_gather_group ? pack_below_bytes_ : kNever));
+  mine.own_rows = CopyProgram(group.layout.shard_to_slot());
+  mine.pool_event = layer_->make_event(group.name + ".pool");
+  mine.held.resize(group.params.size());
+  // A segment may be the pool itself, with the flags behind it.
+  group.gradients.reserve(Group::segment_bytes(group.layout));
+}
+
+at::Tensor DeviceTransport::allocate(size_t bytes) {
+  if (!collectives_.allocate) {
+    return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(layer_->device()));
+  }
+  pybind11::gil_scoped_acquire gil;
+  const PyRef size = PyRef::steal(PyLong_FromSize_t(bytes));
+  const PyRef memory = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.allocate.get(), size.get(), nullptr));
+  if (!memory) throw_python_error();
+  return THPVariable_Unpack(memory.get());
+}
+
+void DeviceTransport::follow_compute(Lane lane) {
+  DeviceEvent& event = *lane_events_[static_cast<size_t>(Lane::compute)];
+  layer_->record(event, Lane::compute);
+  layer_->wait(lane, event);
+}
+
+void DeviceTransport::begin_forward(const PyRef& after) {
+  if (layer_->is_recorder()) {
+    // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
+    std::vector<MemoryRange> pools = gradient_pools();
+    for (const auto& [index, mine] : groups_) pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
+    layer_->note("optimizer", "", pools, pools);
+  }
+  if (!after) {
+    follow_compute(Lane::copy_in);
+    return;
+  }
+  const LaneScope scope(*layer_, Lane::copy_in);
+  pybind11::gil_scoped_acquire gil;
+  const PyRef done = PyRef::steal(PyObject_CallMethod(after.get(), "wait", nullptr));
+  if (!done) throw_python_error();
+}
+
+std::vector<MemoryRange> DeviceTransport::gradient_pools() const {
+  std::vector<MemoryRange> pools;
+  for (const auto& [index, mine] : groups_) {
+    const auto unit = mine.unit.lock();
+    if (!unit) continue;
+    for (const auto& group : unit->groups) {
+      const at::Tensor& pool = group->gradients.pool();
+      if (pool.defined()) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
+    }
+  }
+  return pools;
+}
+
+void DeviceTransport::pool_written(Group& group) { layer_->record(*per_group(group).pool_event, Lane::compute); }
+
+void DeviceTransport::begin_gather(Group& group) {
+  try {
+    enqueue_gather(group);
+  } catch (...) {
+    release_gather(group);
+    throw;
+  }
+}
+
+void DeviceTransport::enqueue_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
+  mine.in_one_piece = static_cast<bool>(group.calls.all_gather);
+  mine.is_finished = false;
+  const Gather& gather = mine.running_gather();
+  const GatherPlan& plan = gather.plan;
+  const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
+  const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
+
+  bool is_new = false;
+  bool staging_is_new = false;
+  const int kept = group.gather.kept.id;
+  const int id = kept >= 0 ? kept : slots_.acquire(std::max<size_t>(group.layout.slot_bytes(), 1), group.name, &is_new);
+  DeviceBuffer& slot = slots_[id];
+  group.gather.slot.id = id;
+  group.gather.write = group.gather.read = slot.data();
+  const auto world = static_cast<size_t>(group.layout.world());
+  const auto* pool = static_cast<const std::byte*>(group.pool.const_data_ptr());
+  DeviceBuffer* staging = nullptr;
+  int staging_id = -1;
+  if (!is_local(group) && plan.segment_bytes > 0) {
+    staging_id = staging_.acquire(plan.segment_bytes * world, group.name, &staging_is_new);
+    staging = &staging_[staging_id];
+  }
+  // Within forward and backward the pools stand still; otherwise a user may just have written to them.
+  const bool pools_stand_still = group.root().in_forward() || group.root().in_backward();
+  if (is_new || staging_is_new || !pools_stand_still) follow_compute(copy_lane);
+  layer_->wait(copy_lane, *mine.pool_event);
+  layer_->wait(copy_lane, *slot.free);
+  if (staging != nullptr) layer_->wait(copy_lane, *staging->free);
+  {
+    const LaneScope scope(*layer_, copy_lane);
+    if (is_local(group)) {
+      layer_->copy(mine.own_rows, pool, slot.data());
+    } else {
+      if (!gather.to_slot.empty()) layer_->copy(gather.to_slot, pool, slot.data());
+      if (staging != nullptr) {
+        const size_t own = static_cast<size_t>(group.layout.rank()) * plan.segment_bytes;
+        layer_->copy(gather.to_segment, pool, staging->data() + own);
+      }
+    }
+  }
+  layer_->record(*slot.ready, copy_lane);
+  if (is_local(group)) return;
+  layer_->wait(gather_lane, *slot.ready);
+  {
+    const LaneScope scope(*layer_, gather_lane);
+    call_all_gather(group, mine, slot, staging);
+    if (staging != nullptr) layer_->copy(gather.copy_out, staging->data(), slot.data());
+  }
+  layer_->record(*slot.ready, gather_lane);
+  if (staging != nullptr) {
+    layer_->record(*staging->free, gather_lane);
+    staging_.release(staging_id);
+  }
+}
+
+DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, const PerGroup& mine,
+                                                         const DeviceBuffer& slot, const DeviceBuffer* staging) const {
+  const GatherPlan& plan = mine.running_gather().plan;
+  const auto world = static_cast<size_t>(group.layout.world());
+  const auto rank = static_cast<size_t>(group.layout.rank());
+  TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};
+  for (const DirectGather& one : plan.direct) {
+    append(lists.first, bytes_of(slot.memory, one.slot_offset, world * one.chunk_bytes));
+    append(lists.second, bytes_of(slot.memory, one.slot_offset + rank * one.chunk_bytes, one.chunk_bytes));
+  }
+  if (staging != nullptr) {
+    append(lists.first, bytes_of(staging->memory, 0, world * plan.segment_bytes));
+    append(lists.second, bytes_of(staging->memory, rank * plan.segment_bytes, plan.segment_bytes));
+  }
+  return lists;
+}
+
+void DeviceTransport::call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
+  pybind11::gil_scoped_acquire gil;
+  const std::pair<void*, void*> key(slot.data(), staging == nullptr ? nullptr : staging->data());
+  TensorLists once;  // a user's collective may keep what it is given
+  if (mine.in_one_piece) {
+    once = make_lists(group, mine, slot, staging);
+  } else if (!mine.lists.contains(key)) {
+    mine.lists.emplace(key, make_lists(group, mine, slot, staging));
+  }
+  const TensorLists& lists = mine.in_one_piece ? once : mine.lists.at(key);
+  PyRef done;
+  if (PyList_GET_SIZE(lists.first.get()) == 1) {
+    PyObject* const output = PyList_GET_ITEM(lists.first.get(), 0);
+    PyObject* const input = PyList_GET_ITEM(lists.second.get(), 0);
+    const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
+    done = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output, input, nullptr));
+  } else {
+    done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.all_gather_group.get(), lists.first.get(),
+                                                     lists.second.get(), nullptr));
+  }
+  if (!done) throw_python_error();
+  ++group.root().counters.python_calls;
+  note_collective("all_gather", group, lists);
+}
+
+void DeviceTransport::note_collective(const std::string& name, const Group& group, const TensorLists& lists) {
+  if (!layer_->is_recorder()) return;
+  const auto ranges = [](const PyRef& list) {
+    std::vector<MemoryRange> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list.get(), i));
+      found.push_back({tensor.const_data_ptr(), tensor.nbytes()});
+    }
+    return found;
+  };
+  layer_->note(name, group.name, ranges(lists.second), ranges(lists.first));
+}
+
+void DeviceTransport::finish_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  DeviceBuffer& slot = slots_[group.gather.slot.id];
+  layer_->wait(Lane::compute, *slot.ready);
+  mine.is_finished = true;
+  note_use(group, slot);
+}
+
+void DeviceTransport::note_use(const Group& group, const DeviceBuffer& slot) {
+  if (layer_->is_recorder()) layer_->note("use", group.name, {{slot.data(), group.layout.slot_bytes()}}, {});
+}
+
+void DeviceTransport::release_gather(Group& group) {
+  const int id = group.gather.slot.id;
+  if (id < 0) return;
+  PerGroup& mine = per_group(group);
+  DeviceBuffer& slot = slots_[id];
+  if (mine.is_finished) {
+    note_use(group, slot);
+  } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
+    layer_->wait(Lane::compute, *slot.ready);
+  }
+  layer_->record(*slot.free, Lane::compute);
+  group.gather = GatherSlot();
+  if (group.options().keep_unsharded_storage) {
+    group.gather.kept.id = id;
+  } else {
+    slots_.release(id);
+  }
+}
+
+void DeviceTransport::release_idle() {
+  for (auto& [index, mine] : groups_) {
+    pybind11::gil_scoped_acquire gil;
+    mine.lists.clear();  // views keep their memory
+  }
+  for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_}) buffers->drop_idle();
+}
+
+TransportStats DeviceTransport::stats() const {
+  TransportStats stats;
+  stats.gather_slots_owned = slots_.num_owned();
+  stats.gather_slot_bytes = slots_.bytes();
+  stats.peak_gather_bytes = slots_.peak_owned_bytes();
+  stats.scratch_slots_owned = num_scratches_;
+  stats.scratch_bytes = staging_.bytes() + buffers_.bytes() + segments_.bytes();
+  stats.num_allocations =
+      slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() + segments_.num_allocations();
+  stats.owners = slots_.owners();
+  return stats;
+}
+
+std::vector<Transport::Loan> DeviceTransport::loans() const {
+  std::vector<Loan> found;
+  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_}) {
+    for (const auto& buffer : buffers->all()) {
+      if (buffer->memory.defined()) {
+        found.push_back({buffers->name(), buffer->owner, buffer->memory.const_data_ptr(), buffer->memory.nbytes()});
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace fsdp2x

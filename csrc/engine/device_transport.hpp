@@ -1,0 +1,135 @@
+// The transport on an accelerator: gathers and reductions on lanes of their own beside the compute, ordered by events;
+// the host never waits for the device. Collectives are issued through torch.distributed in the order of the current
+// lane, so libnccl is not linked and patches, counters and custom groups see them.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/gather_plan.hpp"
+#include "engine/device_buffers.hpp"
+#include "engine/reduce_plans.hpp"
+#include "engine/transport.hpp"
+
+namespace fsdp2x {
+
+// Python callables of the process groups. All are ordered by the current stream and return when they are enqueued.
+struct DeviceCollectives {
+  PyRef all_gather;             // (output, input)
+  PyRef all_gather_group;       // ([output], [input]): in one launch; null: gather in one piece, packed
+  PyRef reduce_scatter;         // (output, input, average: bool)
+  PyRef reduce_scatter_scaled;  // (output, input, factor): multiplies before it sums; null: divided afterwards
+  PyRef allocate;               // (bytes) -> memory registered with the process group; null: torch's allocator
+};
+
+class DeviceTransport final : public Transport {
+ public:
+  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes);
+  ~DeviceTransport() override;
+
+  const char* name() const override { return "process_group"; }
+  void register_group(Group& group) override;
+  void begin_forward(const PyRef& after) override;
+  void begin_gather(Group& group) override;
+  void finish_gather(Group& group) override;
+  void release_gather(Group& group) override;
+  void discard_writes(std::byte*, size_t) override {}
+  void pool_written(Group& group) override;
+  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
+  void settle(Group& group) override;
+  void begin_reduce(Group& group) override;
+  bool needs_empty_reduction(const Group& group) const override;
+  bool finish_reduce(Group& group, bool flush) override;
+  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
+  void abandon_reduce(Group& group) override;
+  void end_backward() override;
+  bool has_streams() const override { return true; }
+  void publish_progress(uint64_t) override {}
+  void release_idle() override;
+  void set_max_reduce_buffers(size_t num) override { max_reduce_buffers_ = num; }
+  TransportStats stats() const override;
+  std::vector<Loan> loans() const override;
+
+ private:
+  using TensorLists = std::pair<PyRef, PyRef>;  // outputs, inputs
+  // A reduction that is enqueued and not attached.
+  struct Running {
+    at::Tensor rows;   // this rank's segment; undefined: kept as a partial sum
+    int segment = -1;  // in segments_; else `rows` is in `buffer`, or the group's gradient pool
+    int buffer = -1;   // in buffers_: one rank alone, whose packed gradients are its rows
+    ReducePlan* plan = nullptr;
+    Lane lane = Lane::reduce;
+    double divisor = 1.0;    // left to divide by
+    bool is_certain = true;  // every trainable parameter has a gradient here, or is reduced as zeros
+  };
+  struct Gather {
+    Gather() = default;
+    explicit Gather(GatherPlan made)
+        : plan(std::move(made)),
+          to_slot(plan.shard_to_slot),
+          to_segment(plan.shard_to_segment),
+          copy_out(plan.staging_to_slot) {}
+    GatherPlan plan;
+    CopyProgram to_slot, to_segment, copy_out;
+  };
+  struct PerGroup {
+    const Gather& running_gather() const { return in_one_piece ? packed : gather; }
+    Gather gather;
+    Gather packed;                                         // for collectives that gather in one piece
+    CopyProgram own_rows;                                  // one rank alone: its pool -> the slot
+    std::map<std::pair<void*, void*>, TensorLists> lists;  // by slot and staging memory
+    std::unique_ptr<DeviceEvent> pool_event;               // the pool was written, by the compute lane
+    bool in_one_piece = false;                             // of the running gather
+    bool is_finished = false;                              // the compute lane has waited for it
+    at::Tensor pool;                                       // the group's shard pool, for records
+    std::weak_ptr<Unit> unit;                              // likewise
+    ReducePlans plans;
+    ReducePlan* reduce = nullptr;  // of the open scratch
+    std::vector<at::Tensor> held;  // gradients that are not packed yet
+    int buffer = -1;               // in buffers_, of the open scratch
+    Running running;
+    int partial = -1;  // in segments_: reduced over the shards, waits for the all-reduce
+    std::shared_ptr<const Layout> partial_plan;
+  };
+
+  PerGroup& per_group(const Group& group);
+  // Work that `lane` is given next comes after everything the compute lane has been given.
+  void follow_compute(Lane lane);
+  // The compute lane goes on behind everything that `lane` has been given.
+  void join(Lane lane);
+  void note_use(const Group& group, const DeviceBuffer& slot);
+  void note_rows(const char* operation, const Group& group, const at::Tensor& input, const at::Tensor& output);
+  at::Tensor allocate(size_t bytes);
+  void enqueue_gather(Group& group);
+  std::vector<MemoryRange> gradient_pools() const;
+  void call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
+  TensorLists make_lists(const Group& group, const PerGroup& mine, const DeviceBuffer& slot,
+                         const DeviceBuffer* staging) const;
+  void note_collective(const std::string& name, const Group& group, const TensorLists& lists);
+
+  void open_buffer(Group& group);
+  void pack_held(Group& group, bool for_reduction);
+  const at::Tensor& flags_of(const Group& group);
+  at::Tensor rows_for(Group& group, Running& running);
+  void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input, Running& running);
+  void reduce_over_replicas(Group& group, Running& running);
+  void keep_partial(Group& group, Running& running);
+  void close_scratch(Group& group);
+  void attach(Group& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted);
+
+  DeviceCollectives collectives_;
+  std::shared_ptr<DeviceLayer> layer_;
+  size_t pack_below_bytes_;
+  size_t max_reduce_buffers_ = 2;
+  DeviceBuffers slots_, staging_, buffers_, segments_;
+  std::deque<int> in_flight_;                              // buffers_ whose reduction is enqueued, oldest first
+  std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
+  std::map<std::vector<bool>, at::Tensor> flags_;          // on the device, as floats
+  std::map<uint32_t, PerGroup> groups_;
+  size_t num_scratches_ = 0;
+};
+
+}  // namespace fsdp2x

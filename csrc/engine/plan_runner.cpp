@@ -1,0 +1,103 @@
+// Plans through tables of kernels.
+#include "engine/plan_runner.hpp"
+
+#include <algorithm>
+#include <map>
+
+namespace fsdp2x {
+
+namespace {
+
+// A plan in the memory of the kernels.
+template <class Segment>
+struct Uploaded {
+  Uploaded(cuda::Plan<Segment> made, at::Device device) : plan(std::move(made)) {
+    at::Tensor image = at::empty({static_cast<int64_t>(std::max<size_t>(plan.image_bytes(), 1))}, at::kByte);
+    plan.write_image(image.data_ptr());
+    memory = image.to(device);  // once; returns when it has arrived
+  }
+  cuda::List<Segment> list() const { return plan.list(memory.const_data_ptr()); }
+
+  cuda::Plan<Segment> plan;
+  at::Tensor memory;
+};
+
+template <class Segment>
+std::vector<Uploaded<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, at::Device device) {
+  std::vector<Uploaded<Segment>> uploaded;
+  for (auto& plan : plans) uploaded.emplace_back(std::move(plan), device);
+  return uploaded;
+}
+
+// What a ReducePlan has of ours: packing for each combination of gradient dtypes seen, and the rows.
+struct Prepared {
+  std::map<std::vector<DType>, std::vector<Uploaded<cuda::CopySegment>>> packs;
+  std::vector<Uploaded<cuda::ReduceSegment>> rows;
+};
+
+Prepared& prepared_of(ReducePlan& plan) {
+  if (!plan.prepared) plan.prepared = std::make_shared<Prepared>();
+  return *static_cast<Prepared*>(plan.prepared.get());
+}
+
+bool names(const auto& part, size_t param) {
+  return param >= static_cast<size_t>(part.plan.first) &&
+         param < static_cast<size_t>(part.plan.first) + static_cast<size_t>(cuda::kMaxTable);
+}
+
+}  // namespace
+
+void PlanRunner::copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const {
+  using Image = Uploaded<cuda::CopySegment>;
+  if (!program.prepared) program.prepared = std::make_shared<Image>(cuda::plan_copies(program.copies), device_);
+  const auto& image = *static_cast<const Image*>(program.prepared.get());
+  if (image.plan.num_tiles() > 0) kernels_.copy(image.list(), src, dst, stream);
+}
+
+void PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const {
+  std::vector<DType> types;
+  for (const ParamPlace& place : plan.layout->params()) types.push_back(place.shape.reduce);
+  for (const PackItem& item : items) {
+    if (item.source != nullptr) types[item.param] = item.type;
+  }
+  auto& packs = prepared_of(plan).packs;
+  if (!packs.contains(types)) {
+    packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), device_));
+  }
+  for (const auto& part : packs.at(types)) {
+    cuda::PackTable table;
+    std::fill(std::begin(table.mode), std::end(table.mode), cuda::TableMode::skip);
+    for (const PackItem& item : items) {
+      if (!names(part, item.param)) continue;
+      const size_t entry = item.param - static_cast<size_t>(part.plan.first);
+      table.base[entry] = item.source;
+      table.mode[entry] = item.add ? cuda::TableMode::add : cuda::TableMode::write;
+    }
+    kernels_.pack_gradients(part.list(), table, buffer, cuda::Scale(), stream);
+  }
+}
+
+void PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
+                            cuda::Stream stream) const {
+  Prepared& prepared = prepared_of(plan);
+  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout, /*src_offset=*/0), device_);
+  cuda::PeerTable source;
+  source.base[0] = segment;
+  source.num_ranks = 1;
+  cuda::ReduceArgs args;
+  args.scale = cuda::divide_by(divisor);
+  args.round = true;
+  for (const auto& part : prepared.rows) {
+    cuda::TargetTable table;
+    std::fill(std::begin(table.mode), std::end(table.mode), cuda::TableMode::skip);
+    for (const RowItem& item : items) {
+      if (!names(part, item.param)) continue;
+      const size_t entry = item.param - static_cast<size_t>(part.plan.first);
+      table.base[entry] = item.target;
+      table.mode[entry] = item.accumulate ? cuda::TableMode::add : cuda::TableMode::write;
+    }
+    kernels_.reduce(part.list(), source, table, args, stream);
+  }
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,29 @@
+// Runs the engine's plans through a table of kernels: those of ring cuda on a device, or their twins on the host. A
+// plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one launch.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "cuda/kernels.hpp"
+#include "engine/device_layer.hpp"
+
+namespace fsdp2x {
+
+class PlanRunner {
+ public:
+  PlanRunner(const cuda::Kernels& kernels, at::Device device) : kernels_(kernels), device_(device) {}
+
+  // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue.
+  void copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
+  void pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const;
+  void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
+                  cuda::Stream stream) const;
+
+ private:
+  const cuda::Kernels& kernels_;
+  at::Device device_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,108 @@
+// A device layer for tests.
+#include "engine/recording_layer.hpp"
+
+#include <utility>
+
+#include "cuda/kernels.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+struct NamedEvent final : DeviceEvent {
+  explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
+  std::string name;
+};
+
+size_t bytes_of(DType type, int64_t numel) { return static_cast<size_t>(numel) * dtype_bytes(type); }
+
+// The bytes a plan touches on one side, piece by piece.
+std::vector<MemoryRange> touched(const std::vector<Copy>& copies, const void* base, bool destination) {
+  std::vector<MemoryRange> ranges;
+  for (const Copy& copy : copies) {
+    const DType type = destination ? copy.dst : copy.src;
+    const size_t offset = destination ? copy.dst_offset : copy.src_offset;
+    const int64_t stride = destination ? copy.dst_stride : copy.src_stride;
+    for (int64_t piece = 0; piece < copy.count; ++piece) {
+      ranges.push_back({static_cast<const std::byte*>(base) + offset + bytes_of(type, piece * stride),
+                        bytes_of(type, copy.piece_numel)});
+    }
+  }
+  return ranges;
+}
+
+MemoryRange range_of(const at::Tensor& memory) { return {memory.const_data_ptr(), memory.nbytes()}; }
+
+}  // namespace
+
+RecordingLayer::RecordingLayer(bool with_twins) : DeviceLayer(at::kCPU, with_twins ? &cuda::twin_kernels() : nullptr) {}
+
+std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
+  return std::make_unique<NamedEvent>(name);
+}
+
+void RecordingLayer::record(DeviceEvent& event, Lane lane) {
+  entries_.push_back({"record", lane, static_cast<NamedEvent&>(event).name, {}, {}});
+}
+
+void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
+  entries_.push_back({"wait", lane, static_cast<NamedEvent&>(event).name, {}, {}});
+}
+
+void RecordingLayer::note(const std::string& operation, const std::string& subject,
+                          const std::vector<MemoryRange>& reads, const std::vector<MemoryRange>& writes) {
+  entries_.push_back({operation, lane_, subject, reads, writes});
+}
+
+void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst) {
+  note("copy", "", touched(program.copies, src, false), touched(program.copies, dst, true));
+  DeviceLayer::copy(program, src, dst);
+}
+
+void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) {
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (const PackItem& item : items) {
+    const ParamPlace& place = plan.layout->params()[item.param];
+    if (item.source != nullptr) reads.push_back({item.source, item.source_bytes});
+    for (int rank = 0; rank < plan.layout->world(); ++rank) {
+      const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + place.reduce_segment_offset;
+      writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at,
+                        bytes_of(place.shape.reduce, place.padded_shard_numel)});
+    }
+  }
+  note("pack", "", reads, writes);
+  DeviceLayer::pack(plan, items, buffer);
+}
+
+void RecordingLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                                double divisor) {
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (const RowItem& item : items) {
+    const ParamPlace& place = plan.layout->params()[item.param];
+    reads.push_back({static_cast<const std::byte*>(segment.const_data_ptr()) + place.reduce_segment_offset,
+                     bytes_of(place.shape.reduce, place.shard_numel)});
+    writes.push_back({item.target, bytes_of(place.shape.orig, place.shard_numel)});
+    if (item.accumulate) reads.push_back(writes.back());
+  }
+  note("write_rows", "", reads, writes);
+  DeviceLayer::write_rows(plan, items, segment, divisor);
+}
+
+void RecordingLayer::divide(const at::Tensor& memory, double divisor) {
+  note("divide", "", {range_of(memory)}, {range_of(memory)});
+  DeviceLayer::divide(memory, divisor);
+}
+
+void RecordingLayer::add(const at::Tensor& target, const at::Tensor& source) {
+  note("add", "", {range_of(source), range_of(target)}, {range_of(target)});
+  DeviceLayer::add(target, source);
+}
+
+void RecordingLayer::assign(const at::Tensor& target, const at::Tensor& source) {
+  note("assign", "", {range_of(source)}, {range_of(target)});
+  DeviceLayer::assign(target, source);
+}
+
+}  // namespace fsdp2x

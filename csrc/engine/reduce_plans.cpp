@@ -1,0 +1,60 @@
+// Rank-major segments of gradients.
+#include "engine/reduce_plans.hpp"
+
+#include "engine/group.hpp"
+
+namespace fsdp2x {
+
+const std::vector<Copy>& ReducePlan::copies_of(size_t param, DType type) {
+  auto& copies = copies_[{param, type}];
+  if (copies.empty()) {
+    copies = layout->gradient_to_segments(param, type);
+    // The layout's segments lie end to end; ours have the flags between them.
+    const size_t segment = layout->reduce_segment_bytes();
+    for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (segment_bytes - segment);
+  }
+  return copies;
+}
+
+bool ReducePlan::is_pool(const Layout& pool) const {
+  for (size_t i = 0; i < pool.params().size(); ++i) {
+    const ParamPlace& place = layout->params()[i];
+    if (!place.shape.trainable || place.shape.reduce != place.shape.orig ||
+        place.reduce_segment_offset != pool.params()[i].shard_offset) {
+      return false;
+    }
+  }
+  return true;
+}
+
+ReducePlan& ReducePlans::of(const Group& group) {
+  std::vector<bool> trainable(group.params.size());
+  std::vector<ParamShape> shapes;
+  for (size_t i = 0; i < trainable.size(); ++i) {
+    shapes.push_back(group.layout.params()[i].shape);
+    trainable[i] = shapes[i].trainable && group.params[i].sharded().requires_grad();
+    shapes[i].trainable = trainable[i];
+  }
+  auto found = plans_.find(trainable);
+  if (found == plans_.end()) {
+    ReducePlan plan;
+    plan.layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
+    plan.segment_bytes = Group::segment_bytes(*plan.layout);
+    const auto num_flags = static_cast<int64_t>(group.params.size());
+    for (int rank = 0; rank < group.layout.world(); ++rank) {
+      const size_t segment = static_cast<size_t>(rank) * plan.segment_bytes;
+      plan.flags_to_segments.copies.push_back({.src_offset = 0,
+                                               .dst_offset = segment + plan.layout->reduce_segment_bytes(),
+                                               .count = 1,
+                                               .piece_numel = num_flags,
+                                               .src_stride = num_flags,
+                                               .dst_stride = num_flags,
+                                               .src = DType::f32,
+                                               .dst = group.reduce_type()});
+    }
+    found = plans_.emplace(std::move(trainable), std::move(plan)).first;
+  }
+  return found->second;
+}
+
+}  // namespace fsdp2x

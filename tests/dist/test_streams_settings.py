@@ -1,0 +1,149 @@
+"""What users set on the device transport: prefetch budgets, buffers, events, memory, groups; seen in its record."""
+
+import copy
+
+import pytest
+import torch
+
+import streams
+from harness import distributed
+from models import STACK_UNITS, inputs
+from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
+from streams import WIDTH, record_of_steps, step, wide
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_backward_gathers_ahead_within_its_budget(ctx, ahead):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    names = [f"blocks.{i}" for i in range(6)]
+    model = shard(ctx, wide(6), names, transport="streams")
+    model.set_backward_prefetch_bytes(0)
+    step(model, ctx)
+    num_bytes = model.blocks[0]._get_fsdp_state().groups[0].engine.slot_bytes
+    model.set_backward_prefetch_bytes(ahead * num_bytes + num_bytes // 2)
+    recorder.clear()
+    step(model, ctx, 1)
+    entries = [(e[0], e[2]) for e in recorder.entries if e[0] in ("all_gather", "use") and e[2].startswith("blocks")]
+    backward = entries[[i for i, e in enumerate(entries) if e == ("all_gather", "blocks.5")][1] :]
+    gathered = [name for operation, name in backward if operation == "all_gather"]
+    assert gathered == list(reversed(names)), "the recorded order"
+    for number, name in enumerate(reversed(names)):
+        second_use = [i for i, e in enumerate(backward) if e == ("use", name)][1]
+        begun = sum(operation == "all_gather" for operation, _ in backward[:second_use])
+        assert begun == min(number + 1 + max(ahead, 1), len(names)), (name, begun)
+    with pytest.raises(ValueError, match="negative"):
+        model.set_backward_prefetch_bytes(-1)
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].set_backward_prefetch_bytes(1)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("num", [1, 3])
+def test_number_of_reduce_buffers(ctx, num):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    names = [f"blocks.{i}" for i in range(6)]
+    model = shard(ctx, wide(6), names, transport="streams")
+    model.set_reduce_scatter_max_input_buffers(num)
+    entries = record_of_steps(ctx, recorder, model, num=2)
+    buffers = {e[3][0][0] for e in entries if e[0].startswith("reduce_scatter") and e[2].startswith("blocks")}
+    assert len(buffers) == num
+    assert streams.races(entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_gathers_wait_for_the_optimizers_event(ctx):
+    """set_post_optim_event: the event, and nothing else that the compute lane does before the forward."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    step(model, ctx)
+
+    class Event:
+        waited = 0
+
+        def wait(self):
+            Event.waited += 1
+
+    model.set_post_optim_event(Event())
+    for expected in (1, 1):  # for one forward
+        recorder.clear()
+        step(model, ctx)
+        assert Event.waited == expected
+    first = [e[:3] for e in recorder.entries if e[0] == "wait" and e[1] == "copy_in"][0]
+    assert first == ("wait", "copy_in", "compute")
+
+
+@distributed(world_sizes=(2,))
+def test_memory_of_the_process_group(ctx):
+    """Slots and buffers come from the backend's allocator, and reductions end in its memory."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    taken = []
+
+    def comm_allocator(kind, group, device):
+        assert kind in (None, "process_group") and device.type == "cpu"
+
+        def allocate(num_bytes):
+            taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+            return taken[-1]
+
+        return allocate if kind == "process_group" else None
+
+    streams.mock.patch.object(streams.transport.torch_private, "comm_allocator", comm_allocator).start()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    entries = record_of_steps(ctx, recorder, model, num=1)
+    starts = {memory.data_ptr(): memory.nbytes for memory in taken}
+    for operation, _, _, reads, writes in entries:
+        if operation.startswith(("all_gather", "reduce_scatter")):
+            for address, num_bytes in (*reads, *writes):
+                assert any(start <= address and address + num_bytes <= start + size for start, size in starts.items())
+    assert streams.races(entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_reductions_over_a_group_of_their_own(ctx):
+    """They stay on their lane, and gathers do not go through their group."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    groups: dict[str, set] = {"gather": set(), "reduce": set()}
+    real = {name: getattr(streams.transport, name) for name in ("_all_gather_group", "_reduce_scatter_now")}
+
+    def gather(group, *arguments):
+        groups["gather"].add(group.group_name)
+        return real["_all_gather_group"](group, *arguments)
+
+    def reduce(group, *arguments):
+        groups["reduce"].add(group.group_name)
+        return real["_reduce_scatter_now"](group, *arguments)
+
+    streams.mock.patch.object(streams.transport, "_all_gather_group", gather).start()
+    streams.mock.patch.object(streams.transport, "_reduce_scatter_now", reduce).start()
+    reference = wide()
+    model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams")
+    model.set_separate_reduce_scatter_group(True)
+    step(model, ctx)
+    mean_of_ranks(reference, lambda m, rank: m(inputs(rank, 0, width=WIDTH)).square().mean(), ctx.world)
+    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+    assert len(groups["gather"]) == len(groups["reduce"]) == 1 and groups["gather"] != groups["reduce"]
+    assert {e[1] for e in recorder.entries if e[0].startswith("reduce_scatter")} == {"reduce"}
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_storage_that_stays(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    model.set_keep_unsharded_storage(True)
+    entries = record_of_steps(ctx, recorder, model)
+    for name in STACK_UNITS:
+        assert len({e[3][0][0] for e in entries if e[0] == "use" and e[2] == name}) == 1
+    assert len({e[3][0][0] for e in entries if e[0] == "use"}) == 4, "a slot for each unit"
+    assert streams.races(entries) == []
+    model.set_keep_unsharded_storage(False)
+    step(model, ctx)
+    assert model._get_fsdp_state().root.stats()["gather_slots_owned"] == 0

@@ -1,0 +1,128 @@
+"""The device transport on the CPU: its lanes and events are recorded, and checked for the races of a real device.
+
+On an accelerator the lanes are streams that run at any speed; what keeps them right are the events alone. The recorder
+plays everything in host order and writes down who touches which bytes, so the check here does not depend on timing: two
+operations that touch the same bytes, one of them writing, must be ordered by a chain of events.
+"""
+
+from unittest import mock
+
+import torch
+
+from fsdp2x.runtime import transport
+from fsdp2x.runtime.native import _C
+from models import Stack, inputs
+
+LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce")
+KINDS = ("read", "write")
+# Bytes that count as one. The smallest alignment of anything two lanes touch.
+BLOCK = 16
+
+
+def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = True):
+    """Device transports over gloo until the test body ends; returns the recorder of all of them.
+
+    Parameters of less than `pack_below_bytes` are gathered packed, all of them without `grouped`. Plans run through the
+    twins of the CUDA kernels, or through what stands in for these where the extension was built without nvcc.
+    """
+    if isinstance(transport.device_layer, mock.Mock):
+        return transport.device_layer.return_value
+    recorder = _C.RecordingLayer(with_twins)
+    mock.patch.object(transport, "device_layer", mock.Mock(return_value=recorder)).start()
+    mock.patch.object(transport, "PACK_BELOW_BYTES", pack_below_bytes).start()
+    mock.patch.object(transport, "groups_gathers", lambda backend: grouped).start()
+    return recorder
+
+
+class Accesses:
+    """The time of each lane's last read and last write of every block that a record touches."""
+
+    def __init__(self, entries: list[tuple]) -> None:
+        ranges = [one for entry in entries for kind in entry[3:5] for one in kind if one[1]]
+        spans = [torch.arange(start // BLOCK, (start + size - 1) // BLOCK + 1) for start, size in set(ranges)]
+        self._blocks = torch.unique(torch.cat(spans)) if spans else torch.empty(0, dtype=torch.int64)
+        self._last = {
+            kind: {lane: torch.zeros(len(self._blocks), dtype=torch.int64) for lane in LANES} for kind in KINDS
+        }
+
+    def _slice(self, address: int, num_bytes: int) -> slice:
+        ends = torch.tensor([address // BLOCK, (address + num_bytes - 1) // BLOCK + 1])
+        begin, end = torch.searchsorted(self._blocks, ends).tolist()
+        return slice(begin, end)
+
+    def latest(self, kind: str, lane: str, ranges: list[tuple[int, int]]) -> int:
+        """When `lane` last did `kind` to any of these bytes; 0: never."""
+        last = self._last[kind][lane]
+        return max((int(last[self._slice(*one)].max()) for one in ranges if one[1]), default=0)
+
+    def set(self, kind: str, lane: str, ranges: list[tuple[int, int]], time: int) -> None:
+        for one in ranges:
+            if one[1]:
+                self._last[kind][lane][self._slice(*one)] = time
+
+
+def races(entries: list[tuple]) -> list[str]:
+    """Pairs of operations on different lanes that touch the same bytes and are not ordered; by vector clocks."""
+    clocks = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
+    names: dict[str, list[str]] = {lane: [""] for lane in LANES}  # by time
+    events: dict[str, dict[str, int]] = {}
+    accesses = Accesses(entries)
+    found = []
+    for operation, lane, subject, reads, writes in entries:
+        clock = clocks[lane]
+        if operation == "record":
+            events[subject] = dict(clock)
+            continue
+        if operation == "wait":
+            for other, time in events.get(subject, {}).items():
+                clock[other] = max(clock[other], time)
+            continue
+        clock[lane] += 1
+        names[lane].append(f"{operation} {subject}")
+        for kind, ranges, against in (("read", reads, ("write",)), ("write", writes, ("read", "write"))):
+            for before in against:
+                for other in LANES:
+                    time = accesses.latest(before, other, ranges) if other != lane else 0
+                    if time > clock[other]:
+                        found.append(
+                            f"{operation} {subject} on {lane} {kind}s what {names[other][time]} on {other} {before}s, "
+                            "and nothing orders them"
+                        )
+        accesses.set("read", lane, reads, clock[lane])
+        accesses.set("write", lane, writes, clock[lane])
+    return found
+
+
+def without_waits(entries: list[tuple], lane: str, event: str) -> list[tuple]:
+    """The record of an engine that forgot to let `lane` wait for events whose name holds `event`."""
+    return [entry for entry in entries if not (entry[0] == "wait" and entry[1] == lane and event in entry[2])]
+
+
+def on(entries: list[tuple], *lanes: str) -> list[tuple]:
+    """The operations on some lanes, without records and waits: (operation, lane, subject)."""
+    return [entry[:3] for entry in entries if entry[1] in lanes and entry[0] not in ("record", "wait")]
+
+
+# The model that tests of the transport train.
+WIDTH = 16  # rows of 64 bytes: chunks are aligned wherever ranks cut them
+
+
+def wide(num: int = 3) -> Stack:
+    return Stack(num=num, width=WIDTH, hidden=20)
+
+
+def step(model, ctx, number: int = 0, optimizer=None) -> None:
+    model(inputs(ctx.rank, number, width=WIDTH)).square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def record_of_steps(ctx, recorder, model, num: int = 3) -> list[tuple]:
+    """The record of `num` steps with an optimizer, all of them after the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, ctx, 0, optimizer)
+    recorder.clear()
+    for number in range(1, num + 1):
+        step(model, ctx, number, optimizer)
+    return recorder.entries
