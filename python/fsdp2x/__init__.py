@@ -30,6 +30,7 @@ from fsdp2x.module import (
     share_comm_ctx,
 )
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
+from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer
 from fsdp2x.tiled_mlp import apply_tiled_mlp
 from fsdp2x.vision import shard_vision_language
@@ -60,6 +61,7 @@ __all__ = [
     "memory_report",
     "moe",
     "optim",
+    "profile",
     "rebind_optimizer",
     "register_fsdp_forward_method",
     "save_adapter",
