@@ -32,6 +32,7 @@ from fsdp2x.module import (
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer
+from fsdp2x.sleep import sleep, wake
 from fsdp2x.tiled_mlp import apply_tiled_mlp
 from fsdp2x.vision import shard_vision_language
 
@@ -68,8 +69,10 @@ __all__ = [
     "save_hf",
     "shard_vision_language",
     "share_comm_ctx",
+    "sleep",
     "uninstall",
     "unsharded",
+    "wake",
 ]
 
 if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # since torch 2.12

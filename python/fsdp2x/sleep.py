@@ -1,0 +1,172 @@
+"""``sleep`` and ``wake``: a model and its optimizer give their device memory away for a while and get it back.
+
+For reinforcement learning, where training and generation take turns on one device. The values wait in pinned host
+memory that is kept for the next time; parameters, gradients and optimizer state keep their Python objects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.state import UnitState, unit_states
+
+_MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
+
+
+@dataclass
+class _Parked:
+    """One storage: a tensor over it, whose memory is away, and the host's copy of its bytes."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    users: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # tensors in a pool, and their offsets
+
+
+@dataclass
+class _Sleeper:
+    """What a model keeps between its sleeps: host memory by size."""
+
+    parked: list[_Parked] = field(default_factory=list)
+    free: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    is_asleep: bool = False
+
+
+_sleepers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Moves the shards of ``model`` and the state of ``optimizer`` to host memory and frees their device memory.
+
+    Also frees the memory the engine keeps between steps: gather slots, reduction buffers, gradient pools. Using a
+    parameter meanwhile raises an error that says so. On a CPU mesh it works alike, and saves nothing. Not collective,
+    but every rank should do it.
+
+    Args:
+        model: sharded by ``fully_shard``; no forward or backward is running.
+        optimizer: its state tensors on the model's device go, too; None: they stay.
+
+    Returns:
+        Bytes of shards and optimizer state that were freed; what the engine kept comes on top.
+
+    Raises:
+        ValueError: ``model`` is not sharded, has gradients, or is asleep.
+        RuntimeError: a forward or backward is running.
+        NotImplementedError: a parameter is a tensor subclass with memory of its own.
+    """
+    states = unit_states(model)
+    _check(model, states)
+    sleeper = _sleepers.setdefault(model, _Sleeper())
+    if sleeper.is_asleep:
+        raise ValueError("fsdp2x.sleep: the model is asleep already; call fsdp2x.wake first")
+    device = states[0].ranks.device
+    freed = 0
+    for state in states:
+        state.reshard()
+    for root in _roots(states):
+        root.release_idle()
+    with torch.no_grad():
+        for state in states:
+            for group in state.groups:
+                users = group.pooled_tensors()
+                sleeper.parked.append(_Parked(group.pool, _to_host(sleeper, group.pool), users))
+        for tensor in _state_tensors(optimizer, device):
+            sleeper.parked.append(_Parked(tensor, _to_host(sleeper, _storage_bytes(tensor))))
+    _synchronize(device)
+    for parked in sleeper.parked:
+        freed += parked.tensor.untyped_storage().nbytes()
+        for user, _ in parked.users:
+            _C.detach_memory(user, _MESSAGE)
+        _C.detach_memory(parked.tensor, _MESSAGE)
+    sleeper.is_asleep = True
+    return freed
+
+
+def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Undoes :func:`sleep`: every tensor has its values and its memory on the device again, at another address.
+
+    Args:
+        model: as given to :func:`sleep`.
+        optimizer: not used; what slept with the model wakes with it. Taken so that both calls read alike.
+
+    Raises:
+        ValueError: ``model`` is not asleep.
+    """
+    sleeper = _sleepers.get(model)
+    if sleeper is None or not sleeper.is_asleep:
+        raise ValueError("fsdp2x.wake: the model is not asleep")
+    device = unit_states(model)[0].ranks.device
+    with torch.no_grad():
+        while sleeper.parked:
+            parked = sleeper.parked.pop()
+            memory = torch.empty(parked.host.numel(), dtype=torch.uint8, device=device)
+            memory.copy_(parked.host, non_blocking=True)
+            _C.attach_to_pool(parked.tensor, memory, 0)
+            for user, offset in parked.users:
+                _C.attach_to_pool(user, parked.tensor, offset)
+            sleeper.free.setdefault(parked.host.numel(), []).append(parked.host)
+    _synchronize(device)
+    sleeper.is_asleep = False
+
+
+def _check(model: nn.Module, states: list[UnitState]) -> None:
+    if not states:
+        raise ValueError("fsdp2x.sleep: the model is not sharded; call fully_shard on it first")
+    for state in states:
+        if state.root is not None and (state.root.in_forward or state.root.in_backward):
+            raise RuntimeError("fsdp2x.sleep: a forward or backward of the model is running")
+        for param in state.params:
+            if param.is_wrapper:
+                raise NotImplementedError(
+                    f"fsdp2x.sleep: parameter {param.fqn!r} is a tensor subclass with memory of its own; move it "
+                    "yourself"
+                )
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise ValueError(
+                f"fsdp2x.sleep: parameter {name!r} has a gradient, which would be lost; run the optimizer and "
+                "zero_grad(set_to_none=True) first"
+            )
+
+
+def _roots(states: list[UnitState]) -> list:
+    return list({id(state.root): state.root for state in states if state.root is not None}.values())
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[torch.Tensor]:
+    """One tensor for each storage on ``device`` in the optimizer's state."""
+    seen = set()
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in state.values():
+            if not isinstance(value, torch.Tensor):
+                continue
+            local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+            storage = local.untyped_storage()
+            if local.device != device or storage.nbytes() == 0 or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            yield local
+
+
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _to_host(sleeper: _Sleeper, memory: torch.Tensor) -> torch.Tensor:
+    kept = sleeper.free.get(memory.numel())
+    host = kept.pop() if kept else None
+    if host is None:
+        host = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=memory.device.type == "cuda")
+    return host.copy_(memory, non_blocking=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
