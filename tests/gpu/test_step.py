@@ -1,0 +1,149 @@
+"""One GPU: training steps against stock FSDP2, alone and with several gloo ranks on the same device.
+
+Gloo moves everything through the host, so two ranks show that the numbers are right and nothing about speed.
+"""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import only_fsdp2x, same, shard, shard_stock
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none")
+
+WIDTH = 64
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def on_gpu(ctx):
+    torch.cuda.set_device(0)
+    return init_device_mesh("cuda", (ctx.world,))
+
+
+def loss_of(model, ctx, step: int) -> torch.Tensor:
+    return model(inputs(ctx.rank, step, rows=16, width=WIDTH).cuda()).float().square().mean()
+
+
+def train(model, ctx, num: int = 4, around=None) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for step in range(num):
+        with around() if around is not None else contextlib.nullcontext():
+            loss = loss_of(model, ctx, step)
+            loss.backward()
+            results += [loss.detach(), *[param.grad.to_local().clone() for param in model.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return results
+
+
+def twins(ctx, **options) -> tuple[nn.Module, nn.Module]:
+    mesh = on_gpu(ctx)
+    model = Stack(width=WIDTH, hidden=96)
+    stock = shard_stock(copy.deepcopy(model), STACK_UNITS, mesh=mesh, **options)
+    return stock, shard(ctx, model, STACK_UNITS, mesh=mesh, **options)
+
+
+@distributed(world_sizes=(1, 2, 4), timeout=300)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_steps_are_stocks(ctx, policy, reshard):
+    only_fsdp2x(ctx)
+    stock, ours = twins(ctx, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
+    close = {"rtol": 1e-4, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **close)
+
+
+@distributed(world_sizes=(1, 2), timeout=300)
+def test_on_a_stream_of_the_user(ctx):
+    only_fsdp2x(ctx)
+    stock, ours = twins(ctx)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    got = train(ours, ctx, around=functools.partial(torch.cuda.stream, stream))
+    same(got, train(stock, ctx), "losses and gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(1, 2), timeout=300)
+def test_with_activation_checkpointing(ctx):
+    only_fsdp2x(ctx)
+
+    class Checkpointed(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(self.norm(x))
+
+    mesh = on_gpu(ctx)
+    model = Checkpointed(width=WIDTH, hidden=96)
+    stock = shard_stock(copy.deepcopy(model), STACK_UNITS, mesh=mesh)
+    ours = shard(ctx, model, STACK_UNITS, mesh=mesh)
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(2,), timeout=300)
+def test_accumulation_without_sync(ctx):
+    only_fsdp2x(ctx)
+    stock, ours = twins(ctx)
+    for model in (stock, ours):
+        for number, sync in ((0, False), (1, False), (2, True)):
+            model.set_requires_gradient_sync(sync)
+            loss_of(model, ctx, number).backward()
+    got, expected = ([param.grad.to_local() for param in model.parameters()] for model in (ours, stock))
+    same(got, expected, "gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(1,), timeout=300)
+def test_slots_and_buffers_are_reused(ctx):
+    """After the second step neither the engine nor its transport allocates."""
+    only_fsdp2x(ctx)
+    _, ours = twins(ctx)
+    train(ours, ctx, num=2)
+    root = ours._get_fsdp_state().root
+    before = root.stats()
+    train(ours, ctx, num=3)
+    after = root.stats()
+    for key in ("transport_allocations", "gradient_block_allocations"):
+        assert after[key] == before[key] > 0, key
+    assert after["gather_slots_owned"] == after["scratch_slots_owned"] == 0, after["owners"]
+
+
+@distributed(world_sizes=(1,), timeout=300)
+def test_sleep_gives_the_memory_back(ctx):
+    only_fsdp2x(ctx)
+    mesh = on_gpu(ctx)
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    model = shard(
+        ctx, Stack(num=4, width=1024, hidden=1024), ("blocks.0", "blocks.1", "blocks.2", "blocks.3"), mesh=mesh
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = inputs(ctx.rank, width=1024).cuda()
+    losses = []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss
+    awake = torch.cuda.memory_allocated() - base
+    fsdp2x.sleep(model, optimizer)
+    asleep = torch.cuda.memory_allocated() - base
+    assert asleep < 0.05 * awake, (asleep, awake)
+    fsdp2x.wake(model, optimizer)
+    assert model(x).square().mean().item() < losses[-1] < losses[0]
