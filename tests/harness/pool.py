@@ -23,7 +23,8 @@ from harness.context import Body
 # After the first rank failed, the others get this long to notice by themselves; then they are stopped.
 GRACE_S = 5.0
 START_TIMEOUT_S = 90.0
-_LOG_TAIL_LINES = 60
+# What is reported of a longer log: so many lines of its beginning, where a crash names itself, and of its end.
+_LOG_LINES = 40
 # The fork server ignores what is not installed.
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
 _PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama"]
@@ -174,17 +175,21 @@ class RankPool:
             text = self._log_path(rank).read_bytes()[start:].decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+        lines = text.splitlines()
+        if len(lines) > 2 * _LOG_LINES:
+            lines = [*lines[:_LOG_LINES], "...", *lines[-_LOG_LINES:]]
+        return "\n".join(lines)
 
 
 def report(headline: str, outcomes: list[Outcome]) -> str:
-    """The headline, each distinct cause with the ranks that share it, and the end of each rank's log."""
+    """The headline, each distinct cause with the ranks that share it, and each rank's log: those that died first."""
     ranks: dict[str, list[str]] = {}
     for outcome in outcomes:
         ranks.setdefault(outcome.cause, []).append(str(outcome.rank))
     lines = [headline]
     lines += [f"---- rank {', '.join(shared)}: {cause}" for cause, shared in ranks.items()]
-    lines += [f"-- log of rank {o.rank}\n{o.log.rstrip()}" for o in outcomes if o.log.strip()]
+    by_interest = sorted(outcomes, key=lambda outcome: outcome.status != "died")
+    lines += [f"-- log of rank {o.rank}\n{o.log.rstrip()}" for o in by_interest if o.log.strip()]
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, the thread that crashed first
     _reuse_meshes()
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
