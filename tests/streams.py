@@ -7,13 +7,15 @@ operations that touch the same bytes, one of them writing, must be ordered by a 
 
 from unittest import mock
 
+import numpy as np
 import torch
 
+from fsdp2x import api
 from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
 from models import Stack, inputs
 
-LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce")
+LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host")
 KINDS = ("read", "write")
 # Bytes that count as one. The smallest alignment of anything two lanes touch.
 BLOCK = 16
@@ -29,6 +31,9 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = 
         return transport.device_layer.return_value
     recorder = _C.RecordingLayer(with_twins)
     mock.patch.object(transport, "device_layer", mock.Mock(return_value=recorder)).start()
+    check = api.check_transport
+    as_group = {"streams": "process_group"}
+    mock.patch.object(api, "check_transport", lambda name: check(as_group.get(name, name))).start()
     mock.patch.object(transport, "PACK_BELOW_BYTES", pack_below_bytes).start()
     mock.patch.object(transport, "groups_gathers", lambda backend: grouped).start()
     return recorder
@@ -38,27 +43,30 @@ class Accesses:
     """The time of each lane's last read and last write of every block that a record touches."""
 
     def __init__(self, entries: list[tuple]) -> None:
-        ranges = [one for entry in entries for kind in entry[3:5] for one in kind if one[1]]
-        spans = [torch.arange(start // BLOCK, (start + size - 1) // BLOCK + 1) for start, size in set(ranges)]
-        self._blocks = torch.unique(torch.cat(spans)) if spans else torch.empty(0, dtype=torch.int64)
-        self._last = {
-            kind: {lane: torch.zeros(len(self._blocks), dtype=torch.int64) for lane in LANES} for kind in KINDS
-        }
+        ranges = {one for entry in entries for kind in entry[3:5] for one in kind if one[1]}
+        spans = [np.arange(start // BLOCK, (start + size - 1) // BLOCK + 1) for start, size in ranges]
+        self._blocks = np.unique(np.concatenate(spans)) if spans else np.empty(0, dtype=np.int64)
+        self._last = {kind: np.zeros((len(LANES), len(self._blocks)), dtype=np.int64) for kind in KINDS}
+        self._slices: dict[tuple[int, int], slice] = {}
 
-    def _slice(self, address: int, num_bytes: int) -> slice:
-        ends = torch.tensor([address // BLOCK, (address + num_bytes - 1) // BLOCK + 1])
-        begin, end = torch.searchsorted(self._blocks, ends).tolist()
-        return slice(begin, end)
+    def _slice(self, one: tuple[int, int]) -> slice:
+        if one not in self._slices:
+            address, size = one
+            ends = np.searchsorted(self._blocks, [address // BLOCK, (address + size - 1) // BLOCK + 1])
+            self._slices[one] = slice(*ends.tolist())
+        return self._slices[one]
 
-    def latest(self, kind: str, lane: str, ranges: list[tuple[int, int]]) -> int:
-        """When `lane` last did `kind` to any of these bytes; 0: never."""
-        last = self._last[kind][lane]
-        return max((int(last[self._slice(*one)].max()) for one in ranges if one[1]), default=0)
+    def latest(self, kind: str, ranges: list[tuple[int, int]]) -> list[int]:
+        """When each lane last did `kind` to any of these bytes; 0: never."""
+        last = self._last[kind]
+        times = [last[:, self._slice(one)].max(axis=1) for one in ranges if one[1]]
+        return np.max(times, axis=0).tolist() if times else [0] * len(LANES)
 
     def set(self, kind: str, lane: str, ranges: list[tuple[int, int]], time: int) -> None:
+        row = self._last[kind][LANES.index(lane)]
         for one in ranges:
             if one[1]:
-                self._last[kind][lane][self._slice(*one)] = time
+                row[self._slice(one)] = time
 
 
 def races(entries: list[tuple]) -> list[str]:
@@ -77,13 +85,16 @@ def races(entries: list[tuple]) -> list[str]:
             for other, time in events.get(subject, {}).items():
                 clock[other] = max(clock[other], time)
             continue
+        if lane != "host":
+            # What the host enqueues comes after all that it has done and waited for.
+            for other, time in clocks["host"].items():
+                clock[other] = max(clock[other], time)
         clock[lane] += 1
         names[lane].append(f"{operation} {subject}")
         for kind, ranges, against in (("read", reads, ("write",)), ("write", writes, ("read", "write"))):
             for before in against:
-                for other in LANES:
-                    time = accesses.latest(before, other, ranges) if other != lane else 0
-                    if time > clock[other]:
+                for other, time in zip(LANES, accesses.latest(before, ranges), strict=True):
+                    if other != lane and time > clock[other]:
                         found.append(
                             f"{operation} {subject} on {lane} {kind}s what {names[other][time]} on {other} {before}s, "
                             "and nothing orders them"

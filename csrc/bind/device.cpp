@@ -47,6 +47,11 @@ void bind_device(py::module_& m) {
            py::arg("all_gather"), py::arg("all_gather_group"), py::arg("reduce_scatter"),
            py::arg("reduce_scatter_scaled"), py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"));
   m.attr("PACK_BELOW_BYTES") = kPackBelowBytes;
+  // For memory plans: a rank's part of what is gathered packed.
+  m.def(
+      "packed_segment_bytes",
+      [](const Layout& layout, size_t pack_below_bytes) { return plan_gather(layout, pack_below_bytes).segment_bytes; },
+      py::arg("layout"), py::arg("pack_below_bytes"));
 }
 
 }  // namespace fsdp2x

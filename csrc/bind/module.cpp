@@ -154,7 +154,7 @@ void bind_transports(py::module_& m) {
 
 void bind_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
-      .def(py::init<at::Device>(), py::arg("device"))
+      .def(py::init<>())
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
       .def("add_post_forward",
            [](Root& self, const std::shared_ptr<Group>& group, const std::shared_ptr<Transport>& transport) {
@@ -205,24 +205,27 @@ void bind_group(py::module_& m) {
   group
       .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
                        const std::vector<ParamTuple>& params, const py::object& make_gradient,
-                       const py::object& add_to_foreign, const py::object& plain_gradient, int replicas) {
+                       const py::object& add_to_foreign, const py::object& plain_gradient, int replicas,
+                       at::Device device, bool offloads) {
              GroupCalls calls;
              calls.make_gradient = own(make_gradient);
              calls.add_to_foreign = own(add_to_foreign);
              calls.plain_gradient = own(plain_gradient);
-             return std::make_shared<Group>(name, layout, pool, params_of(params), std::move(calls), replicas);
+             return std::make_shared<Group>(name, layout, pool, params_of(params), std::move(calls), replicas, device,
+                                            offloads);
            }),
            py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
-           py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"))
+           py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"),
+           py::arg("offloads"))
       .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
       .def("set_post_forward",
            [](Group& self, const std::string& name, const Layout& layout, const at::Tensor& pool,
               const std::vector<py::object>& sharded) {
              std::vector<PyRef> params;
              for (const py::object& param : sharded) params.push_back(own(param));
-             self.set_post_forward(
-                 std::make_shared<Group>(name, layout, pool, std::vector<Param>(), GroupCalls(), /*replicas=*/1),
-                 std::move(params));
+             self.set_post_forward(std::make_shared<Group>(name, layout, pool, std::vector<Param>(), GroupCalls(),
+                                                           /*replicas=*/1, self.device, /*offloads=*/false),
+                                   std::move(params));
            })
       .def("clear_post_forward",
            [](Group& self) {
@@ -245,6 +248,7 @@ void bind_group(py::module_& m) {
       .def_readonly("name", &Group::name)
       .def_readonly("index", &Group::index)
       .def_readonly("pool", &Group::pool)
+      .def_readonly("offloads", &Group::offloads)
       .def_property_readonly("has_streams", [](const Group& self) { return self.transport->has_streams(); })
       .def_property_readonly("transport_name", [](const Group& self) { return self.transport->name(); })
       .def_property_readonly("slot_bytes", [](const Group& self) { return self.layout.slot_bytes(); })

@@ -5,6 +5,7 @@
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
+#include "engine/gil.hpp"
 #include "engine/plan_runner.hpp"
 
 namespace fsdp2x {
@@ -21,6 +22,10 @@ const char* lane_name(Lane lane) {
       return "reduce";
     case Lane::all_reduce:
       return "all_reduce";
+    case Lane::copy_out:
+      return "copy_out";
+    case Lane::host:
+      return "host";
   }
   return "?";
 }
@@ -98,6 +103,10 @@ void DeviceLayer::add(const at::Tensor& target, const at::Tensor& source) { targ
 
 void DeviceLayer::assign(const at::Tensor& target, const at::Tensor& source) { target.copy_(source); }
 
+void DeviceLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
+  target.copy_(source, /*non_blocking=*/true);
+}
+
 // --- torch's streams ---
 
 namespace {
@@ -126,7 +135,7 @@ c10::Stream TorchLayer::current() const { return c10::impl::VirtualGuardImpl(dev
 CUstream_st* TorchLayer::native_stream() { return static_cast<CUstream_st*>(current().native_handle()); }
 
 std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
-  if (lane == Lane::compute) return std::nullopt;
+  if (lane == Lane::compute || lane == Lane::host) return std::nullopt;
   return streams_[static_cast<size_t>(lane) - 1];
 }
 
@@ -136,6 +145,11 @@ void TorchLayer::record(DeviceEvent& event, Lane lane) {
 
 void TorchLayer::wait(Lane lane, DeviceEvent& event) {
   static_cast<TorchEvent&>(event).event.block(stream(lane).value_or(current()));
+}
+
+void TorchLayer::synchronize(DeviceEvent& event) {
+  const ReleaseGil released;
+  static_cast<TorchEvent&>(event).event.synchronize();
 }
 
 }  // namespace fsdp2x

@@ -24,8 +24,9 @@ struct Kernels;
 namespace fsdp2x {
 
 // `compute` is the stream that is current where the caller is; the others belong to the layer.
-enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce };
-inline constexpr size_t kNumLanes = 5;
+// `host` is no lane of the device: what the calling thread does itself, for records.
+enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce, copy_out, host };
+inline constexpr size_t kNumLanes = 6;
 
 const char* lane_name(Lane lane);
 
@@ -74,6 +75,8 @@ class DeviceLayer {
   virtual std::unique_ptr<DeviceEvent> make_event(const std::string& name) = 0;
   virtual void record(DeviceEvent& event, Lane lane) = 0;
   virtual void wait(Lane lane, DeviceEvent& event) = 0;
+  // The calling thread waits, without the GIL.
+  virtual void synchronize(DeviceEvent& event) = 0;
   // nullopt: the current stream.
   virtual std::optional<c10::Stream> stream(Lane lane) = 0;
 
@@ -89,6 +92,8 @@ class DeviceLayer {
   virtual void divide(const at::Tensor& memory, double divisor);
   virtual void add(const at::Tensor& target, const at::Tensor& source);
   virtual void assign(const at::Tensor& target, const at::Tensor& source);
+  // Between the device and host memory. Pinned memory stays alive until the copy is done.
+  virtual void transfer(const at::Tensor& target, const at::Tensor& source);
 
   // What torch and collectives do with memory on the current lane, for layers that keep a record.
   virtual bool is_recorder() const { return false; }
@@ -124,13 +129,14 @@ class LaneScope {
   c10::OptionalStreamGuard guard_;
 };
 
-// Any accelerator that torch knows streams and events of. Four streams of its own, of high priority as upstream's.
+// Any accelerator that torch knows streams and events of. Five streams of its own, of high priority as upstream's.
 class TorchLayer final : public DeviceLayer {
  public:
   explicit TorchLayer(at::Device device);
   std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
   void record(DeviceEvent& event, Lane lane) override;
   void wait(Lane lane, DeviceEvent& event) override;
+  void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane lane) override;
 
  protected:

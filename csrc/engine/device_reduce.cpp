@@ -135,7 +135,8 @@ const at::Tensor& DeviceTransport::flags_of(const Group& group) {
 at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
   PerGroup& mine = per_group(group);
   const size_t bytes = mine.reduce->segment_bytes;
-  const bool is_plain = !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !collectives_.allocate;
+  const bool is_plain =
+      !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !collectives_.allocate && !group.offloads;
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
   if (is_plain && stays && group.layout.world() > 1 && mine.reduce->is_pool(group.layout)) {
     pybind11::gil_scoped_acquire gil;
@@ -338,6 +339,10 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
     if (!done) throw_python_error();
     note_rows("hook", group, rows, rows);
   }
+  if (group.offloads) {
+    download(group, running, std::move(wanted));
+    return;
+  }
   std::vector<GradientTarget> targets(group.params.size());
   std::vector<RowItem> items;
   auto* const rows = static_cast<std::byte*>(running.rows.data_ptr());
@@ -381,6 +386,7 @@ void DeviceTransport::abandon_reduce(Group& group) {
     segments_.release(mine.running.segment);
   }
   mine.running = Running();
+  drop_download(group);
   if (mine.partial >= 0) {
     layer_->record(*segments_[mine.partial].free, Lane::reduce);
     segments_.release(std::exchange(mine.partial, -1));
@@ -405,11 +411,13 @@ void DeviceTransport::close_scratch(Group& group) {
 
 void DeviceTransport::end_backward() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) join(lane);
+  while (!downloads_.empty()) land(*downloads_.front().second);
+  if (offloads_) host_waits_for(Lane::copy_in);  // gathers of this backward have read the shards
   while (!in_flight_.empty()) {
     buffers_.release(in_flight_.front());
     in_flight_.pop_front();
   }
-  if (layer_->is_recorder()) layer_->note("optimizer", "", gradient_pools(), gradient_pools());
+  note_optimizer(/*with_shards=*/false);
 }
 
 }  // namespace fsdp2x

@@ -40,7 +40,8 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
       slots_("slot", layer_, [this](size_t bytes) { return allocate(bytes); }),
       staging_("staging", layer_, [this](size_t bytes) { return allocate(bytes); }),
       buffers_("reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      segments_("segment", layer_, [this](size_t bytes) { return allocate(bytes); }) {
+      segments_("segment", layer_, [this](size_t bytes) { return allocate(bytes); }),
+      uploads_("uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }) {
   for (size_t lane = 0; lane < kNumLanes; ++lane) {
     lane_events_.push_back(layer_->make_event(lane_name(static_cast<Lane>(lane))));
   }
@@ -49,7 +50,7 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
 DeviceTransport::~DeviceTransport() {
   // Shard and gradient pools die after us: whoever gets their memory must find the lanes behind him.
   try {
-    for (const Lane lane : {Lane::copy_in, Lane::gather, Lane::reduce, Lane::all_reduce}) join(lane);
+    for (const Lane lane : {Lane::copy_in, Lane::gather, Lane::reduce, Lane::all_reduce, Lane::copy_out}) join(lane);
   } catch (const std::exception&) {
     // The device is gone, and its memory with it.
   }
@@ -74,6 +75,9 @@ void DeviceTransport::register_group(Group& group) {
   mine.own_rows = CopyProgram(group.layout.shard_to_slot());
   mine.pool_event = layer_->make_event(group.name + ".pool");
   mine.held.resize(group.params.size());
+  mine.offloads = group.offloads;
+  if (group.offloads) mine.downloaded = layer_->make_event(group.name + ".downloaded");
+  offloads_ = offloads_ || group.offloads;
   // A segment may be the pool itself, with the flags behind it.
   group.gradients.reserve(Group::segment_bytes(group.layout));
 }
@@ -96,12 +100,8 @@ void DeviceTransport::follow_compute(Lane lane) {
 }
 
 void DeviceTransport::begin_forward(const PyRef& after) {
-  if (layer_->is_recorder()) {
-    // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
-    std::vector<MemoryRange> pools = gradient_pools();
-    for (const auto& [index, mine] : groups_) pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
-    layer_->note("optimizer", "", pools, pools);
-  }
+  // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
+  note_optimizer(/*with_shards=*/true);
   if (!after) {
     follow_compute(Lane::copy_in);
     return;
@@ -112,17 +112,23 @@ void DeviceTransport::begin_forward(const PyRef& after) {
   if (!done) throw_python_error();
 }
 
-std::vector<MemoryRange> DeviceTransport::gradient_pools() const {
-  std::vector<MemoryRange> pools;
-  for (const auto& [index, mine] : groups_) {
-    const auto unit = mine.unit.lock();
-    if (!unit) continue;
-    for (const auto& group : unit->groups) {
-      const at::Tensor& pool = group->gradients.pool();
-      if (pool.defined()) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
+void DeviceTransport::note_optimizer(bool with_shards) {
+  if (!layer_->is_recorder()) return;
+  for (const bool of_host : {false, true}) {
+    std::vector<MemoryRange> pools;
+    for (const auto& [index, mine] : groups_) {
+      if (with_shards && mine.offloads == of_host) pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
+      const auto unit = mine.unit.lock();
+      if (!unit) continue;
+      for (const auto& group : unit->groups) {
+        const at::Tensor& pool = group->gradients.pool();
+        if (pool.defined() && group->offloads == of_host) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
+      }
     }
+    if (of_host && !offloads_) return;
+    const LaneScope scope(*layer_, of_host ? Lane::host : Lane::compute);
+    layer_->note("optimizer", "", pools, pools);
   }
-  return pools;
 }
 
 void DeviceTransport::pool_written(Group& group) { layer_->record(*per_group(group).pool_event, Lane::compute); }
@@ -155,6 +161,12 @@ void DeviceTransport::enqueue_gather(Group& group) {
   group.gather.write = group.gather.read = slot.data();
   const auto world = static_cast<size_t>(group.layout.world());
   const auto* pool = static_cast<const std::byte*>(group.pool.const_data_ptr());
+  bool upload_is_new = false;
+  int upload_id = -1;
+  if (group.offloads && group.pool.nbytes() > 0) {
+    upload_id = uploads_.acquire(group.pool.nbytes(), group.name, &upload_is_new);
+    pool = uploads_[upload_id].data();
+  }
   DeviceBuffer* staging = nullptr;
   int staging_id = -1;
   if (!is_local(group) && plan.segment_bytes > 0) {
@@ -163,10 +175,11 @@ void DeviceTransport::enqueue_gather(Group& group) {
   }
   // Within forward and backward the pools stand still; otherwise a user may just have written to them.
   const bool pools_stand_still = group.root().in_forward() || group.root().in_backward();
-  if (is_new || staging_is_new || !pools_stand_still) follow_compute(copy_lane);
+  if (is_new || staging_is_new || upload_is_new || !pools_stand_still) follow_compute(copy_lane);
   layer_->wait(copy_lane, *mine.pool_event);
   layer_->wait(copy_lane, *slot.free);
   if (staging != nullptr) layer_->wait(copy_lane, *staging->free);
+  if (upload_id >= 0) upload(group, uploads_[upload_id], copy_lane);
   {
     const LaneScope scope(*layer_, copy_lane);
     if (is_local(group)) {
@@ -180,6 +193,11 @@ void DeviceTransport::enqueue_gather(Group& group) {
     }
   }
   layer_->record(*slot.ready, copy_lane);
+  if (upload_id >= 0) {
+    layer_->record(*uploads_[upload_id].free, copy_lane);
+    uploads_.release(upload_id);
+    if (!pools_stand_still) host_waits_for(copy_lane);  // the user may write to the shards next
+  }
   if (is_local(group)) return;
   layer_->wait(gather_lane, *slot.ready);
   {
@@ -285,7 +303,7 @@ void DeviceTransport::release_idle() {
     pybind11::gil_scoped_acquire gil;
     mine.lists.clear();  // views keep their memory
   }
-  for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_}) buffers->drop_idle();
+  for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_}) buffers->drop_idle();
 }
 
 TransportStats DeviceTransport::stats() const {
@@ -294,16 +312,16 @@ TransportStats DeviceTransport::stats() const {
   stats.gather_slot_bytes = slots_.bytes();
   stats.peak_gather_bytes = slots_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
-  stats.scratch_bytes = staging_.bytes() + buffers_.bytes() + segments_.bytes();
-  stats.num_allocations =
-      slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() + segments_.num_allocations();
+  stats.scratch_bytes = staging_.bytes() + buffers_.bytes() + segments_.bytes() + uploads_.bytes();
+  stats.num_allocations = slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() +
+                          segments_.num_allocations() + uploads_.num_allocations();
   stats.owners = slots_.owners();
   return stats;
 }
 
 std::vector<Transport::Loan> DeviceTransport::loans() const {
   std::vector<Loan> found;
-  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_}) {
+  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_}) {
     for (const auto& buffer : buffers->all()) {
       if (buffer->memory.defined()) {
         found.push_back({buffers->name(), buffer->owner, buffer->memory.const_data_ptr(), buffer->memory.nbytes()});

@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -33,6 +34,7 @@ class DeviceTransport final : public Transport {
   const char* name() const override { return "process_group"; }
   void register_group(Group& group) override;
   void begin_forward(const PyRef& after) override;
+  void end_forward() override;
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
@@ -65,6 +67,14 @@ class DeviceTransport final : public Transport {
     double divisor = 1.0;    // left to divide by
     bool is_certain = true;  // every trainable parameter has a gradient here, or is reduced as zeros
   };
+  // Reduced rows of a group that offloads, on their way to the host.
+  struct Download {
+    at::Tensor memory;     // of the host
+    bool in_pool = false;  // `memory` is the gradient pool
+    std::shared_ptr<const Layout> plan;
+    std::vector<uint8_t> wanted;
+    double divisor = 1.0;  // left to divide by
+  };
   struct Gather {
     Gather() = default;
     explicit Gather(GatherPlan made)
@@ -93,6 +103,9 @@ class DeviceTransport final : public Transport {
     Running running;
     int partial = -1;  // in segments_: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
+    bool offloads = false;
+    std::optional<Download> download;
+    std::unique_ptr<DeviceEvent> downloaded;
   };
 
   PerGroup& per_group(const Group& group);
@@ -104,7 +117,8 @@ class DeviceTransport final : public Transport {
   void note_rows(const char* operation, const Group& group, const at::Tensor& input, const at::Tensor& output);
   at::Tensor allocate(size_t bytes);
   void enqueue_gather(Group& group);
-  std::vector<MemoryRange> gradient_pools() const;
+  // For records: what users do to pools between two steps, on the lane that owns them.
+  void note_optimizer(bool with_shards);
   void call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
   TensorLists make_lists(const Group& group, const PerGroup& mine, const DeviceBuffer& slot,
                          const DeviceBuffer* staging) const;
@@ -120,11 +134,21 @@ class DeviceTransport final : public Transport {
   void close_scratch(Group& group);
   void attach(Group& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted);
 
+  // Shards and gradients in host memory (device_offload.cpp).
+  void upload(Group& group, DeviceBuffer& buffer, Lane lane);
+  void host_waits_for(Lane lane);
+  void download(Group& group, const Running& running, std::vector<uint8_t> wanted);
+  void land(Group& group);
+  void drop_download(Group& group);
+
   DeviceCollectives collectives_;
   std::shared_ptr<DeviceLayer> layer_;
   size_t pack_below_bytes_;
   size_t max_reduce_buffers_ = 2;
   DeviceBuffers slots_, staging_, buffers_, segments_;
+  DeviceBuffers uploads_;                                           // shard pools that lie on the host
+  bool offloads_ = false;                                           // some group does
+  std::deque<std::pair<std::shared_ptr<Unit>, Group*>> downloads_;  // oldest first
   std::deque<int> in_flight_;                              // buffers_ whose reduction is enqueued, oldest first
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
   std::map<std::vector<bool>, at::Tensor> flags_;          // on the device, as floats

@@ -7,8 +7,8 @@ namespace fsdp2x {
 
 namespace {
 
-at::Tensor allocate(size_t bytes, at::Device device) {
-  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
+  return at::empty({static_cast<int64_t>(bytes)}, memory.dtype(at::kByte));
 }
 
 // Calls a Python function of two arguments; the result is a new reference.
@@ -20,28 +20,32 @@ PyRef call(const PyRef& function, PyObject* a, PyObject* b) {
 
 }  // namespace
 
-at::Tensor BlockPool::take(size_t bytes) {
-  const auto found = free_.find(bytes);
+BlockPool::Kind BlockPool::kind_of(size_t bytes, const at::TensorOptions& memory) {
+  return {memory.device().type(), memory.pinned_memory(), bytes};
+}
+
+at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
+  const auto found = free_.find(kind_of(bytes, memory));
   if (found == free_.end()) {
     ++num_allocations_;
-    return allocate(bytes, device_);
+    return allocate(bytes, memory);
   }
   at::Tensor block = std::move(found->second);
   free_.erase(found);
   return block;
 }
 
-void BlockPool::give_back(at::Tensor block) {
+void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory) {
   if (!keeps_) return;
-  const size_t bytes = block.nbytes();
-  free_.emplace(bytes, std::move(block));
+  const Kind kind = kind_of(block.nbytes(), memory);
+  free_.emplace(kind, std::move(block));
 }
 
-Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Device device, PyRef make_gradient,
+Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
                      PyRef add_to_foreign)
     : layout_(layout),
       params_(params),
-      device_(device),
+      memory_(memory),
       block_bytes_(layout.shard_pool_bytes()),
       make_gradient_(std::move(make_gradient)),
       add_to_foreign_(std::move(add_to_foreign)),
@@ -86,7 +90,7 @@ std::optional<at::Tensor> Gradients::take_pool(BlockPool& blocks) {
     if (params_[i].sharded().grad().defined()) return std::nullopt;
     if (entry.tensor.defined() && (!entry.in_block || held_elsewhere(entry))) return std::nullopt;
   }
-  if (!block_.defined()) block_ = blocks.take(block_bytes_);
+  if (!block_.defined()) block_ = blocks.take(block_bytes_, memory_);
   return block_;
 }
 
@@ -102,7 +106,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
     return target;
   }
   if (grad.defined()) {
-    target.foreign = at::empty({place.shard_numel}, at::TensorOptions().dtype(sharded.scalar_type()).device(device_));
+    target.foreign = at::empty({place.shard_numel}, memory_.dtype(sharded.scalar_type()));
     target.data = target.foreign.data_ptr();
     target.is_new = true;
     return target;
@@ -110,12 +114,12 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
   const bool renew = entry.tensor.defined() && held_elsewhere(entry);
   if (renew) {
     // Somebody keeps last step's gradient: it stays theirs, with its memory.
-    make(param, allocate(std::max<size_t>(place.shard_numel * sharded.element_size(), 1), device_), 0,
+    make(param, allocate(std::max<size_t>(place.shard_numel * sharded.element_size(), 1), memory_), 0,
          /*in_block=*/false);
     target.is_new = true;
   } else if (!entry.tensor.defined() || entry.in_block) {
     const bool fresh_block = !block_.defined();
-    if (fresh_block) block_ = blocks.take(block_bytes_);
+    if (fresh_block) block_ = blocks.take(block_bytes_, memory_);
     target.is_new = fresh_block;
     if (!entry.tensor.defined()) {
       make(param, block_, place.shard_offset, /*in_block=*/true);
@@ -149,10 +153,10 @@ void Gradients::release_if_unused(BlockPool& blocks) {
   }
   for (Entry& entry : entries_) {
     if (entry.tensor.defined() && entry.in_block) {
-      point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, device_);
+      point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, memory_.device());
     }
   }
-  blocks.give_back(std::move(block_));
+  blocks.give_back(std::move(block_), memory_);
   block_ = at::Tensor();
 }
 

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "core/layout.hpp"
@@ -15,20 +16,23 @@
 
 namespace fsdp2x {
 
-// Free blocks of all units of one root, by size, kept for the next step unless a transport keeps nothing either.
+// Free blocks of all units of one root, by size and kind of memory, kept for the next step unless a transport keeps
+// nothing either.
 class BlockPool {
  public:
-  explicit BlockPool(at::Device device) : device_(device) {}
-  at::Tensor take(size_t bytes);
-  void give_back(at::Tensor block);
+  at::Tensor take(size_t bytes, const at::TensorOptions& memory);
+  // `memory`: as it was taken.
+  void give_back(at::Tensor block, const at::TensorOptions& memory);
   void clear() { free_.clear(); }
   void keep_nothing() { keeps_ = false; }
   size_t num_allocations() const { return num_allocations_; }
 
  private:
-  at::Device device_;
+  using Kind = std::tuple<c10::DeviceType, bool, size_t>;  // pinned or not, bytes
+  static Kind kind_of(size_t bytes, const at::TensorOptions& memory);
+
   bool keeps_ = true;
-  std::multimap<size_t, at::Tensor> free_;
+  std::multimap<Kind, at::Tensor> free_;
   size_t num_allocations_ = 0;
 };
 
@@ -44,7 +48,8 @@ struct GradientTarget {
 class Gradients {
  public:
   // make_gradient(spec, local tensor) -> DTensor and add_to_foreign(parameter, local tensor) are Python callables.
-  Gradients(const Layout& layout, std::vector<Param>& params, at::Device device, PyRef make_gradient,
+  // `memory`: where gradients lie.
+  Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
             PyRef add_to_foreign);
 
   // The pool takes at least so many bytes, from its next block on.
@@ -62,6 +67,7 @@ class Gradients {
   void forget();
   uint64_t num_python_calls() const { return num_python_calls_; }
   const at::Tensor& pool() const { return block_; }  // undefined: no gradient is in it
+  const at::TensorOptions& memory() const { return memory_; }
   size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
 
  private:
@@ -82,7 +88,7 @@ class Gradients {
 
   const Layout& layout_;
   std::vector<Param>& params_;
-  at::Device device_;
+  at::TensorOptions memory_;
   size_t block_bytes_;
   PyRef make_gradient_;
   PyRef add_to_foreign_;

@@ -29,17 +29,24 @@ at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num
   return memory.narrow(0, static_cast<int64_t>(offset), bytes).view(torch_dtype(type));
 }
 
+// For gradients beside the shards. Whether memory is pinned is asked of a driver, so only where it may be.
+at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
+  return at::TensorOptions().device(pool.device()).pinned_memory(offloads && pool.is_pinned());
+}
+
 }  // namespace
 
 Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
-             GroupCalls group_calls, int replicas)
+             GroupCalls group_calls, int replicas, at::Device group_device, bool group_offloads)
     : name(std::move(group_name)),
       layout(std::move(group_layout)),
       pool(std::move(shard_pool)),
-      device(pool.device()),
+      device(group_device),
+      offloads(group_offloads),
       params(std::move(group_params)),
       calls(std::move(group_calls)),
-      gradients(layout, params, device, std::move(calls.make_gradient), std::move(calls.add_to_foreign)),
+      gradients(layout, params, memory_like(pool, offloads), std::move(calls.make_gradient),
+                std::move(calls.add_to_foreign)),
       replicas_(replicas) {
   scratch.filled.assign(params.size(), 0);
 }

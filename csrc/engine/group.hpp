@@ -37,7 +37,10 @@ struct GroupCalls {
 
 class Group {
  public:
-  Group(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas);
+  // `device`: where it is gathered and reduced. `offloads`: the pool and the gradients are the host's and lie in host
+  // memory; only transports with streams can do that.
+  Group(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas,
+        at::Device device, bool offloads);
 
   // --- parameters ---
   void begin_gather();
@@ -95,6 +98,7 @@ class Group {
   Layout layout;
   at::Tensor pool;
   at::Device device;
+  bool offloads;
   std::vector<Param> params;
   GroupCalls calls;
   Gradients gradients;

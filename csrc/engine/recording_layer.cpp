@@ -38,7 +38,9 @@ MemoryRange range_of(const at::Tensor& memory) { return {memory.const_data_ptr()
 RecordingLayer::RecordingLayer(bool with_twins) : DeviceLayer(at::kCPU, with_twins ? &cuda::twin_kernels() : nullptr) {}
 
 std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
-  return std::make_unique<NamedEvent>(name);
+  // Each transport has its own.
+  const int number = ++names_[name];
+  return std::make_unique<NamedEvent>(number == 1 ? name : name + " (" + std::to_string(number) + ")");
 }
 
 void RecordingLayer::record(DeviceEvent& event, Lane lane) {
@@ -47,6 +49,10 @@ void RecordingLayer::record(DeviceEvent& event, Lane lane) {
 
 void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
   entries_.push_back({"wait", lane, static_cast<NamedEvent&>(event).name, {}, {}});
+}
+
+void RecordingLayer::synchronize(DeviceEvent& event) {
+  entries_.push_back({"wait", Lane::host, static_cast<NamedEvent&>(event).name, {}, {}});
 }
 
 void RecordingLayer::note(const std::string& operation, const std::string& subject,
@@ -103,6 +109,11 @@ void RecordingLayer::add(const at::Tensor& target, const at::Tensor& source) {
 void RecordingLayer::assign(const at::Tensor& target, const at::Tensor& source) {
   note("assign", "", {range_of(source)}, {range_of(target)});
   DeviceLayer::assign(target, source);
+}
+
+void RecordingLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
+  note("transfer", "", {range_of(source)}, {range_of(target)});
+  DeviceLayer::transfer(target, source);
 }
 
 }  // namespace fsdp2x

@@ -2,6 +2,7 @@
 // told: which lane does what to which bytes, and who waits for whom.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@ class RecordingLayer final : public DeviceLayer {
   std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
   void record(DeviceEvent& event, Lane lane) override;
   void wait(Lane lane, DeviceEvent& event) override;
+  void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane) override { return std::nullopt; }
   void copy(const CopyProgram& program, const void* src, void* dst) override;
   void pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) override;
@@ -32,6 +34,7 @@ class RecordingLayer final : public DeviceLayer {
   void divide(const at::Tensor& memory, double divisor) override;
   void add(const at::Tensor& target, const at::Tensor& source) override;
   void assign(const at::Tensor& target, const at::Tensor& source) override;
+  void transfer(const at::Tensor& target, const at::Tensor& source) override;
   bool is_recorder() const override { return true; }
   void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
             const std::vector<MemoryRange>& writes) override;
@@ -46,6 +49,7 @@ class RecordingLayer final : public DeviceLayer {
  private:
   Lane lane_ = Lane::compute;
   std::vector<Entry> entries_;
+  std::map<std::string, int> names_;  // of events, how often
 };
 
 }  // namespace fsdp2x

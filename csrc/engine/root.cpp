@@ -83,6 +83,7 @@ void Root::end_forward() {
   for (const auto& unit : units()) {
     if (unit->param_state() == ParamState::gathering) unit->cancel_unshard();
   }
+  for (const auto& transport : transports_) transport->end_forward();
 }
 
 void Root::prefetch_forward(Unit& unit) {

@@ -23,8 +23,6 @@ struct Counters {
 
 class Root : public std::enable_shared_from_this<Root> {
  public:
-  explicit Root(at::Device device) : blocks(device) {}
-
   // `transports`: one per group of the unit. In the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
   // The smaller world that `group` reshards to after forward.

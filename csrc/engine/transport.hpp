@@ -63,6 +63,8 @@ class Transport {
   // A forward of the root begins: parameters may have changed since the last one, up to the event `after` (a
   // torch.Event; null: up to now).
   virtual void begin_forward(const PyRef& /*after*/) {}
+  // It ends: shards in host memory may be written again.
+  virtual void end_forward() {}
 
   // Own rows into the slot, told to the peers; may return before the peers have written theirs.
   virtual void begin_gather(Group& group) = 0;

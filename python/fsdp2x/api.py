@@ -57,7 +57,9 @@ def fully_shard(
             ``ShardPlacementResult``, which also chooses the parameter's mesh.
         mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it
             means in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
-        offload_policy: ``CPUOffloadPolicy`` is supported on a CPU mesh only, where it may pin the shards' memory.
+        offload_policy: ``CPUOffloadPolicy``: shards, gradients and so the optimizer's state live in host memory, pinned
+            by default; one copy per unit brings the shards to the device before each gather, one takes the reduced
+            gradients back. On a CPU mesh it may pin the shards' memory, and nothing else changes.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, on which all parameters are DTensors
             already, and these are its data-parallel axes.
@@ -93,7 +95,8 @@ def fully_shard(
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
         "buffer_dtype": buffer_dtype,
-        "pin_memory": _check_offload(offload_policy, ranks),
+        "offloads": isinstance(offload_policy, CPUOffloadPolicy),
+        "pin_memory": _pins_memory(offload_policy),
         "ignored_params": ignored_params or set(),
         "transport": transport,
         "timeout": timeout,
@@ -121,15 +124,9 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
         )
 
 
-def _check_offload(policy: OffloadPolicy, ranks: ShardGroup) -> bool:
-    """Returns whether shards are to lie in pinned memory. On a CPU mesh that is all there is to do, as upstream."""
+def _pins_memory(policy: OffloadPolicy) -> bool:
     if not isinstance(policy, CPUOffloadPolicy):
         return False
-    if ranks.device.type != "cpu":
-        raise NotImplementedError(
-            f"fsdp2x.fully_shard: offload_policy={policy} is not supported on {ranks.device.type} yet; use "
-            "OffloadPolicy()"
-        )
     if policy.pin_memory and not torch.accelerator.is_available():
         raise RuntimeError(
             "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) pins memory for an accelerator, and this "
@@ -155,6 +152,7 @@ def _shard_modules(
     reshard_after_forward: bool | None,
     shard_placement_fn: Callable | None,
     mp_policy: MixedPrecisionPolicy,
+    offloads: bool,
     pin_memory: bool,
     buffer_dtype: torch.dtype | None,
     ignored_params: set[nn.Parameter],
@@ -165,13 +163,16 @@ def _shard_modules(
     modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
     managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
     owned = collect.collect_params(managed, ignored_params)
-    collect.move_to_device([entry.param for entry in owned], ranks.device)
+    if not offloads:
+        collect.move_to_device([entry.param for entry in owned], ranks.device)
     buffers = collect.collect_buffers(managed)
     collect.move_to_device(buffers, ranks.device)
     if buffer_dtype is not None:
         collect.cast_floating(buffers, buffer_dtype)
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [GroupParams(members, mp_policy, pin_memory) for members in group_by_ranks(placed)]
+    groups = [
+        GroupParams(members, mp_policy, offloads=offloads, pin_memory=pin_memory) for members in group_by_ranks(placed)
+    ]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
     for managed_module in managed:

@@ -75,6 +75,8 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
     with torch.no_grad():
         for state in states:
             for group in state.groups:
+                if group.offloads:
+                    continue  # its shards are in host memory as it is
                 users = group.pooled_tensors()
                 sleeper.parked.append(_Parked(group.pool, _to_host(sleeper, group.pool), users))
         for tensor in _state_tensors(optimizer, device):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
@@ -105,6 +105,18 @@ def test_accumulation_without_sync(ctx):
             loss_of(model, ctx, number).backward()
     got, expected = ([param.grad.to_local() for param in model.parameters()] for model in (ours, stock))
     same(got, expected, "gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(1, 2), timeout=300)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_to_pinned_memory(ctx, policy):
+    only_fsdp2x(ctx)
+    stock, ours = twins(ctx, mp_policy=POLICIES[policy], offload_policy=CPUOffloadPolicy())
+    close = {"rtol": 1e-4, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **close)
+    for param in ours.parameters():
+        local = param.to_local()
+        assert local.numel() == 0 or local.device.type == "cpu" and local.is_pinned()
 
 
 @distributed(world_sizes=(1,), timeout=300)

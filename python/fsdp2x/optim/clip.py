@@ -91,6 +91,7 @@ class _Buckets:
         self._norm_type = norm_type
         self._groups: list[list[dist.ProcessGroup]] = []
         self._sums: list[list[float | Tensor]] = []
+        self._mesh_device: str | None = None
 
     def index(self, spec: torch_private.DTensorSpec | None) -> int:
         """The bucket of gradients with this spec; -1 when they must be redistributed first."""
@@ -98,6 +99,7 @@ class _Buckets:
         if spec is not None:
             if any(isinstance(placement, Partial) for placement in spec.placements):
                 return -1
+            self._mesh_device = spec.mesh.device_type
             groups = [
                 spec.mesh.get_group(axis)
                 for axis, placement in enumerate(spec.placements)
@@ -143,9 +145,10 @@ class _Buckets:
             order.extend(group for group in groups if group not in order)
         for group in order:
             rows = [index for index, groups in enumerate(self._groups) if group in groups]
-            part = merged[rows]
+            # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.
+            part = merged[rows].to(device if device.type == self._mesh_device else self._mesh_device)
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-            merged[rows] = part
+            merged[rows] = part.to(device)
         if len(self._groups) == 0:
             return torch.zeros((), dtype=torch.float64, device=device)
         return merged.max() if largest else merged.sum()

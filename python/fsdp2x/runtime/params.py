@@ -96,8 +96,11 @@ def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
 class GroupParams(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
-    def __init__(self, placed: list[Placed], mp_policy: MixedPrecisionPolicy, pin_memory: bool = False) -> None:
+    def __init__(
+        self, placed: list[Placed], mp_policy: MixedPrecisionPolicy, *, offloads: bool = False, pin_memory: bool = False
+    ) -> None:
         self.ranks = placed[0].ranks
+        self.offloads = offloads  # shards and gradients are in host memory, whatever the mesh's device
         self._mp_policy = mp_policy
         self._pin_memory = pin_memory
         self.pool: torch.Tensor | None = None
@@ -205,10 +208,11 @@ class GroupParams(GroupNames):
         if any(local.is_meta for local in locals_):
             return False
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
+        device = torch.device("cpu") if self.offloads else locals_[0].device
         fresh = self.pool is None or self.pool.numel() != max(layout.shard_pool_bytes, 1)
-        fresh = fresh or self.pool.device != locals_[0].device or self._dtypes != [local.dtype for local in locals_]
+        fresh = fresh or self.pool.device != device or self._dtypes != [local.dtype for local in locals_]
         if fresh:
-            self.pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=locals_[0].device)
+            self.pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=device)
             if self._pin_memory:
                 self.pool = self.pool.pin_memory()
             self._dtypes = [local.dtype for local in locals_]
@@ -240,7 +244,8 @@ class GroupParams(GroupNames):
                 )
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
         # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
-        pool = torch.empty(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=self.ranks.device)
+        device = torch.device("cpu") if self.offloads else self.ranks.device
+        pool = torch.empty(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=device)
         if self._pin_memory:
             pool = pool.pin_memory()
         self.pool, self._dtypes, self._offsets = pool, [local.dtype for local in locals_], layout.shard_offsets
@@ -305,25 +310,40 @@ class GroupParams(GroupNames):
                 "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
             )
 
-    def make_engine_group(self, name: str, param_dtype, reduce_dtype, whole_chunks: bool):
+    def make_engine_group(self, name: str, param_dtype, reduce_dtype, has_streams: bool):
         """The ``_C.Group`` over these parameters.
 
-        ``whole_chunks``: its slots have room for equal chunks of all ranks, as collectives that gather in place want.
+        ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
+        collectives that gather in place want, and shards and gradients may stay on the host.
         """
-        self._whole_chunks = whole_chunks
+        if has_streams and self.offloads:
+            self._check_offload()
+        self._whole_chunks = has_streams
         self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
         self.engine = _C.Group(
             name,
-            _C.Layout(shapes, self.ranks.world, self.ranks.rank, whole_chunks),
+            _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
             self.pool,
             self._engine_params(shapes),
             specs.make_gradient,
             specs.add_to_foreign,
             specs.plain_gradient,
             self.ranks.replicas,
+            self.ranks.device,
+            has_streams and self.offloads,
         )
         return self.engine
+
+    def _check_offload(self) -> None:
+        for sharded in self.params:
+            if sharded.extension is None and not sharded.is_alias:
+                continue
+            name = sharded.fqn or sharded.owners[0][1]
+            what = "has an all-gather of its own" if sharded.extension is not None else "is tied to another unit's"
+            raise NotImplementedError(
+                f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU; use OffloadPolicy() there"
+            )
 
     def make_post_forward(self, ranks: ShardGroup) -> None:
         """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward."""

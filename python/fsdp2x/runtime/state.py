@@ -18,7 +18,7 @@ from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
-from fsdp2x.runtime.transport import TransportChoice
+from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.upstream_names import StateNames
 
 
@@ -180,7 +180,7 @@ class UnitState(StateNames, torch_private.State):
     def _make_root(self, *, provisional: bool) -> None:
         """Makes the engine's root for ``self.tree`` and its transports. Collective."""
         tree = self.tree
-        root = _C.Root(self.ranks.device)
+        root = _C.Root()
         root.manual_finalization = self.manual_finalization
         root.prefetch_bytes = self.prefetch_bytes
         choice = TransportChoice(
@@ -281,9 +281,9 @@ class UnitState(StateNames, torch_private.State):
             for index, group in enumerate(self.groups):
                 name = self.name if index == 0 else f"{self.name} (mesh {index})"
                 group.module_fqn = ", ".join(self.names)
-                has_streams = choice.has_streams(group.ranks.device)
+                streams = has_streams(group.ranks.device)
                 engine_groups.append(
-                    group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, whole_chunks=has_streams)
+                    group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, has_streams=streams)
                 )
                 comms.connect(group, self.modules, policy)
             self.unit = _C.Unit(self.name, self.ranks.device, engine_groups, self.options)

@@ -47,10 +47,6 @@ class TransportChoice:
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
 
-    def has_streams(self, device: torch.device) -> bool:
-        """Whether collectives run beside the compute on streams, and gather in place."""
-        return device_layer(device) is not None
-
     def transport_of(self, ranks: ShardGroup):
         """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
 
@@ -117,6 +113,11 @@ def _group_transport(ranks: ShardGroup, comm_memory: str | None):
 def device_layer(device: torch.device):
     """The streams and events of ``device`` as the engine wants them; None on the CPU, which has none."""
     return None if device.type == "cpu" else _C.TorchLayer(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether collectives run beside the compute on streams, and gather in place."""
+    return device_layer(device) is not None
 
 
 def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):

@@ -1,0 +1,337 @@
+"""Shards and gradients in host memory under an accelerator's transport: values, copies, and who waits for whom."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import fsdp2x
+import streams
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import grads, mean_of_ranks, only_fsdp2x, params, same, shard
+
+WIDTH = 16
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # pinning asks a driver
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
+CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}}
+LOOSE = {"rtol": 0.2, "atol": 2e-2}
+
+
+def wide(num: int = 3) -> Stack:
+    return Stack(num=num, width=WIDTH, hidden=20)
+
+
+def loss_of(model, rank: int, step: int) -> torch.Tensor:
+    return model(inputs(rank, step, width=WIDTH)).square().mean()
+
+
+def expect(reference, ctx, step: int) -> None:
+    mean_of_ranks(reference, lambda m, rank: loss_of(m, rank, step), ctx.world)
+
+
+def pair(ctx, **options) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model and its offloaded twin."""
+    reference = wide()
+    options = {"transport": "streams", "offload_policy": OFFLOAD, **options}
+    return reference, shard(ctx, copy.deepcopy(reference), STACK_UNITS, **options)
+
+
+def num_of(entries: list[tuple], operation: str, lane: str) -> int:
+    return sum(entry[:2] == (operation, lane) for entry in entries)
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_trains_as_one_rank_would(ctx, policy, reshard):
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=600)
+    reference, ours = pair(ctx, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
+    optimizers = [
+        make(m.parameters(), lr=1e-2) for make, m in ((torch.optim.AdamW, reference), (fsdp2x.optim.AdamW, ours))
+    ]
+    for step in range(3):
+        expect(reference, ctx, step)
+        loss_of(ours, ctx.rank, step).backward()
+        same(grads(ours), grads(reference), f"gradients of step {step}", **CLOSE.get(policy, LOOSE))
+        norms = [
+            clip(m.parameters(), 0.1)
+            for clip, m in ((nn.utils.clip_grad_norm_, reference), (fsdp2x.clip_grad_norm_, ours))
+        ]
+        same(norms[1], norms[0], "norms", **CLOSE.get(policy, LOOSE))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("policy", ["fp32", "bf16 sums"])
+def test_one_copy_each_way(ctx, policy):
+    """Of a whole pool; where dtypes agree the gradients land in their pool, and nothing is copied on the host."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    _, model = pair(ctx, mp_policy=POLICIES[policy], reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_allocations = []
+    for step in range(4):
+        recorder.clear()
+        loss_of(model, ctx.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = model._get_fsdp_state().root.stats()
+        num_allocations.append((stats["transport_allocations"], stats["gradient_block_allocations"]))
+    entries = recorder.entries
+    num_gathers = sum(entry[0] == "all_gather" for entry in entries)
+    assert num_of(entries, "transfer", "copy_in") == num_gathers == 8  # three blocks and the root, twice
+    assert num_of(entries, "transfer", "copy_out") == 4
+    shards = {
+        unit.name: group.pool
+        for state in model._get_fsdp_state().tree
+        for group in state.groups
+        for unit in (state.unit,)
+    }
+    uploads = [entry[3][0] for entry in entries if entry[:2] == ("transfer", "copy_in")]
+    assert {address for address, _ in uploads} == {pool.data_ptr() for pool in shards.values()}
+    assert {size for _, size in uploads} == {pool.nbytes for pool in shards.values()}
+    landed = [entry[0] for entry in entries if entry[0].startswith("land")]
+    assert landed == ["land in place" if policy == "fp32" else "land by copy"] * 4
+    assert num_allocations[-1] == num_allocations[-2]
+    assert stats["gather_slots_owned"] == stats["scratch_slots_owned"] == 0, stats["owners"]
+
+
+KINDS = {
+    # (lane, event): what would go wrong without that wait.
+    ("copy_in", "uploaded shards"): "shards are uploaded over those that are still cast",
+    ("copy_out", "reduce"): "rows leave before they are reduced",
+    ("reduce", "segment"): "rows are reduced over those that still leave",
+    ("host", "downloaded"): "the host reads gradients that have not arrived",
+    ("host", "copy_in"): "the optimizer writes shards that are still uploaded",
+}
+
+
+@distributed(world_sizes=(2,))
+def test_events_order_every_access(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=1200)
+    _, model = pair(ctx, mp_policy=POLICIES["bf16"], reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 1:
+            recorder.clear()
+        loss_of(model, ctx.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, ctx.rank, step)
+            for param in model.parameters():
+                param.mul_(1.0)
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    for (lane, event), why in KINDS.items():
+        if (lane, event) == ("copy_in", "uploaded shards"):
+            continue  # one lane does both, in order
+        broken = streams.without_waits(entries, lane, event)
+        assert len(broken) < len(entries), (lane, event)
+        assert streams.races(broken), f"not found: {why}"
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("accumulate", ["no_sync", "no_all_reduce", "sync"])
+def test_replicas_and_accumulation(ctx, accumulate):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference, model = pair(ctx, mesh=mesh, mp_policy=POLICIES["bf16"])
+    for round_ in range(2):
+        expected: dict = {}
+        for number, is_last in ((0, False), (1, False), (2, True)):
+            if accumulate == "no_sync":
+                model.set_requires_gradient_sync(is_last)
+            if accumulate == "no_all_reduce":
+                model.set_requires_all_reduce(is_last)
+            number += 10 * round_
+            loss_of(model, ctx.rank, number).backward()
+            expect(reference, ctx, number)
+            for name, grad in grads(reference).items():
+                expected[name] = grad + expected.get(name, 0)
+        same(grads(model), expected, "gradients", **LOOSE)
+        model.zero_grad()
+    assert num_of(recorder.entries, "transfer", "copy_out") == (24 if accumulate == "sync" else 8)
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_a_gradient_that_somebody_keeps(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    reference, model = pair(ctx)
+    loss_of(model, ctx.rank, 0).backward()
+    kept = {name: param.grad for name, param in model.named_parameters()}
+    before = {name: grad.to_local().clone() for name, grad in kept.items()}
+    model.zero_grad()
+    expect(reference, ctx, 1)
+    loss_of(model, ctx.rank, 1).backward()
+    same({name: grad.to_local() for name, grad in kept.items()}, before, "gradients of the step before")
+    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+
+
+class Experts(nn.Module):
+    """A rank uses one of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, chosen):
+        return self.experts[chosen](x)
+
+
+@distributed(world_sizes=(2,))
+def test_missing_gradients_and_frozen_parameters(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    reference, model = Experts(), Experts()
+    for one in (reference, model):
+        one.experts[0].bias.requires_grad_(False)
+    shard(ctx, model, transport="streams", offload_policy=OFFLOAD)
+    for chosen in ((0, 1), (1, 1)):
+        mean_of_ranks(
+            reference, lambda m, rank, c=chosen: m(inputs(rank, width=WIDTH), c[rank]).square().mean(), ctx.world
+        )
+        model.zero_grad()
+        model(inputs(ctx.rank, width=WIDTH), chosen[ctx.rank]).square().mean().backward()
+        same(grads(model), grads(reference), "gradients", rtol=1e-5, atol=1e-6)
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    names = [f"blocks.{i}" for i in range(6)]
+    reference = wide(6)
+    model = shard(ctx, copy.deepcopy(reference), names, transport="streams", offload_policy=OFFLOAD)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def update(param):
+        optimizers[param].step()
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        recorder.clear()
+        expect(reference, ctx, step)
+        plain.step()
+        loss_of(model, ctx.rank, step).backward()
+    same(params(model), params(reference), "parameters", rtol=1e-4, atol=1e-6)
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    order = [entry[0].split()[0] for entry in entries if entry[0].startswith(("land", "reduce_scatter"))]
+    assert "reduce_scatter" in order[order.index("land") :], "gradients land before backward ends"
+
+
+@distributed(world_sizes=(4,))
+def test_rows_kept_in_a_smaller_world(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=1200)
+    reference, model = pair(ctx, reshard_after_forward=2)
+    for step in range(2):
+        expect(reference, ctx, step)
+        loss_of(model, ctx.rank, step).backward()
+        same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+    assert streams.races(recorder.entries) == []
+    # Backward gathers from the device.
+    assert num_of(recorder.entries, "transfer", "copy_in") < num_of(recorder.entries, "all_gather", "gather")
+
+
+@distributed(world_sizes=(2,))
+def test_an_exception_leaves_nothing_owned(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    reference, model = pair(ctx)
+    loss_of(model, ctx.rank, 0).backward()
+    model.zero_grad()
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, grad):
+            raise ValueError("on purpose")
+
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: Fail.apply(output))
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(model, ctx.rank, 0).backward()
+    handle.remove()
+    model.reset_iter_state()
+    stats = model._get_fsdp_state().root.stats()
+    assert stats["gather_slots_owned"] == stats["scratch_slots_owned"] == 0, stats["owners"]
+    model.zero_grad()
+    for step in range(2):
+        expect(reference, ctx, step)
+        loss_of(model, ctx.rank, step).backward()
+        same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_unshard_outside_of_forward_may_be_followed_by_writes(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    reference, model = pair(ctx)
+    loss_of(model, ctx.rank, 0)
+    model.unshard()
+    last = [entry[:2] for entry in recorder.entries if entry[0] == "wait" and entry[1] == "host"]
+    assert last[-1] == ("wait", "host")
+    model.reshard()
+    with torch.no_grad():
+        for one in (reference, model):
+            for param in one.parameters():
+                param.mul_(0.5)
+    expect(reference, ctx, 1)
+    loss_of(model, ctx.rank, 1).backward()
+    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+def test_sleep_has_nothing_to_move(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    reference, model = pair(ctx)
+    loss_of(model, ctx.rank, 0).backward()
+    model.zero_grad()
+    assert fsdp2x.sleep(model) == 0
+    assert model._get_fsdp_state().root.loans() == []
+    fsdp2x.wake(model)
+    expect(reference, ctx, 1)
+    loss_of(model, ctx.rank, 1).backward()
+    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+def test_what_cannot_be_offloaded(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide(2)
+    for block in model.blocks:
+        fsdp2x.fully_shard(block, auto_wrap=False, transport="process_group", offload_policy=OFFLOAD)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fsdp2x.fully_shard(model, auto_wrap=False, transport="process_group", offload_policy=OFFLOAD)
+    with pytest.raises(NotImplementedError, match=r"weight' is tied to another unit's.*OffloadPolicy\(\)"):
+        loss_of(model, ctx.rank, 0)
