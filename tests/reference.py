@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.wrap import UnitPlan, plan_units
+from harness import context
 
 # Minor version of torch 2: upstream's behaviour changed on the way, and a test of ours says where.
 TORCH_MINOR = int(torch.__version__.split(".")[1])
+TRANSPORTS = ("shm", "process_group")
 # "streams" is the process group with the plans, lanes and events of an accelerator, played on the CPU (streams.py).
-TRANSPORTS = ("shm", "process_group", pytest.param("streams", marks=pytest.mark.full))
-both_transports = pytest.mark.parametrize("transport", TRANSPORTS)
+both_transports = pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param("streams", marks=pytest.mark.full)])
 
 # What a test shards: paths of modules, each a unit (several paths joined by "+": one unit of a list of modules).
 Units = Iterable[str]
@@ -67,7 +68,7 @@ def shard(ctx, model: nn.Module, units: Units | list[UnitPlan] = (), *, transpor
         return shard_stock(model, units, **options)
     import fsdp2x
 
-    return _apply(fsdp2x.fully_shard, model, units, transport=_installed(transport), auto_wrap=False, **options)
+    return _apply(fsdp2x.fully_shard, model, units, transport=_known(transport), auto_wrap=False, **options)
 
 
 def shard_auto(ctx, model: nn.Module, *, transport: str = "auto", **options: Any) -> nn.Module:
@@ -76,16 +77,29 @@ def shard_auto(ctx, model: nn.Module, *, transport: str = "auto", **options: Any
         return shard(ctx, model, plan_units(model), transport=transport, **options)
     import fsdp2x
 
-    return fsdp2x.fully_shard(model, transport=_installed(transport), **options)
+    return fsdp2x.fully_shard(model, transport=_known(transport), **options)
 
 
-def _installed(transport: str) -> str:
-    if transport != "streams":
-        return transport
+def _known(transport: str) -> str:
+    if transport == "streams":
+        install_streams()
+    return transport
+
+
+def install_streams() -> None:
+    """Until the body ends ``transport="streams"`` is the device transport; behind the body its record has no races."""
     import streams
 
-    streams.install()
-    return "process_group"
+    recorder = streams.install()
+    if not context.at_end:
+        context.at_end.append(lambda: _no_races(recorder.entries))
+
+
+def _no_races(entries: list[tuple]) -> None:
+    import streams
+
+    found = streams.races(entries)
+    assert not found, found[:5]
 
 
 def full(value: Any) -> Any:

@@ -30,7 +30,8 @@ void bind_device(py::module_& m) {
       // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
       .def_property_readonly("entries", [](const RecordingLayer& layer) {
         py::list result;
-        for (const RecordingLayer::Entry& entry : layer.entries()) {
+        // A copy: Python's collector may run here, and find transports whose end is recorded.
+        for (const std::vector<RecordingLayer::Entry> entries = layer.entries(); const auto& entry : entries) {
           result.append(py::make_tuple(entry.operation, lane_name(entry.lane), entry.subject, ranges_of(entry.reads),
                                        ranges_of(entry.writes)));
         }

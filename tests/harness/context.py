@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+# What is called behind the running body, when it has passed.
+at_end: list[Callable[[], None]] = []
 # One operation of a process group may take this long before gloo gives up on a rank that does not come.
 GROUP_TIMEOUT = timedelta(seconds=30)
 
@@ -74,11 +76,19 @@ def run_body(function: Callable, ctx: Context, arguments: tuple, keywords: dict)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     try:
-        return "ok", function(ctx, *arguments, **keywords)
+        if any(isinstance(value, str) and value == "streams" for value in (*arguments, *keywords.values())):
+            import reference
+
+            reference.install_streams()
+        value = function(ctx, *arguments, **keywords)
+        for check in at_end:
+            check()
+        return "ok", value
     except pytest.skip.Exception as skipped:
         return "skip", str(skipped)
     except BaseException as error:
         # The first two frames are this function and the body's caller.
         return "fail", "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))
     finally:
+        at_end.clear()
         mock.patch.stopall()

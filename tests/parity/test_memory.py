@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import memory
 from harness import distributed
 from models import Stack
-from reference import both_transports, only_fsdp2x, shard, shard_stock
+from reference import TRANSPORTS, only_fsdp2x, shard, shard_stock
 
 NUM_BLOCKS = 4
 UNITS = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
@@ -66,7 +66,7 @@ def train(model: Stack, num: int = 1, skew: float = 0.0) -> None:
 
 
 @distributed(world_sizes=(1, 2))
-@both_transports
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
 def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):

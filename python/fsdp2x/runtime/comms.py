@@ -55,6 +55,8 @@ class _SlowGathers:
     def all_gather(self, gather: Gather, output: torch.Tensor, source: torch.Tensor) -> Any:
         """The engine's gather of its segment, with the extensions' inputs packed beside it."""
         self._begin(gather, [(output, source)])
+        if self._group().engine.has_streams:
+            self._wait()  # what the engine enqueues next reads the output
         return self._work
 
     @torch.no_grad()
