@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import memory
 import models
@@ -188,6 +188,14 @@ def test_replicas(ctx, transport):
     check(model, run_stack)
 
 
+@distributed(world_sizes=(1, 2))
+def test_offloaded_units(ctx):
+    """Uploads on top; reduced rows have a segment of their own until they are on the host."""
+    only_fsdp2x(ctx)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    check(shard(ctx, Stack(), STACK_UNITS, transport="streams", offload_policy=offload), run_stack)
+
+
 @distributed(world_sizes=(2,))
 def test_pages_of_the_replicas(ctx):
     """Two scratches in turn, on top of what waits for the all-reduce."""
@@ -259,7 +267,7 @@ def test_pages_of_shared_memory(ctx):
 
 
 @distributed(world_sizes=(2,))
-@both_transports
+@pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
     only_fsdp2x(ctx)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import collect
+from fsdp2x.runtime import collect, transport
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, keeps_dtype
@@ -40,7 +40,7 @@ class Ranks:
     rank: int
     transport: str  # "local", "shm" or "process_group"
     replicas: int = 1
-    on_cpu: bool = True
+    has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
 
 
@@ -61,6 +61,10 @@ class GroupFacts:
     gradient_bytes: int  # the largest unsharded gradient, as autograd makes it
     num_trained: int  # parameters
     trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
+    gradient_pool_bytes: int = 0
+    staging_bytes: int = 0  # of all ranks, in what a device gathers packed
+    reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
+    offloads: bool = False  # shards and gradients are in host memory
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
 
@@ -113,13 +117,20 @@ def _packed_itemsize(shape: tuple) -> int:
 
 
 def _count(
-    shapes: list[tuple], trains: Sequence[bool], ranks: Ranks, reduces_unused: bool, small: GroupFacts | None
+    shapes: list[tuple],
+    trains: Sequence[bool],
+    ranks: Ranks,
+    reduces_unused: bool = False,
+    small: GroupFacts | None = None,
+    offloads: bool = False,
 ) -> GroupFacts:
-    layout = _C.Layout(shapes, ranks.world, ranks.rank)
+    layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     flag_bytes = align_up(len(shapes) * _FLAG_BYTES)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
+    reducible = [shape for shape in shapes if shape[3] in REDUCIBLE]
     # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
-    staged = trained if ranks.transport == "process_group" else [shape for shape in shapes if shape[3] in REDUCIBLE]
+    staged = trained if ranks.transport == "process_group" else reducible
+    segment_bytes = _pool_bytes([_moved(shape, 5) for shape in reducible], ranks) + flag_bytes
     rows = sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in shapes)
     return GroupFacts(
         ranks=ranks,
@@ -135,6 +146,11 @@ def _count(
         gradient_bytes=max((shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained), default=0),
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
+        # On a device a reduction may end in it, flags included.
+        gradient_pool_bytes=max(layout.shard_pool_bytes, segment_bytes if ranks.has_streams else 0),
+        staging_bytes=_C.packed_segment_bytes(layout, transport.PACK_BELOW_BYTES) * ranks.world,
+        reduces_in_place=len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes) and not offloads,
+        offloads=offloads,
         reduces_unused=reduces_unused,
         small=small,
     )
@@ -148,6 +164,7 @@ def group_facts(
     *,
     small_ranks: Ranks | None = None,
     reduces_unused: bool = False,
+    offloads: bool = False,
 ) -> GroupFacts:
     """Counts one group. ``small_ranks``: the smaller world that keeps the rows after forward."""
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
@@ -155,8 +172,8 @@ def group_facts(
     small = None
     if small_ranks is not None:
         kept = [(*shape[:3], shape[4], shape[4], shape[4], shape[6]) for shape in shapes]
-        small = _count(kept, [False] * len(kept), small_ranks, False, None)
-    return _count(shapes, trains, ranks, reduces_unused, small)
+        small = _count(kept, [False] * len(kept), small_ranks)
+    return _count(shapes, trains, ranks, reduces_unused, small, offloads)
 
 
 # ---- from the units of a sharded model
@@ -199,20 +216,27 @@ def _group_of_state(state: UnitState, group: GroupParams) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     if state.post_forward_world is not None:
         small = post_forward_group(ranks, state.post_forward_world)
-        small_ranks = _ranks(small, _transport_of(state, group), replicas=1)
+        small_ranks = _ranks(small, state, group, replicas=1)
     return group_facts(
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
         state.mp_policy,
-        _ranks(ranks, _transport_of(state, group), ranks.replicas, _replicas_share(state, group)),
+        _ranks(ranks, state, group, ranks.replicas, _replicas_share(state, group)),
         small_ranks=small_ranks,
         reduces_unused=state.live_options().reduce_unused_params,
+        offloads=group.offloads and _has_streams(group),
     )
 
 
-def _ranks(ranks: ShardGroup, transport: str, replicas: int, replicas_share: bool = False) -> Ranks:
-    on_cpu = ranks.device.type == "cpu"
-    return Ranks(ranks.group, ranks.world, ranks.rank, transport, replicas, on_cpu, replicas_share)
+def _ranks(
+    ranks: ShardGroup, state: UnitState, group: GroupParams, replicas: int, replicas_share: bool = False
+) -> Ranks:
+    name = _transport_of(state, group)
+    return Ranks(ranks.group, ranks.world, ranks.rank, name, replicas, _has_streams(group), replicas_share)
+
+
+def _has_streams(group: GroupParams) -> bool:
+    return group.engine.has_streams if group.engine is not None else transport.has_streams(group.ranks.device)
 
 
 def _transport_of(state: UnitState, group: GroupParams) -> str:
@@ -301,7 +325,7 @@ def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
     if reshard in (1, ranks.world):
         return None
     rank = ranks.rank % reshard
-    return Ranks(("after forward", ranks.key), reshard, rank, ranks.transport, on_cpu=ranks.on_cpu)
+    return Ranks(("after forward", ranks.key), reshard, rank, ranks.transport, has_streams=ranks.has_streams)
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:

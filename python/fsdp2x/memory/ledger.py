@@ -1,7 +1,7 @@
 """Which memory each transport takes and when: the rules of the engine's slot ledgers and staging, in bytes only.
 
-Twins of ``csrc/core/slots.cpp``, ``csrc/engine/host_transport.cpp`` and ``csrc/engine/group_transport.cpp``; tests hold
-them to what the engine's ledger says after real steps.
+Twins of ``csrc/core/slots.cpp`` and of the transports in ``csrc/engine``: ``host_transport.cpp``,
+``group_transport.cpp`` and ``device_transport.cpp``; tests hold them to what the engine's ledger says after real steps.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
 class HostLedger:
     """Shared memory of one host's ranks, or one rank's own: gather slots and reduce scratches of whole pages."""
 
+    is_full = False
+
     def __init__(self, ranks: Ranks) -> None:
         self._gather, self._scratch = SlotLedger(mmap.PAGESIZE), SlotLedger(mmap.PAGESIZE)
         self._slots: dict[GroupFacts, int] = {}
@@ -86,6 +88,9 @@ class HostLedger:
 
     def finish_reduce(self, group: GroupFacts) -> None:
         self._scratch.release(self._scratches.pop(group))
+
+    def end_backward(self) -> None:
+        pass
 
     def needs_empty_reduction(self, group: GroupFacts) -> bool:
         return self._world > 1 or group.reduces_unused
@@ -118,37 +123,27 @@ class HostLedger:
 
 
 class GroupLedger:
-    """A process group: slots, gathers and reductions take their memory from one free list, which is never emptied; on
-    the CPU there is none, and a reduction is waited for at once."""
+    """A process group on the CPU: nothing is kept, and a reduction is waited for at once."""
+
+    overlaps = False
+    is_full = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather = SlotLedger(ALIGN_BYTES)
         self._slots: dict[GroupFacts, tuple[int, int]] = {}  # slot, and the size of its memory
-        self._free: list[int] = []
         self._gathering: dict[GroupFacts, int] = {}
         self._reducing: dict[GroupFacts, list[int]] = {}
         self.scratch_bytes = 0  # the most memory there ever was, that of the slots included
         self._memory_bytes = 0
         self._world = ranks.world
-        self.overlaps = not ranks.on_cpu
 
     def _take(self, num_bytes: int) -> int:
-        fitting = [free for free in self._free if num_bytes <= free <= 2 * num_bytes]
-        if fitting:
-            self._free.remove(min(fitting))
-            return min(fitting)
-        # In steps of a sixteenth, so that what like units need fits each other.
-        power = 1 << max(num_bytes - 1, 0).bit_length()
-        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES)) if self.overlaps else num_bytes
-        self._memory_bytes += rounded
+        self._memory_bytes += num_bytes
         self.scratch_bytes = max(self.scratch_bytes, self._memory_bytes)
-        return rounded
+        return num_bytes
 
     def _give_back(self, *sizes: int) -> None:
-        if self.overlaps:
-            self._free += sizes
-        else:
-            self._memory_bytes -= sum(sizes)
+        self._memory_bytes -= sum(sizes)
 
     def _is_local(self, group: GroupFacts) -> bool:
         return self._world == 1 or group.gather_segment_bytes == 0
@@ -186,6 +181,9 @@ class GroupLedger:
     def finish_reduce(self, group: GroupFacts) -> None:
         self._give_back(*self._reducing.pop(group))
 
+    def end_backward(self) -> None:
+        pass
+
     def needs_empty_reduction(self, group: GroupFacts) -> bool:
         return group.reduces_unused
 
@@ -206,9 +204,118 @@ class GroupLedger:
         return self._gather.peak_bytes
 
 
-Ledger = HostLedger | GroupLedger
+class _Buffers:
+    """Device memory that is lent again and again, in steps of a sixteenth, so that like units fit each other."""
+
+    def __init__(self) -> None:
+        self._capacities: list[int] = []
+        self._owned: set[int] = set()
+        self.peak_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._capacities)
+
+    def acquire(self, num_bytes: int) -> int:
+        power = 1 << max(num_bytes - 1, 0).bit_length()
+        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES))
+        fitting = [
+            (capacity, number)
+            for number, capacity in enumerate(self._capacities)
+            if number not in self._owned and num_bytes <= capacity <= 2 * rounded
+        ]
+        if fitting:
+            number = min(fitting)[1]
+        else:
+            number = len(self._capacities)
+            self._capacities.append(rounded)
+        self._owned.add(number)
+        self.peak_bytes = max(self.peak_bytes, sum(self._capacities[owned] for owned in self._owned))
+        return number
+
+    def release(self, number: int) -> None:
+        self._owned.remove(number)
+
+
+# Packed units that may be on their way to their reduction; the engine's default.
+_MAX_REDUCE_BUFFERS = 2
+
+
+class DeviceLedger:
+    """A process group of an accelerator: slots, what is gathered packed, gradients in flight, reduced rows, uploads."""
+
+    overlaps = True
+    may_wait = False  # collectives come in one order
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._gather, self._staging, self._buffers, self._segments, self._uploads = (_Buffers() for _ in range(5))
+        self._slots: dict[GroupFacts, int] = {}
+        self._reducing: dict[GroupFacts, int] = {}
+        self._in_flight: list[int] = []
+        self._world = ranks.world
+
+    def begin_gather(self, group: GroupFacts) -> None:
+        self._slots[group] = self._gather.acquire(max(group.slot_bytes, 1))
+        if group.offloads and group.shard_pool_bytes:
+            self._uploads.release(self._uploads.acquire(group.shard_pool_bytes))
+        if self._world > 1 and group.gather_segment_bytes and group.staging_bytes:
+            self._staging.release(self._staging.acquire(group.staging_bytes))
+
+    def finish_gather(self, group: GroupFacts) -> None:
+        pass
+
+    def release_gather(self, group: GroupFacts) -> None:
+        self._gather.release(self._slots.pop(group))
+
+    def open_scratch(self, group: GroupFacts) -> None:
+        pass  # gradients are packed when they are reduced
+
+    def begin_reduce(self, group: GroupFacts) -> None:
+        while self.is_full:
+            self._buffers.release(self._in_flight.pop(0))
+        self._in_flight.append(self._buffers.acquire(group.reduce_segment_bytes * self._world))
+        if self._world > 1 and not group.reduces_in_place:
+            self._reducing[group] = self._segments.acquire(group.reduce_segment_bytes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all pending reductions are finished before the next one is begun."""
+        return len(self._in_flight) >= _MAX_REDUCE_BUFFERS
+
+    def finish_reduce(self, group: GroupFacts) -> None:
+        if group in self._reducing:
+            self._segments.release(self._reducing.pop(group))
+
+    def end_backward(self) -> None:
+        while self._in_flight:
+            self._buffers.release(self._in_flight.pop())
+
+    def needs_empty_reduction(self, group: GroupFacts) -> bool:
+        return group.reduces_unused
+
+    @property
+    def gather_slot_bytes(self) -> int:
+        return self._gather.num_bytes
+
+    @property
+    def own_gather_slot_bytes(self) -> int:
+        return self._gather.num_bytes
+
+    @property
+    def peak_gather_bytes(self) -> int:
+        return self._gather.peak_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        others = (self._staging, self._buffers, self._segments, self._uploads)
+        return sum(buffers.num_bytes for buffers in others)
+
+
+Ledger = HostLedger | GroupLedger | DeviceLedger
 
 
 def make_ledger(ranks: Ranks) -> Ledger:
     """The ledger of the transport that these ranks share."""
-    return GroupLedger(ranks) if ranks.transport == "process_group" else HostLedger(ranks)
+    if ranks.transport != "process_group":
+        return HostLedger(ranks)
+    return DeviceLedger(ranks) if ranks.has_streams else GroupLedger(ranks)

@@ -198,7 +198,7 @@ def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, in
         transport=", ".join(dict.fromkeys(group.ranks.transport for group in groups)) or "none",
         shard_bytes=sum(group.shard_pool_bytes for group in groups),
         pad_bytes=sum(group.shard_pad_bytes for group in groups),
-        gradient_bytes=sum(group.shard_pool_bytes for group in groups if group.is_trainable),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in groups if group.is_trainable),
         optimizer_bytes=state_bytes,
         unsharded_bytes=facts.unsharded_bytes,
         after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
@@ -240,7 +240,7 @@ def _unit_memory(unit: UnitFacts) -> UnitMemory:
         num_elements=unit.num_elements,
         shard_bytes=sum(group.shard_pool_bytes for group in unit.groups),
         pad_bytes=sum(group.shard_pad_bytes for group in unit.groups),
-        gradient_bytes=sum(group.shard_pool_bytes for group in unit.groups if group.is_trainable),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in unit.groups if group.is_trainable),
         slot_bytes=sum(group.slot_bytes for group in unit.groups),
         scratch_bytes=sum(
             group.reduce_segment_bytes * group.ranks.world

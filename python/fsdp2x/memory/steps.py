@@ -14,7 +14,7 @@ from enum import Enum, auto
 from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, UnitFacts
-from fsdp2x.memory.ledger import Ledger, make_ledger
+from fsdp2x.memory.ledger import DeviceLedger, Ledger, make_ledger
 
 # The first step prefetches nothing in forward; after a few no ledger grows any more.
 _MAX_STEPS = 8
@@ -64,6 +64,8 @@ class Replay:
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
                 self._ledgers.setdefault(ranks.key, make_ledger(ranks))
+        # A device finishes reductions when it needs their buffers, not when gradients come.
+        self._on_device = all(isinstance(ledger, DeviceLedger) for ledger in self._ledgers.values())
         self._overlaps = all(ledger.overlaps for ledger in self._ledgers.values())
         self._events = list(self._walk(root))
         self._last: list[_Unit] = []
@@ -177,7 +179,8 @@ class Replay:
                 if unit.index > 0 and not (before := self._order[unit.index - 1]).is_reduced:
                     self._begin_unshard(before)
             elif event is Event.USE and unit.facts.groups[index] not in unit.open:
-                self._finish_pending()
+                if not self._on_device:
+                    self._finish_pending()
                 self._open_scratch(unit, unit.facts.groups[index])
             elif event is Event.OPEN and unit.has_node:
                 unit.is_reduced = True
@@ -232,6 +235,8 @@ class Replay:
         unit.open.append(group)
 
     def _post(self, unit: _Unit, group: GroupFacts) -> None:
+        if self._ledger(group).is_full:
+            self._finish_pending()
         self._ledger(group).begin_reduce(group)
         self._reductions.append(group)
         self._pending.append((unit, group))
@@ -243,11 +248,14 @@ class Replay:
         self._pending.clear()
 
     def _flush(self) -> None:
-        self._finish_pending()
+        if not self._on_device:
+            self._finish_pending()
         reduced = set(self._reductions)
         for unit in reversed(self._units):
             for group in unit.facts.groups:
                 ledger = self._ledger(group)
+                if (unit, group) in self._pending:
+                    continue
                 if group in unit.open:
                     self._post(unit, group)
                 elif group not in reduced and ledger.needs_empty_reduction(group):
@@ -257,6 +265,8 @@ class Replay:
                     self._open_scratch(unit, group)
                     self._post(unit, group)
         self._finish_pending()
+        for ledger in self._ledgers.values():
+            ledger.end_backward()
 
     def _ledger(self, group: GroupFacts) -> Ledger:
         return self._ledgers[group.ranks.key]
