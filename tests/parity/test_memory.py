@@ -195,7 +195,7 @@ def resident_bytes(ctx, make, num: int) -> int:
 
 
 @distributed(world_sizes=(2,), fresh=True, timeout=120)
-@both_transports
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
 def test_never_above_stock(ctx, transport, policy, reshard):

@@ -167,7 +167,7 @@ def test_ranks_that_add_up_and_ranks_that_do_not(ctx):
     """In bf16: the last rank holds an fp32 sum of two micro-batches for block 1, the others one gradient in bf16."""
     only_fsdp2x(ctx)
     found = []
-    for transport in ("process_group", "shm"):
+    for transport in TRANSPORTS:
         model = shard(ctx, Routed(whole=True), STACK_UNITS, transport=transport, mp_policy=POLICIES["bf16"])
         for number in range(2):
             model.set_requires_gradient_sync(number == 1)
@@ -197,7 +197,7 @@ def test_gradients_that_come_in_parts(ctx):
     """The second part widens what the first one packed in bf16."""
     only_fsdp2x(ctx)
     found = []
-    for transport in ("process_group", "shm"):
+    for transport in TRANSPORTS:
         model = shard(ctx, Repeated(), transport=transport, mp_policy=POLICIES["bf16"])
         model(inputs(ctx.rank).requires_grad_()).float().square().mean().backward()
         found.append(grads(model))
