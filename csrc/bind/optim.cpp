@@ -18,15 +18,20 @@ void bind_optim(py::module_& m) {
   m.def(
       "adamw_step",
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
-         bool bf16_moments, const py::object& stochastic, uint64_t seed) {
+         bool bf16_moments, const py::object& stochastic, uint64_t seed, DeviceSteps* on_device) {
         std::vector<AdamWGroup> groups;
         for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
           groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
         }
-        return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed});
+        return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed},
+                          on_device);
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("bf16_moments"), py::arg("stochastic"),
-      py::arg("seed"));
+      py::arg("seed"), py::arg("on_device"));
+  py::class_<DeviceSteps>(m, "DeviceSteps")
+      .def(py::init<bool>(), py::arg("with_twins") = false)
+      .def_property_readonly("num_plans", &DeviceSteps::num_plans)
+      .def_property_readonly("has_kernels", &DeviceSteps::has_kernels);
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",

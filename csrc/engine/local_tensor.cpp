@@ -60,8 +60,8 @@ LocalTensor local_tensor(PyObject* object) {
   return {THPVariable_Unpack(local.get()), std::move(spec)};
 }
 
-bool is_plain_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+bool is_plain_memory(const at::Tensor& tensor, at::Device device) {
+  return tensor.defined() && tensor.device() == device && tensor.layout() == at::kStrided && tensor.has_storage() &&
          !tensor.is_conj() && !tensor.is_neg() && (tensor.is_contiguous() || tensor.is_non_overlapping_and_dense());
 }
 

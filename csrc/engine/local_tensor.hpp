@@ -27,8 +27,8 @@ struct LocalTensor {
 
 LocalTensor local_tensor(PyObject* object);
 
-// Whether kernels may walk the memory from its first to its last element: on the CPU, strided, dense.
-bool is_plain_memory(const at::Tensor& tensor);
+// Whether kernels may walk the memory from its first to its last element: on that device, strided, dense.
+bool is_plain_memory(const at::Tensor& tensor, at::Device device = at::kCPU);
 
 // Whether element i of one lies where element i of the other does.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);

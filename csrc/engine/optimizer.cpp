@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -22,14 +23,15 @@ struct Pair {
   PyObject* object;
   LocalTensor param;
   LocalTensor grad;
+  at::Device device = at::kCPU;  // of the kernels
 
   bool fits() const {
-    return is_plain_memory(param.tensor) && is_plain_memory(grad.tensor) && same_layout(param.tensor, grad.tensor) &&
-           param.tensor.scalar_type() == grad.tensor.scalar_type() &&
+    return is_plain_memory(param.tensor, device) && is_plain_memory(grad.tensor, device) &&
+           same_layout(param.tensor, grad.tensor) && param.tensor.scalar_type() == grad.tensor.scalar_type() &&
            same_placements(param.spec.get(), grad.spec.get());
   }
   bool fits(const LocalTensor& state, at::ScalarType type = at::kFloat) const {
-    return is_plain_memory(state.tensor) && state.tensor.scalar_type() == type &&
+    return is_plain_memory(state.tensor, device) && state.tensor.scalar_type() == type &&
            same_layout(param.tensor, state.tensor) && same_placements(param.spec.get(), state.spec.get());
   }
   // What autograd saved before the step must be seen to have changed.
@@ -42,7 +44,7 @@ struct Pair {
 Pair pair_of(PyObject* param, const at::Tensor& grad) {
   const PyRef object = PyRef::steal(THPVariable_Wrap(grad));
   if (!object) throw_python_error();
-  return {param, local_tensor(param), local_tensor(object.get())};
+  return {param, local_tensor(param), local_tensor(object.get()), at::kCPU};
 }
 
 // Borrowed; null when it is not there.
@@ -186,6 +188,27 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
   cpu::adamw(piece, job.step);
 }
 
+// Takes what lies on a device out of `jobs`.
+void run_on_device(std::vector<AdamWJob>& jobs, DeviceSteps& steps) {
+  const auto first = std::stable_partition(
+      jobs.begin(), jobs.end(), [&](const AdamWJob& job) { return !steps.serves(job.pair.param.tensor.device()); });
+  std::vector<DeviceAdamWJob> moved;
+  for (auto job = first; job != jobs.end(); ++job) {
+    moved.push_back({job->pair.param.tensor,
+                     job->pair.grad.tensor,
+                     job->exp_avg,
+                     job->exp_avg_sq,
+                     job->max_exp_avg_sq,
+                     job->step,
+                     job->is_stochastic,
+                     job->rounding.key,
+                     {job->rounding.first, job->rounding.run, job->rounding.stride}});
+  }
+  steps.adamw(moved);
+  for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
+  jobs.erase(first, jobs.end());
+}
+
 // --- SGD -------------------------------------------------------------------------------------------------------------
 
 struct SgdJob {
@@ -247,8 +270,8 @@ LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
 
 }  // namespace
 
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
-                    const Bf16Rules& bf16) {
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state, const Bf16Rules& bf16,
+                    DeviceSteps* on_device) {
   std::vector<AdamWJob> jobs;
   std::vector<size_t> first_numbers;
   size_t num_params = 0;
@@ -264,7 +287,10 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
       own = state_of(state, param);
       if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
     }
-    if (!add_adamw_job(jobs, groups[g], pair_of(param, grad), own, bf16.moments)) return false;
+    Pair pair = pair_of(param, grad);
+    const at::Tensor& local = pair.param.tensor;
+    if (on_device != nullptr && local.defined() && on_device->serves(local.device())) pair.device = local.device();
+    if (!add_adamw_job(jobs, groups[g], std::move(pair), own, bf16.moments)) return false;
     AdamWJob& job = jobs.back();
     job.is_stochastic = bf16.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
                                             job.exp_avg.scalar_type() == at::kBFloat16);
@@ -272,6 +298,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     return true;
   });
   count_steps(jobs);
+  if (on_device != nullptr) run_on_device(jobs, *on_device);
   run_all(jobs);
   return left_over;
 }

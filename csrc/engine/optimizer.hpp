@@ -1,5 +1,5 @@
-// Optimizer steps and gradient clipping over the local tensors of many parameters, without DTensor dispatch. Nothing is
-// kept between calls. Every function needs the GIL and gives it up while kernels run.
+// Optimizer steps and gradient clipping over the local tensors of many parameters, without DTensor dispatch. Nothing
+// but plans for a device is kept between calls. Every function needs the GIL and gives it up while kernels run.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/device_steps.hpp"
 #include "engine/local_tensor.hpp"
 #include "engine/py_ref.hpp"
 
@@ -52,8 +53,9 @@ struct Bf16Rules {
 // `state`: the optimizer's dict from parameter to dict; `make_state(group, index)` fills it for a parameter.
 // `bf16.stochastic(group, index)` tells where the parameter's local elements lie in the whole parameter: (first, run,
 // stride), see cpu::Rounding.
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
-                    const Bf16Rules& bf16);
+// `on_device`: steps what lies on a device; null: left over.
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state, const Bf16Rules& bf16,
+                    DeviceSteps* on_device);
 
 // Zeros, each tensor with a storage of its own, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);

@@ -4,35 +4,23 @@
 #include <algorithm>
 #include <map>
 
+#include "engine/uploaded_plan.hpp"
+
 namespace fsdp2x {
 
 namespace {
 
-// A plan in the memory of the kernels.
 template <class Segment>
-struct Uploaded {
-  Uploaded(cuda::Plan<Segment> made, at::Device device) : plan(std::move(made)) {
-    at::Tensor image = at::empty({static_cast<int64_t>(std::max<size_t>(plan.image_bytes(), 1))}, at::kByte);
-    plan.write_image(image.data_ptr());
-    memory = image.to(device);  // once; returns when it has arrived
-  }
-  cuda::List<Segment> list() const { return plan.list(memory.const_data_ptr()); }
-
-  cuda::Plan<Segment> plan;
-  at::Tensor memory;
-};
-
-template <class Segment>
-std::vector<Uploaded<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, at::Device device) {
-  std::vector<Uploaded<Segment>> uploaded;
+std::vector<UploadedPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, at::Device device) {
+  std::vector<UploadedPlan<Segment>> uploaded;
   for (auto& plan : plans) uploaded.emplace_back(std::move(plan), device);
   return uploaded;
 }
 
 // What a ReducePlan has of ours: packing for each combination of gradient dtypes seen, and the rows.
 struct Prepared {
-  std::map<std::vector<DType>, std::vector<Uploaded<cuda::CopySegment>>> packs;
-  std::vector<Uploaded<cuda::ReduceSegment>> rows;
+  std::map<std::vector<DType>, std::vector<UploadedPlan<cuda::CopySegment>>> packs;
+  std::vector<UploadedPlan<cuda::ReduceSegment>> rows;
 };
 
 Prepared& prepared_of(ReducePlan& plan) {
@@ -48,7 +36,7 @@ bool names(const auto& part, size_t param) {
 }  // namespace
 
 void PlanRunner::copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const {
-  using Image = Uploaded<cuda::CopySegment>;
+  using Image = UploadedPlan<cuda::CopySegment>;
   if (!program.prepared) program.prepared = std::make_shared<Image>(cuda::plan_copies(program.copies), device_);
   const auto& image = *static_cast<const Image*>(program.prepared.get());
   if (image.plan.num_tiles() > 0) kernels_.copy(image.list(), src, dst, stream);

@@ -26,11 +26,12 @@ class AdamW(torch.optim.AdamW):
     Arguments, parameter groups, closures and ``state_dict`` are torch's: states load both ways, and through
     ``torch.distributed.checkpoint.state_dict``. Parameters may be DTensors or plain tensors, of any size (zero too).
 
-    A CPU kernel steps float32 parameters, and bfloat16 and float16 ones with ``moments_dtype``. Its float32 moments are
-    torch's bit for bit on processors with fused multiply-add (otherwise within 1e-6). Its parameters are within 1e-6:
-    the square root of torch's default implementation comes from MKL and is not correctly rounded, ours is, so that
-    every processor computes the same. Parameters of other dtypes, on other devices, or whose gradients are cut
-    otherwise are stepped by torch's functions, on the local tensors where possible.
+    A kernel steps float32 parameters, and bfloat16 and float16 ones with ``moments_dtype``: on the CPU, and on CUDA
+    devices where fsdp2x was built with kernels for them, with the same bits. Its float32 moments are torch's bit for
+    bit on processors with fused multiply-add (otherwise within 1e-6). Its parameters are within 1e-6: the square root
+    of torch's default implementation comes from MKL and is not correctly rounded, ours is, so that every processor
+    computes the same. Parameters of other dtypes, on other devices, or whose gradients are cut otherwise are stepped by
+    torch's functions, on the local tensors where possible.
 
     What has 16 bits is widened, stepped in float32 and rounded to its dtype at the end of the step. In bfloat16,
     ``exp_avg_sq`` rounded to nearest stops following gradients that become smaller as soon as ``1 - beta2`` of it is
@@ -48,7 +49,7 @@ class AdamW(torch.optim.AdamW):
             ``torch.bfloat16``; None (default) gives moments the dtype of their parameter, as torch does. States of
             another dtype are converted when they are loaded, here and by torch.
         stochastic_rounding: round what is stored in bfloat16, parameters and moments, stochastically instead of to
-            nearest even. On the CPU only.
+            nearest even. Only where a kernel steps.
         seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
 
     Raises:
@@ -90,6 +91,7 @@ class AdamW(torch.optim.AdamW):
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
+        self._on_device = _C.DeviceSteps()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,6 +102,7 @@ class AdamW(torch.optim.AdamW):
         for group in state["param_groups"]:
             refuse_unsupported("AdamW", group)
         super().__setstate__(state)
+        self._on_device = _C.DeviceSteps()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("moments_dtype", "stochastic_rounding", "seed")
@@ -129,6 +132,7 @@ class AdamW(torch.optim.AdamW):
             self.moments_dtype is not None,
             self._place_of if self.stochastic_rounding else None,
             self.seed,
+            self._on_device,
         )
         for group, params in by_group(self.param_groups, left_over):
             self._step_by_torch(group, params)
@@ -176,8 +180,8 @@ class AdamW(torch.optim.AdamW):
             if self.stochastic_rounding and torch.bfloat16 in {tensor.dtype for tensor in tensors}:
                 raise NotImplementedError(
                     f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "
-                    f"{param.device}, whose gradient has dtype {param.grad.dtype}; it needs a CPU parameter and a "
-                    "gradient of the same dtype, placements and memory format, or stochastic_rounding=False"
+                    f"{param.device}, whose gradient has dtype {param.grad.dtype}; it needs a parameter that a kernel "
+                    "steps and a gradient of the same dtype, placements and memory format, or stochastic_rounding=False"
                 )
             if len({tensor.dtype for tensor in tensors}) > 1:
                 dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
