@@ -1,6 +1,8 @@
 """What users set on the device transport: prefetch budgets, buffers, events, memory, groups; seen in its record."""
 
+import contextlib
 import copy
+import types
 
 import pytest
 import torch
@@ -102,6 +104,42 @@ def test_memory_of_the_process_group(ctx):
             for address, num_bytes in (*reads, *writes):
                 assert any(start <= address and address + num_bytes <= start + size for start, size in starts.items())
     assert streams.races(entries) == []
+
+
+@distributed(world_sizes=(2,))
+def test_symmetric_memory(ctx):
+    """All that the transport lends is from torch's pool, and is exchanged once; on the CPU there is no such memory."""
+    only_fsdp2x(ctx)
+    streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    with pytest.raises(NotImplementedError, match="symmetric memory needs CUDA devices"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="only 'NCCL' is supported, got 'NVSHMEM'"):
+        model.set_symm_mem_for_comm("NVSHMEM")
+
+    import torch.distributed._symmetric_memory as symmetric
+
+    calls, in_pool, exchanged = [], [], []
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool):
+        in_pool.append(pool)
+        yield
+
+    module = types.SimpleNamespace(use_mem_pool=use_mem_pool)
+    patch = streams.mock.patch.object
+    patch(symmetric, "set_backend", lambda name: calls.append(name)).start()
+    patch(symmetric, "get_mem_pool", lambda device: f"pool of {device}").start()
+    patch(symmetric, "rendezvous", lambda memory, group: exchanged.append((memory.data_ptr(), group))).start()
+    patch(torch, "get_device_module", lambda device: module).start()
+    model.blocks[0]._get_fsdp_state().comm_memory = "symmetric"  # as the setter does on a CUDA mesh
+    for number in range(3):
+        step(model, ctx, number)
+        model.zero_grad()
+    group = model._get_fsdp_state().groups[0].ranks.group
+    lent = [address for _, _, address, _ in model._get_fsdp_state().root.loans()]
+    assert sorted(exchanged) == sorted((address, group.group_name) for address in lent) and len(lent) > 4
+    assert calls == ["NCCL"] and in_pool == ["pool of cpu"] * len(lent)
 
 
 @distributed(world_sizes=(2,))

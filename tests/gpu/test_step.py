@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
+from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import only_fsdp2x, same, shard, shard_stock
@@ -117,6 +118,25 @@ def test_offloaded_to_pinned_memory(ctx, policy):
     for param in ours.parameters():
         local = param.to_local()
         assert local.numel() == 0 or local.device.type == "cpu" and local.is_pinned()
+
+
+@distributed(world_sizes=(1,), timeout=300)
+@pytest.mark.parametrize("moments", [None, torch.bfloat16])
+def test_our_adamw_has_the_bits_of_the_cpu(ctx, moments):
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    there = [nn.Parameter(torch.randn(size).cuda()) for size in ((5, 7), (1033,), (0, 3), (300000,))]
+    here = [nn.Parameter(param.detach().cpu()) for param in there]
+    optimizers = [fsdp2x.optim.AdamW(one, lr=1e-2, moments_dtype=moments) for one in (there, here)]
+    for _ in range(3):
+        for one, other in zip(there, here, strict=True):
+            other.grad = torch.randn(other.shape)
+            one.grad = other.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert optimizers[0]._on_device.num_plans == (1 if _C.DeviceSteps().has_kernels else 0)
+    exact = {} if _C.DeviceSteps().has_kernels else {"rtol": 1e-2, "atol": 1e-4}
+    same([param.detach().cpu() for param in there], [param.detach() for param in here], "parameters", **exact)
 
 
 @distributed(world_sizes=(1,), timeout=300)
