@@ -13,6 +13,7 @@ from torch import nn
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.state import UnitState, get_state
+from fsdp2x.runtime.transport import has_streams
 
 
 class UnshardHandle(torch_fsdp.UnshardHandle):
@@ -145,13 +146,13 @@ class FSDPModule(_TorchFSDPModule):
 
         On a 2-D mesh it runs after the all-reduce. The hook changes ``rows`` in place. Not recursive.
 
-        Raises:
-            NotImplementedError: ``stream`` was given.
+        Args:
+            stream: the device stream that is current while the hook runs, ordered behind the reduction and before
+                whatever comes next. None: the reduction's own. No effect on the CPU, which has no streams.
         """
         state = self._get_fsdp_state()
-        if stream is not None:
-            raise NotImplementedError("fsdp2x.FSDPModule.set_all_reduce_hook: stream is not supported; leave it None")
         state.comms.all_reduce_hook = hook
+        state.comms.all_reduce_hook_stream = stream if has_streams(state.ranks.device) else None
         state.apply_comms()
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -285,7 +286,7 @@ class FSDPModule(_TorchFSDPModule):
         """
         state = self._get_fsdp_state()
         state.comm_memory = "process_group" if enable else None
-        state.apply_comm_memory()
+        state.remake_transports("memory")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Slots and reduction buffers are symmetric memory, for NCCL's copy-engine and symmetric kernels.
@@ -307,7 +308,7 @@ class FSDPModule(_TorchFSDPModule):
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
         state.comm_memory = "symmetric"
-        state.apply_comm_memory()
+        state.remake_transports("memory")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many packed units may be in flight to their reduction on a device, by default 2; the largest of all units
@@ -406,15 +407,20 @@ _refuse_unknown_methods()
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
 
+    Slots and reduction buffers stay each root's own, as upstream's gathered parameters do.
+
     Raises:
         ValueError: one of ``modules`` is not sharded.
-        NotImplementedError: on other devices than the CPU.
+        RuntimeError: called during forward or backward.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
-        if module._get_fsdp_state().ranks.device.type != "cpu":
-            raise NotImplementedError("fsdp2x.share_comm_ctx is supported on the CPU only, where it has no effect")
+    states = [module._get_fsdp_state() for module in modules]
+    layers = next((state.layers for state in states if state.layers is not None), {})
+    for state in states:
+        state.layers = layers
+        state.remake_transports("streams")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

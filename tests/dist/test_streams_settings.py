@@ -185,3 +185,54 @@ def test_storage_that_stays(ctx):
     model.set_keep_unsharded_storage(False)
     step(model, ctx)
     assert model._get_fsdp_state().root.stats()["gather_slots_owned"] == 0
+
+
+@distributed(world_sizes=(2,))
+def test_roots_share_streams(ctx):
+    """Pipeline stages, before and after their first forward: one set of lanes, no races between the stages."""
+    only_fsdp2x(ctx)
+    import fsdp2x
+
+    recorder = streams.install()
+    stages = [shard(ctx, wide(), STACK_UNITS, transport="streams") for _ in range(3)]
+    fsdp2x.share_comm_ctx(stages[:2])
+    recorder.clear()
+    for _ in range(2):
+        losses = [stage(inputs(ctx.rank, width=WIDTH)).square().mean() for stage in stages[:2]]
+        for loss in reversed(losses):
+            loss.backward()
+    assert streams.races(recorder.entries) == []
+    layers = [stage._get_fsdp_state().layers for stage in stages]
+    assert layers[0] is layers[1] and list(layers[0].values()) == [recorder] and layers[2] is None
+    same(grads(stages[0]), grads(stages[1]))
+    step(stages[2], ctx)
+    fsdp2x.share_comm_ctx(stages)
+    assert stages[2]._get_fsdp_state().layers is layers[0]
+    step(stages[2], ctx)
+
+
+@distributed(world_sizes=(2,))
+def test_the_hook_has_a_stream(ctx):
+    """The user's stream waits for the reduction, is current in the hook, and is waited for."""
+    only_fsdp2x(ctx)
+    streams.install()
+    seen = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            seen.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            seen.append("begin")
+
+        def __exit__(self, *exception):
+            seen.append("end")
+
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    model.blocks[0].set_all_reduce_hook(lambda rows: seen.append("hook"), stream=Stream("theirs"))
+    with streams.mock.patch.object(torch.accelerator, "current_stream", lambda device: Stream("reduce")):
+        step(model, ctx)
+    assert seen == ["theirs waits for reduce", "begin", "hook", "end", "reduce waits for theirs"]

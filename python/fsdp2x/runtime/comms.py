@@ -99,6 +99,7 @@ class CustomComms:
         self.all_gather: Any = None
         self.reduce_scatter: Any = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: Any = None
         self.separate_reduction = False  # over a process group of its own
 
     @property
@@ -110,7 +111,8 @@ class CustomComms:
         """Hands them to the engine's groups of ``state``."""
         for group in state.groups:
             engine = group.engine
-            engine.all_reduce_hook = self.all_reduce_hook and functools.partial(_call_hook, self.all_reduce_hook)
+            hook, stream = self.all_reduce_hook, self.all_reduce_hook_stream
+            engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
             gather = self.all_gather and functools.partial(_custom_gather, self.all_gather, group.ranks.group)
             if group.slow_gathers is not None:
                 gather = gather or functools.partial(all_gather, group.ranks.group)
@@ -132,8 +134,15 @@ class CustomComms:
         return functools.partial(reduce_scatter, ranks) if self.separate_reduction else None
 
 
-def _call_hook(hook: Callable[[torch.Tensor], None], rows: torch.Tensor) -> bool:
-    hook(rows)
+def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Tensor) -> bool:
+    if stream is None:
+        hook(rows)
+        return True
+    current = torch.accelerator.current_stream(rows.device)
+    stream.wait_stream(current)
+    with stream:
+        hook(rows)
+    current.wait_stream(stream)
     return True
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import weakref
 from datetime import timedelta
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -53,6 +55,7 @@ class UnitState(StateNames, torch_private.State):
         self.prefetch_bytes = 0  # what backward may gather ahead
         self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
         self.max_reduce_buffers: int | None = None  # None: the engine's default
+        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
 
     def configure(
         self,
@@ -188,6 +191,7 @@ class UnitState(StateNames, torch_private.State):
             self.timeout,
             custom=any(state.comms.is_custom for state in tree),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
+            layers=next((state.layers for state in tree if state.layers is not None), None),
         )
         for state in tree:
             state._join(root, choice, is_root=state is self, provisional=provisional)
@@ -196,16 +200,16 @@ class UnitState(StateNames, torch_private.State):
             state.apply_prefetch()
             state.apply_reduce_buffers()
 
-    def apply_comm_memory(self) -> None:
-        """Makes the root's transports again, over memory of another kind.
+    def remake_transports(self, what: str) -> None:
+        """Makes the root's transports again, because ``what`` (for the message) has changed.
 
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        if self.unit is None or self.ranks.device.type == "cpu":
+        if self.unit is None or not has_streams(self.ranks.device):
             return
         if self.root.in_forward or self.root.in_backward:
-            raise RuntimeError("the memory of collectives cannot be changed during forward or backward")
+            raise RuntimeError(f"the {what} of collectives cannot be changed during forward or backward")
         root_state = self.root_state()
         root_state._make_root(provisional=root_state.provisional)
 

@@ -34,7 +34,13 @@ class TransportChoice:
     """Makes the transports of one root, one per shard group, all by the same rule."""
 
     def __init__(
-        self, name: str, timeout: timedelta | None, *, custom: bool = False, comm_memory: str | None = None
+        self,
+        name: str,
+        timeout: timedelta | None,
+        *,
+        custom: bool = False,
+        comm_memory: str | None = None,
+        layers: dict[torch.device, Any] | None = None,
     ) -> None:
         if custom and name == "shm":
             raise ValueError(
@@ -44,6 +50,7 @@ class TransportChoice:
         self._name = "process_group" if custom else name
         self._timeout = timeout
         self._comm_memory = comm_memory
+        self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
 
@@ -80,7 +87,20 @@ class TransportChoice:
             return _C.shm_transport(*arguments)
         if self._name == "shm":
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
-        return _group_transport(ranks, self._comm_memory)
+        return self._over_process_group(ranks)
+
+    def _over_process_group(self, ranks: ShardGroup):
+        if ranks.device not in self._layers:
+            self._layers[ranks.device] = device_layer(ranks.device)
+        layer = self._layers[ranks.device]
+        if layer is not None:
+            return _device_transport(layer, ranks.group, self._comm_memory)
+        return _C.group_transport(
+            functools.partial(all_gather, ranks.group),
+            functools.partial(reduce_scatter, ranks.group),
+            wait,
+            ranks.device,
+        )
 
     def _sharing(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, tuple]:
         """Why the ranks of a group are not to share memory, or None and the arguments of what lets them."""
@@ -96,18 +116,6 @@ class TransportChoice:
         limit = self._timeout or torch_private.group_timeout(group)
         place = (dist.get_rank(group), dist.get_world_size(group))
         return None, (*place, hello["socket"], hello["token"], limit.total_seconds())
-
-
-def _group_transport(ranks: ShardGroup, comm_memory: str | None):
-    layer = device_layer(ranks.device)
-    if layer is None:
-        return _C.group_transport(
-            functools.partial(all_gather, ranks.group),
-            functools.partial(reduce_scatter, ranks.group),
-            wait,
-            ranks.device,
-        )
-    return _device_transport(layer, ranks.group, comm_memory)
 
 
 def device_layer(device: torch.device):
