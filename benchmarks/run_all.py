@@ -26,7 +26,8 @@ FULL = {
     "sequence_cpu_2ranks": ["bench_sequence.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
     "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
-    "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "24"],
+    "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48"],
+    "load_cold_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--cold"],
 }
 QUICK = {
     "step_cpu_2ranks": ["bench_step.py", "--cases", "comm", "many", "--steps", "5"],

@@ -6,11 +6,13 @@
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
 #include "core/error.hpp"
+#include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/group_transport.hpp"
 #include "engine/hooks.hpp"
 #include "engine/host_all_reduce.hpp"
 #include "engine/host_transport.hpp"
+#include "engine/parallel.hpp"
 #include "engine/root.hpp"
 #include "engine/storage.hpp"
 #include "engine/unit.hpp"
@@ -93,6 +95,26 @@ py::dict stats_of(const Root& root) {
   return result;
 }
 
+// Copies contiguous CPU tensors of the same sizes past the caches, on the threads this rank owns.
+void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
+  if (targets.size() != sources.size()) throw Error("stream_copies: as many targets as sources are needed");
+  std::vector<int64_t> sizes;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    for (const at::Tensor& tensor : {targets[i], sources[i]}) {
+      if (!tensor.is_cpu() || !tensor.is_contiguous()) throw Error("stream_copies: contiguous CPU tensors are needed");
+    }
+    if (targets[i].nbytes() != sources[i].nbytes())
+      throw Error("stream_copies: a target and its source differ in size");
+    sizes.push_back(static_cast<int64_t>(sources[i].nbytes()));
+  }
+  const py::gil_scoped_release released;
+  for_each_range(sizes, [&](size_t i, int64_t begin, int64_t end) {
+    cpu::stream_copy(static_cast<std::byte*>(targets[i].data_ptr()) + begin,
+                     static_cast<const std::byte*>(sources[i].const_data_ptr()) + begin,
+                     static_cast<size_t>(end - begin));
+  });
+}
+
 void bind_layout(py::module_& m) {
   py::class_<Layout>(m, "Layout")
       .def(py::init([](const std::vector<ShapeTuple>& shapes, int world, int rank, bool whole_chunks) {
@@ -114,6 +136,7 @@ void bind_layout(py::module_& m) {
         return std::make_pair(rows.begin, rows.end);
       },
       py::arg("dim"), py::arg("world"), py::arg("rank"));
+  m.def("stream_copies", &stream_copies, py::arg("targets"), py::arg("sources"));
   m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
   m.def("detach_memory", &detach_memory, py::arg("tensor"), py::arg("message"));
   m.def("attach_to_pool", &attach_to_pool, py::arg("tensor"), py::arg("pool"), py::arg("offset"));

@@ -138,6 +138,10 @@ void cast_copy(DType dst_type, void* dst, DType src_type, const void* src, int64
   cast_loop(dst_type, src_type)(dst, src, numel);
 }
 
+void stream_copy(void* dst, const void* src, size_t bytes) {
+  if (bytes > 0) kernel_table().stream_copy(dst, src, bytes);
+}
+
 void add(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel) {
   require_summable(dst_type, "add");
   require_summable(src_type, "add");

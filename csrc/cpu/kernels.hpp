@@ -14,6 +14,9 @@ namespace fsdp2x::cpu {
 // dst[i] = cast(src[i]). Equal types are a memcpy; `byte` casts only to `byte` (throws Error otherwise).
 void cast_copy(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel);
 
+// A copy past the caches, of any size: for memory that nobody reads soon. The two do not overlap.
+void stream_copy(void* dst, const void* src, size_t bytes);
+
 // dst[i] = cast(dst[i] + src[i]), the sum in fp32 (f64 if either side is f64).
 void add(DType dst_type, void* dst, DType src_type, const void* src, int64_t numel);
 

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2x.runtime.native import _C
+
 from .agree import CheckpointError, LostRanks, rank_and_size
 from .disk import page_aligned
 from .plan import Plan
@@ -170,6 +172,9 @@ class Staging:
         if self._positions != form.positions or self._sizes != sizes:
             self._positions, self._sizes = list(form.positions), sizes
             self.views = [self._buffer[start : start + size] for start, size in zip(form.positions, sizes, strict=True)]
+        if all(source.device.type == "cpu" and source.is_contiguous() for source in data):
+            _C.stream_copies(self.views, data)  # nobody reads the staging soon: the model stays in the caches
+            return self._buffer
         for view, source in zip(self.views, data, strict=True):
             view.copy_(source, non_blocking=True)
         if on_device:
