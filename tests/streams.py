@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 
 from fsdp2x import api
 from fsdp2x.runtime import transport
@@ -27,10 +28,10 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = 
     Parameters of less than `pack_below_bytes` are gathered packed, all of them without `grouped`. Plans run through the
     twins of the CUDA kernels, or through what stands in for these where the extension was built without nvcc.
     """
-    if isinstance(transport.device_layer, mock.Mock):
-        return transport.device_layer.return_value
+    if isinstance(transport.layer_maker, mock.Mock):
+        return transport.layer_maker.return_value()
     recorder = _C.RecordingLayer(with_twins)
-    mock.patch.object(transport, "device_layer", mock.Mock(return_value=recorder)).start()
+    mock.patch.object(transport, "layer_maker", mock.Mock(return_value=lambda: recorder)).start()
     check = api.check_transport
     as_group = {"streams": "process_group"}
     mock.patch.object(api, "check_transport", lambda name: check(as_group.get(name, name))).start()
@@ -120,6 +121,18 @@ WIDTH = 16  # rows of 64 bytes: chunks are aligned wherever ranks cut them
 
 def wide(num: int = 3) -> Stack:
     return Stack(num=num, width=WIDTH, hidden=20)
+
+
+class Experts(nn.Module):
+    """Each rank uses one of three experts in a step: the others get no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.experts[chosen](x)
 
 
 def step(model, ctx, number: int = 0, optimizer=None) -> None:

@@ -13,8 +13,8 @@ import streams
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, mean_of_ranks, only_fsdp2x, params, same, shard
+from streams import WIDTH, Experts, wide
 
-WIDTH = 16
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # pinning asks a driver
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -23,10 +23,6 @@ POLICIES = {
 }
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}}
 LOOSE = {"rtol": 0.2, "atol": 2e-2}
-
-
-def wide(num: int = 3) -> Stack:
-    return Stack(num=num, width=WIDTH, hidden=20)
 
 
 def loss_of(model, rank: int, step: int) -> torch.Tensor:
@@ -182,18 +178,6 @@ def test_a_gradient_that_somebody_keeps(ctx):
     loss_of(model, ctx.rank, 1).backward()
     same({name: grad.to_local() for name, grad in kept.items()}, before, "gradients of the step before")
     same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
-
-
-class Experts(nn.Module):
-    """A rank uses one of three experts."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x, chosen):
-        return self.experts[chosen](x)
 
 
 @distributed(world_sizes=(2,))

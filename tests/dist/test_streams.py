@@ -12,7 +12,7 @@ import streams
 from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import full, grads, mean_of_ranks, only_fsdp2x, params, same, shard
-from streams import WIDTH, record_of_steps, step, wide
+from streams import WIDTH, Experts, record_of_steps, step, wide
 
 def mesh_of(kind: str, world: int):
     if kind == "1d":
@@ -281,18 +281,6 @@ def test_choice_of_the_reduction(ctx, how):
     assert names == {f"reduce_scatter ({ {'fp16': 'sum'}.get(how, how) })"}
     assert calls == ([0.125] * 4 if how == "scaled" else [])
     assert streams.races(recorder.entries) == []
-
-
-class Experts(nn.Module):
-    """Each step uses one of three experts: the others get no gradient on any rank."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x, chosen):
-        return self.experts[chosen](x)
 
 
 @distributed(world_sizes=(2, 3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +92,8 @@ class TransportChoice:
 
     def _over_process_group(self, ranks: ShardGroup):
         if ranks.device not in self._layers:
-            self._layers[ranks.device] = device_layer(ranks.device)
+            make = layer_maker(ranks.device)
+            self._layers[ranks.device] = make and make()
         layer = self._layers[ranks.device]
         if layer is not None:
             return _device_transport(layer, ranks.group, self._comm_memory)
@@ -118,14 +120,14 @@ class TransportChoice:
         return None, (*place, hello["socket"], hello["token"], limit.total_seconds())
 
 
-def device_layer(device: torch.device):
-    """The streams and events of ``device`` as the engine wants them; None on the CPU, which has none."""
-    return None if device.type == "cpu" else _C.TorchLayer(device)
+def layer_maker(device: torch.device) -> Callable[[], Any] | None:
+    """Makes the streams and events of ``device`` as the engine wants them; None on the CPU, which has none."""
+    return None if device.type == "cpu" else functools.partial(_C.TorchLayer, device)
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether collectives run beside the compute on streams, and gather in place."""
-    return device_layer(device) is not None
+    return layer_maker(device) is not None
 
 
 def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
