@@ -175,27 +175,27 @@ def plot_sequence(axes, record: dict) -> None:
         for case, sides in record["results"].items()
         for side, values in sides.items()
     ]
-    for label, ours, color in (("without", False, OTHER), ("fsdp2x.sequence", True, OURS)):
-        chosen = [(place, value) for place, (_, mine, value) in enumerate(bars) if mine == ours]
-        if chosen:
-            axes.bar(*zip(*chosen, strict=True), 0.6, label=label, color=color)
-    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
-    axes.set_ylabel("tokens of samples a second")
+    _plot_bars(axes, bars, ("without", "fsdp2x.sequence"), "tokens of samples a second")
 
 
 def plot_moe(axes, record: dict) -> None:
     """Milliseconds of a step of each side."""
     bars = [
-        (f"{case}\n{side}", side in ("grouped",) or "chunks" in side, phases["step"]["median_ms"])
+        (f"{case}\n{side}", side == "grouped_mm" or "chunks" in side, phases["step"]["median_ms"])
         for case, sides in record["results"].items()
         for side, phases in sides.items()
     ]
-    for label, ours, color in (("loop, whole", False, OTHER), ("grouped, tiled", True, OURS)):
+    _plot_bars(axes, bars, ("loop, whole", "grouped, tiled"), "ms")
+
+
+def _plot_bars(axes, bars: list[tuple[str, bool, float]], labels: tuple[str, str], unit: str) -> None:
+    """Bars of (name, whether it is ours, value), under the labels of the others and of ours."""
+    for label, ours, color in ((labels[0], False, OTHER), (labels[1], True, OURS)):
         chosen = [(place, value) for place, (_, mine, value) in enumerate(bars) if mine == ours]
         if chosen:
             axes.bar(*zip(*chosen, strict=True), 0.6, label=label, color=color)
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
-    axes.set_ylabel("ms")
+    axes.set_ylabel(unit)
 
 
 PLOTS = {
