@@ -2,6 +2,7 @@
 #include "bind/optim.hpp"
 
 #include "bind/own.hpp"
+#include "engine/clip.hpp"
 #include "engine/optimizer.hpp"
 
 namespace fsdp2x {
@@ -31,26 +32,43 @@ void bind_optim(py::module_& m) {
   py::class_<DeviceSteps>(m, "DeviceSteps")
       .def(py::init<bool>(), py::arg("with_twins") = false)
       .def_property_readonly("num_plans", &DeviceSteps::num_plans)
-      .def_property_readonly("has_kernels", &DeviceSteps::has_kernels);
+      .def_property_readonly("has_kernels", [](const DeviceSteps& self) { return self.kernels().exist(); });
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",
-      [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer) {
+      [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer,
+         DeviceSteps* on_device) {
         std::vector<SgdGroup> groups;
         for (const auto& [params, lr, momentum, dampening, weight_decay, nesterov, maximize] : tuples) {
           groups.push_back({own(params), lr, momentum, dampening, weight_decay, nesterov, maximize});
         }
-        return sgd_step(groups, state.ptr(), make_buffer.ptr());
+        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device);
       },
-      py::arg("groups"), py::arg("state"), py::arg("make_buffer"));
+      py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"));
+  py::class_<DeviceClip>(m, "DeviceClip")
+      .def(py::init<bool>(), py::arg("with_twins") = false)
+      .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })
+      .def(
+          "clip_numbers",
+          [](const DeviceClip& self, const at::Tensor& square_sum, double max_norm, bool in_f64) {
+            ClipNumbers numbers = self.clip_numbers(square_sum, max_norm, in_f64);
+            return std::make_pair(std::move(numbers.norm), std::move(numbers.factor));
+          },
+          py::arg("square_sum"), py::arg("max_norm"), py::arg("in_f64"))
+      .def_property_readonly("num_plans", &DeviceClip::num_plans);
   py::class_<LocalGradients>(m, "LocalGradients")
-      .def(py::init([](const py::list& params) { return std::make_unique<LocalGradients>(params.ptr()); }),
-           py::arg("params"))
+      .def(py::init([](const py::list& params, DeviceClip* on_device) {
+             return std::make_unique<LocalGradients>(params.ptr(), on_device);
+           }),
+           py::arg("params"), py::arg("on_device"), py::keep_alive<1, 3>())
+      // Sums of squares on the host and (a tensor, or None) on the device, per bucket; indices that are left over.
       .def(
           "sum_squares",
-          [](const LocalGradients& self, const py::function& bucket_of) {
-            GradientSums result = self.sum_squares(bucket_of.ptr());
-            return std::make_pair(std::move(result.sums), std::move(result.left_over));
+          [](LocalGradients& self, const py::function& bucket_of) {
+            GradientSums sums = self.sum_squares(bucket_of.ptr());
+            std::optional<at::Tensor> on_device;
+            if (sums.on_device.defined()) on_device = std::move(sums.on_device);
+            return std::make_tuple(std::move(sums.on_host), std::move(on_device), std::move(sums.left_over));
           },
           py::arg("bucket_of"))
       .def("multiply", &LocalGradients::multiply, py::arg("factor"))

@@ -110,11 +110,13 @@ struct Kernels {
   // *sum = the sum of `num` values, always in the same order.
   void (*add_up)(const double* values, int64_t num, double* sum, Stream stream);
 
-  // *norm = sqrt(*square_sum); *factor = min(1, max_norm / (*norm + 1e-6)), NaN when the norm is.
-  void (*clip_factor)(const double* square_sum, float max_norm, float* norm, float* factor, Stream stream);
+  // *norm = sqrt(*square_sum); *factor = min(1, max_norm / (*norm + 1e-6)), NaN when the norm is. With torch's
+  // roundings: everything behind the square root in fp32, or in f64 when `in_f64`.
+  void (*clip_factor)(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor,
+                      Stream stream);
 
-  // Gradients in their targets times *factor, unless it is 1.
-  void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const float* factor, Stream stream);
+  // Gradients in their targets times *factor, unless it is 1; the factor is rounded to float unless they are f64.
+  void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 
   // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/adamw.hpp). The parameter
   // moves by the moments before these are rounded to their type.

@@ -77,6 +77,7 @@ struct ReduceSegment {
   int32_t target = 0;  // entry of the launch's table
   DType src = DType::f32;
   DType dst = DType::f32;
+  bool operator==(const ReduceSegment&) const = default;
 };
 
 // The numbers by which the elements of a range draw their random bits, as cpu::Rounding has them: element i is number
@@ -85,6 +86,7 @@ struct Numbers {
   uint64_t first = 0;
   int64_t run = 0;  // 0: all follow each other
   int64_t stride = 0;
+  bool operator==(const Numbers&) const = default;
 };
 
 // A range of elements that an optimizer steps. The pointers are those of the memory it lies in for as long as the plan
@@ -104,6 +106,7 @@ struct AdamWSegment {
   DType param_type = DType::f32;
   DType grad_type = DType::f32;
   DType moment_type = DType::f32;  // f32 or bf16
+  bool operator==(const AdamWSegment&) const = default;
 };
 
 struct SgdSegment {
@@ -119,6 +122,7 @@ struct SgdSegment {
   DType param_type = DType::f32;
   DType grad_type = DType::f32;
   DType buffer_type = DType::f32;  // f32 or bf16
+  bool operator==(const SgdSegment&) const = default;
 };
 
 using CopyPlan = Plan<CopySegment>;

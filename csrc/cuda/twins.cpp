@@ -66,11 +66,11 @@ void add_up(const double* values, int64_t num, double* sum, Stream) {
   *sum = sums[0];
 }
 
-void clip_factor(const double* square_sum, float max_norm, float* norm, float* factor, Stream) {
-  set_clip_factor(*square_sum, max_norm, norm, factor);
+void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream) {
+  set_clip_factor(*square_sum, max_norm, in_f64, norm, factor);
 }
 
-void scale_gradients(const ReduceList& list, const TargetTable& targets, const float* factor, Stream) {
+void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream) {
   with_body<ScaleBody>(run_tiles, list, targets, factor);
 }
 

@@ -1,20 +1,20 @@
-// Gradient clipping: sums of squares per bucket of placements, then one multiplication in place.
+// Which gradients the kernels can take, and the kernels of the CPU over them.
+#include "engine/clip.hpp"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
 #include "cpu/kernels.hpp"
 #include "engine/gil.hpp"
-#include "engine/local_tensor.hpp"
-#include "engine/optimizer.hpp"
 #include "engine/parallel.hpp"
 #include "engine/storage.hpp"
 
 namespace fsdp2x {
 namespace {
 
-bool is_summable(const at::Tensor& tensor) {
-  return is_plain_memory(tensor) && engine_dtype(tensor.scalar_type()) != DType::byte;
+bool is_summable(const at::Tensor& tensor, at::Device device) {
+  return is_plain_memory(tensor, device) && engine_dtype(tensor.scalar_type()) != DType::byte;
 }
 
 // Asks Python once per mesh and placements.
@@ -81,7 +81,7 @@ void add_up(const std::vector<Term>& terms, std::vector<double>& sums) {
 
 }  // namespace
 
-LocalGradients::LocalGradients(PyObject* params) {
+LocalGradients::LocalGradients(PyObject* params, DeviceClip* on_device) : on_device_(on_device) {
   const size_t num_params = list_size(params);
   entries_.reserve(num_params);
   for (size_t i = 0; i < num_params; ++i) {
@@ -92,59 +92,87 @@ LocalGradients::LocalGradients(PyObject* params) {
     LocalTensor local = local_tensor(object ? object.get() : param);
     any_double_ |= object && grad.scalar_type() == at::kDouble;
     if (object && !device_) device_ = grad.device();
-    const bool summable = object && is_summable(local.tensor);
-    entries_.push_back({i, std::move(object), std::move(local), summable});
+    const Place place = object ? place_of(local.tensor) : Place::nowhere;
+    entries_.push_back({i, std::move(object), std::move(local), place});
   }
 }
 
-GradientSums LocalGradients::sum_squares(PyObject* bucket_of) const {
+LocalGradients::Place LocalGradients::place_of(const at::Tensor& local) const {
+  const bool is_served = on_device_ != nullptr && on_device_->kernels().serve(*device_);
+  if (is_served && is_summable(local, *device_)) return Place::device;
+  return is_summable(local, at::kCPU) ? Place::host : Place::elsewhere;
+}
+
+std::vector<DeviceGradient> LocalGradients::on_device() const {
+  std::vector<DeviceGradient> gradients;
+  for (const Entry& entry : entries_) {
+    if (entry.place == Place::device) gradients.push_back({entry.local.tensor, entry.bucket});
+  }
+  return gradients;
+}
+
+GradientSums LocalGradients::sum_squares(PyObject* bucket_of) {
   GradientSums result;
   Buckets buckets(bucket_of);
   std::vector<Term> terms;
-  for (const Entry& entry : entries_) {
-    if (!entry.grad) {
+  for (Entry& entry : entries_) {
+    if (entry.place == Place::nowhere) {
       if (entry.local.tensor.defined()) buckets.of(entry.local.spec.get());
       continue;
     }
-    const long bucket = entry.is_summable ? buckets.of(entry.local.spec.get()) : -1;
-    if (bucket < 0) {
+    if (entry.place != Place::elsewhere) entry.bucket = buckets.of(entry.local.spec.get());
+    if (entry.bucket < 0) {
       result.left_over.push_back(entry.index);
-    } else {
-      terms.push_back({entry.local.tensor, static_cast<size_t>(bucket)});
-      if (result.sums.size() <= static_cast<size_t>(bucket)) result.sums.resize(static_cast<size_t>(bucket) + 1, 0.0);
+    } else if (entry.place == Place::host) {
+      const auto bucket = static_cast<size_t>(entry.bucket);
+      terms.push_back({entry.local.tensor, bucket});
+      if (result.on_host.size() <= bucket) result.on_host.resize(bucket + 1, 0.0);
     }
   }
+  if (const auto gradients = on_device(); !gradients.empty()) result.on_device = on_device_->sum_squares(gradients);
   const ReleaseGil released;
-  add_up(terms, result.sums);
+  add_up(terms, result.on_host);
   return result;
 }
 
-std::vector<size_t> LocalGradients::multiply(double factor) const {
+std::vector<size_t> LocalGradients::multiply(const at::Tensor& factor) const {
   std::vector<size_t> left_over;
-  std::vector<const Entry*> entries;
-  std::vector<int64_t> numels;
+  std::vector<const Entry*> multiplied;
   for (const Entry& entry : entries_) {
-    if (entry.is_summable) {
-      entries.push_back(&entry);
-      numels.push_back(entry.local.tensor.numel());
-    } else if (entry.grad) {
+    if (entry.place == Place::elsewhere || (entry.place == Place::host && !factor.is_cpu())) {
       left_over.push_back(entry.index);
+    } else if (entry.grad) {
+      multiplied.push_back(&entry);
     }
   }
-  {
-    const ReleaseGil released;
-    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
-      const at::Tensor& local = entries[i]->local.tensor;
-      auto* data =
-          static_cast<std::byte*>(local.mutable_data_ptr()) + static_cast<size_t>(begin) * local.element_size();
-      cpu::multiply(engine_dtype(local.scalar_type()), data, end - begin, factor);
-    });
+  if (const auto gradients = on_device(); !gradients.empty()) {
+    on_device_->multiply(gradients, factor);
+  } else if (factor.is_cpu()) {
+    const double value = factor.item<double>();
+    if (value == 1.0) return {};
+    multiply_on_host(value);
   }
-  for (const Entry* entry : entries) {
+  for (const Entry* entry : multiplied) {
     THPVariable_Unpack(entry->grad.get()).unsafeGetTensorImpl()->bump_version();
     if (entry->local.spec) entry->local.tensor.unsafeGetTensorImpl()->bump_version();
   }
   return left_over;
+}
+
+void LocalGradients::multiply_on_host(double factor) const {
+  std::vector<at::Tensor> tensors;
+  std::vector<int64_t> numels;
+  for (const Entry& entry : entries_) {
+    if (entry.place != Place::host) continue;
+    tensors.push_back(entry.local.tensor);
+    numels.push_back(entry.local.tensor.numel());
+  }
+  const ReleaseGil released;
+  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
+    auto* data = static_cast<std::byte*>(tensors[i].mutable_data_ptr());
+    data += static_cast<size_t>(begin) * tensors[i].element_size();
+    cpu::multiply(engine_dtype(tensors[i].scalar_type()), data, end - begin, factor);
+  });
 }
 
 }  // namespace fsdp2x

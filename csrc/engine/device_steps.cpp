@@ -1,12 +1,7 @@
-// AdamW steps on a device.
+// Cuts the parameters of a step into launches and runs them through kept plans.
 #include "engine/device_steps.hpp"
 
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <algorithm>
 #include <cstring>
-#include <tuple>
 
 #include "engine/storage.hpp"
 
@@ -14,92 +9,111 @@ namespace fsdp2x {
 
 namespace {
 
-bool is_same_step(const AdamWStep& a, const AdamWStep& b) { return std::memcmp(&a, &b, sizeof(AdamWStep)) == 0; }
+// Consecutive jobs that one launch can step.
+template <class Job>
+struct Launch {
+  at::Device device = at::kCPU;
+  std::vector<typename Job::Segment> segments;
+  typename Job::Args args;
+  int num_groups = 0;
+};
 
-auto facts_of(const cuda::AdamWSegment& one) {
-  return std::tuple(one.param, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq, one.numel, one.numbers.first,
-                    one.numbers.run, one.numbers.stride, one.source, one.group, one.param_type, one.grad_type,
-                    one.moment_type);
+template <class Step>
+bool has_same_bits(const Step& a, const Step& b) {
+  return std::memcmp(&a, &b, sizeof(Step)) == 0;
 }
 
-bool are_same(const std::vector<cuda::AdamWSegment>& a, const std::vector<cuda::AdamWSegment>& b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (facts_of(a[i]) != facts_of(b[i])) return false;
-  }
-  return true;
+// --- what an optimizer has of its own: the hyperparameters of a launch's groups, and its state -----------------------
+
+bool is_group(const DeviceAdamWJob& job, const cuda::AdamWArgs& args, int group) {
+  return has_same_bits(args.steps[group], job.step);
 }
 
-cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
-  cuda::AdamWSegment segment;
-  segment.param = job.param.mutable_data_ptr();
+bool is_group(const DeviceSgdJob& job, const cuda::SgdArgs& args, int group) {
+  return has_same_bits(args.steps[group], job.step) && args.momentum[group] == job.momentum;
+}
+
+void set_group(const DeviceAdamWJob& job, cuda::AdamWArgs& args, int group) { args.steps[group] = job.step; }
+
+void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
+  args.steps[group] = job.step;
+  args.momentum[group] = job.momentum;
+}
+
+void set_state(const DeviceAdamWJob& job, cuda::AdamWSegment& segment) {
   segment.exp_avg = job.exp_avg.mutable_data_ptr();
   segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
   if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
+  segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
+}
+
+void set_state(const DeviceSgdJob& job, cuda::SgdSegment& segment) {
+  if (!job.buffer.defined()) return;
+  segment.buffer = job.buffer.mutable_data_ptr();
+  segment.buffer_type = engine_dtype(job.buffer.scalar_type());
+}
+
+// --- the same for all ------------------------------------------------------------------------------------------------
+
+template <class Job>
+bool has_room(const Launch<Job>& launch, const Job& job) {
+  const bool is_known = launch.num_groups > 0 && is_group(job, launch.args, launch.num_groups - 1);
+  return launch.device == job.param.device() && launch.segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
+         (is_known || launch.num_groups < cuda::kMaxGroups) && launch.args.stochastic == job.is_stochastic &&
+         (!job.is_stochastic || launch.args.rounding.step == job.key.step);
+}
+
+template <class Job>
+void add(Launch<Job>& launch, const Job& job) {
+  if (launch.num_groups == 0 || !is_group(job, launch.args, launch.num_groups - 1)) {
+    set_group(job, launch.args, launch.num_groups++);
+  }
+  typename Job::Segment segment;
+  segment.param = job.param.mutable_data_ptr();
   segment.numel = job.param.numel();
   if (job.is_stochastic) segment.numbers = job.numbers;
   segment.param_type = engine_dtype(job.param.scalar_type());
   segment.grad_type = engine_dtype(job.grad.scalar_type());
-  segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
-  return segment;
+  segment.source = static_cast<int32_t>(launch.segments.size());
+  segment.group = launch.num_groups - 1;
+  set_state(job, segment);
+  launch.args.grads[launch.segments.size()] = job.grad.const_data_ptr();
+  launch.segments.push_back(segment);
 }
 
-}  // namespace
-
-DeviceSteps::DeviceSteps(bool with_twins)
-    : kernels_(with_twins ? &cuda::twin_kernels() : cuda::device_kernels()), with_twins_(with_twins) {}
-
-bool DeviceSteps::serves(at::Device device) const {
-  return kernels_ != nullptr && (with_twins_ ? device.is_cpu() : device.is_cuda());
-}
-
-std::vector<DeviceSteps::Launch> DeviceSteps::launches_of(const std::vector<DeviceAdamWJob>& jobs) const {
-  std::vector<Launch> launches;
-  for (const DeviceAdamWJob& job : jobs) {
+template <class Job>
+std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
+  std::vector<Launch<Job>> launches;
+  for (const Job& job : jobs) {
     if (job.param.numel() == 0) continue;
-    Launch* launch = launches.empty() ? nullptr : &launches.back();
-    const auto has_room = [&](const Launch& one) {
-      const bool is_known = one.num_groups > 0 && is_same_step(one.args.steps[one.num_groups - 1], job.step);
-      return one.device == job.param.device() && one.segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
-             (is_known || one.num_groups < cuda::kMaxGroups) && one.args.stochastic == job.is_stochastic &&
-             (!job.is_stochastic || one.args.rounding.step == job.key.step);
-    };
-    if (launch == nullptr || !has_room(*launch)) {
-      launch = &launches.emplace_back();
-      launch->device = job.param.device();
-      launch->args.stochastic = job.is_stochastic;
-      launch->args.rounding = job.key;
+    if (launches.empty() || !has_room(launches.back(), job)) {
+      Launch<Job>& launch = launches.emplace_back();
+      launch.device = job.param.device();
+      launch.args.stochastic = job.is_stochastic;
+      launch.args.rounding = job.key;
     }
-    if (launch->num_groups == 0 || !is_same_step(launch->args.steps[launch->num_groups - 1], job.step)) {
-      launch->args.steps[launch->num_groups++] = job.step;
-    }
-    cuda::AdamWSegment segment = segment_of(job);
-    segment.source = static_cast<int32_t>(launch->segments.size());
-    segment.group = launch->num_groups - 1;
-    launch->args.grads[launch->segments.size()] = job.grad.const_data_ptr();
-    launch->segments.push_back(segment);
+    add(launches.back(), job);
   }
   return launches;
 }
 
-void DeviceSteps::adamw(const std::vector<DeviceAdamWJob>& jobs) {
-  std::vector<Launch> launches = launches_of(jobs);
-  kept_.resize(std::max(kept_.size(), launches.size()));
+template <class Job, class Kernel>
+void run_all(const std::vector<Job>& jobs, KeptPlans<typename Job::Segment>& plans, Kernel kernel) {
+  const std::vector<Launch<Job>> launches = launches_of(jobs);
   for (size_t i = 0; i < launches.size(); ++i) {
-    Launch& launch = launches[i];
-    const c10::OptionalDeviceGuard guard(launch.device.is_cpu() ? std::nullopt : std::optional(launch.device));
-    std::unique_ptr<Kept>& kept = kept_[i];
-    if (kept == nullptr || !are_same(kept->segments, launch.segments)) {
-      kept.reset(new Kept{launch.segments, {cuda::make_plan(launch.segments), launch.device}});
-      ++num_plans_;
-    }
-    cuda::Stream stream = nullptr;
-    if (!launch.device.is_cpu()) {
-      const c10::impl::VirtualGuardImpl impl(launch.device.type());
-      stream = static_cast<cuda::Stream>(impl.getStream(launch.device).native_handle());
-    }
-    kernels_->adamw(kept->plan.list(), launch.args, stream);
+    const DeviceScope scope(launches[i].device);
+    kernel(plans.list(i, launches[i].segments, launches[i].device), launches[i].args, scope.stream());
   }
+}
+
+}  // namespace
+
+void DeviceSteps::run(const std::vector<DeviceAdamWJob>& jobs) {
+  if (!jobs.empty()) run_all(jobs, adamw_plans_, kernels_->adamw);
+}
+
+void DeviceSteps::run(const std::vector<DeviceSgdJob>& jobs) {
+  if (!jobs.empty()) run_all(jobs, sgd_plans_, kernels_->sgd);
 }
 
 }  // namespace fsdp2x

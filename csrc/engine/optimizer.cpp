@@ -41,10 +41,15 @@ struct Pair {
   }
 };
 
-Pair pair_of(PyObject* param, const at::Tensor& grad) {
+Pair pair_of(PyObject* param, const at::Tensor& grad, const DeviceSteps* on_device) {
   const PyRef object = PyRef::steal(THPVariable_Wrap(grad));
   if (!object) throw_python_error();
-  return {param, local_tensor(param), local_tensor(object.get()), at::kCPU};
+  Pair pair{param, local_tensor(param), local_tensor(object.get())};
+  const at::Tensor& local = pair.param.tensor;
+  if (on_device != nullptr && local.defined() && on_device->kernels().serve(local.device())) {
+    pair.device = local.device();
+  }
+  return pair;
 }
 
 // Borrowed; null when it is not there.
@@ -188,25 +193,16 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
   cpu::adamw(piece, job.step);
 }
 
-// Takes what lies on a device out of `jobs`.
-void run_on_device(std::vector<AdamWJob>& jobs, DeviceSteps& steps) {
-  const auto first = std::stable_partition(
-      jobs.begin(), jobs.end(), [&](const AdamWJob& job) { return !steps.serves(job.pair.param.tensor.device()); });
-  std::vector<DeviceAdamWJob> moved;
-  for (auto job = first; job != jobs.end(); ++job) {
-    moved.push_back({job->pair.param.tensor,
-                     job->pair.grad.tensor,
-                     job->exp_avg,
-                     job->exp_avg_sq,
-                     job->max_exp_avg_sq,
-                     job->step,
-                     job->is_stochastic,
-                     job->rounding.key,
-                     {job->rounding.first, job->rounding.run, job->rounding.stride}});
-  }
-  steps.adamw(moved);
-  for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
-  jobs.erase(first, jobs.end());
+DeviceAdamWJob device_job(const AdamWJob& job) {
+  return {{job.pair.param.tensor,
+           job.pair.grad.tensor,
+           job.is_stochastic,
+           job.rounding.key,
+           {job.rounding.first, job.rounding.run, job.rounding.stride}},
+          job.exp_avg,
+          job.exp_avg_sq,
+          job.max_exp_avg_sq,
+          job.step};
 }
 
 // --- SGD -------------------------------------------------------------------------------------------------------------
@@ -214,35 +210,56 @@ void run_on_device(std::vector<AdamWJob>& jobs, DeviceSteps& steps) {
 struct SgdJob {
   Pair pair;
   at::Tensor buffer;  // undefined without momentum
-  const SgdGroup* group;
-  bool is_first;
+  SgdStep step;
+  SgdMomentum momentum;
 };
 
-void run(const SgdJob& job, int64_t begin, int64_t end) {
-  const SgdGroup& group = *job.group;
-  cpu::SgdStep step;
+SgdStep sgd_numbers(const SgdGroup& group) {
+  SgdStep step;
   step.weight_decay = static_cast<float>(group.weight_decay);
   step.momentum = static_cast<float>(group.momentum);
   step.rest = static_cast<float>(1.0 - group.dampening);
   step.minus_lr = static_cast<float>(-group.lr);
   step.sign = group.maximize ? -1.0f : 1.0f;
+  return step;
+}
+
+SgdMomentum momentum_of(const SgdGroup& group, bool is_first) {
+  if (is_first) return group.nesterov ? SgdMomentum::first_nesterov : SgdMomentum::first;
+  return group.nesterov ? SgdMomentum::later_nesterov : SgdMomentum::later;
+}
+
+void run(const SgdJob& job, int64_t begin, int64_t end) {
   cpu::SgdPiece piece;
   piece.param = reinterpret_cast<float*>(at(job.pair.param.tensor, begin));
   piece.grad = reinterpret_cast<const float*>(const_at(job.pair.grad.tensor, begin));
   piece.numel = end - begin;
-  if (job.buffer.defined()) {
-    piece.buffer = reinterpret_cast<float*>(at(job.buffer, begin));
-    if (job.is_first) {
-      piece.momentum = group.nesterov ? cpu::SgdMomentum::first_nesterov : cpu::SgdMomentum::first;
-    } else {
-      piece.momentum = group.nesterov ? cpu::SgdMomentum::later_nesterov : cpu::SgdMomentum::later;
-    }
-  }
-  cpu::sgd(piece, step);
+  if (job.buffer.defined()) piece.buffer = reinterpret_cast<float*>(at(job.buffer, begin));
+  piece.momentum = job.momentum;
+  cpu::sgd(piece, job.step);
+}
+
+DeviceSgdJob device_job(const SgdJob& job) {
+  return {{job.pair.param.tensor, job.pair.grad.tensor, false, {}, {}}, job.buffer, job.step, job.momentum};
+}
+
+// --- the same for both -----------------------------------------------------------------------------------------------
+
+// Takes what lies on a device out of `jobs`.
+template <class Job>
+void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps) {
+  const auto first = std::stable_partition(
+      jobs.begin(), jobs.end(), [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); });
+  std::vector<decltype(device_job(*first))> moved;
+  for (auto job = first; job != jobs.end(); ++job) moved.push_back(device_job(*job));
+  steps.run(moved);
+  for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
+  jobs.erase(first, jobs.end());
 }
 
 template <class Job>
-void run_all(const std::vector<Job>& jobs) {
+void run_all(std::vector<Job>& jobs, DeviceSteps* on_device) {
+  if (on_device != nullptr) run_on_device(jobs, *on_device);
   {
     const ReleaseGil released;
     std::vector<int64_t> numels;
@@ -287,10 +304,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
       own = state_of(state, param);
       if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
     }
-    Pair pair = pair_of(param, grad);
-    const at::Tensor& local = pair.param.tensor;
-    if (on_device != nullptr && local.defined() && on_device->serves(local.device())) pair.device = local.device();
-    if (!add_adamw_job(jobs, groups[g], std::move(pair), own, bf16.moments)) return false;
+    if (!add_adamw_job(jobs, groups[g], pair_of(param, grad, on_device), own, bf16.moments)) return false;
     AdamWJob& job = jobs.back();
     job.is_stochastic = bf16.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
                                             job.exp_avg.scalar_type() == at::kBFloat16);
@@ -298,8 +312,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     return true;
   });
   count_steps(jobs);
-  if (on_device != nullptr) run_on_device(jobs, *on_device);
-  run_all(jobs);
+  run_all(jobs, on_device);
   return left_over;
 }
 
@@ -318,31 +331,32 @@ std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int
   return tensors;
 }
 
-LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer) {
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device) {
   static PyObject* const buffer_name = interned("momentum_buffer");
   std::vector<SgdJob> jobs;
   LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
-    SgdJob job{pair_of(param, grad), at::Tensor(), &groups[g], false};
+    SgdJob job{pair_of(param, grad, on_device), at::Tensor(), sgd_numbers(groups[g]), SgdMomentum::none};
     if (!job.pair.fits() || job.pair.param.tensor.scalar_type() != at::kFloat) return false;
     if (groups[g].momentum != 0.0) {
       PyObject* own = state_of(state, param);
       PyObject* buffer = own == nullptr ? nullptr : look_up(own, buffer_name);
-      job.is_first = buffer == nullptr || buffer == Py_None;
-      if (job.is_first) {
+      const bool is_first = buffer == nullptr || buffer == Py_None;
+      if (is_first) {
         make(make_buffer, g, i);
         own = state_of(state, param);
       }
       if (own == nullptr) throw Error("sgd_step: make_buffer did not make the buffer");
       LocalTensor local = local_item(own, buffer_name);
       const bool fits = job.pair.fits(local);
-      if (job.is_first && !fits) throw Error("sgd_step: the buffer that was made is not like its parameter");
+      if (is_first && !fits) throw Error("sgd_step: the buffer that was made is not like its parameter");
       if (!fits) return false;
       job.buffer = std::move(local.tensor);
+      job.momentum = momentum_of(groups[g], is_first);
     }
     jobs.push_back(std::move(job));
     return true;
   });
-  run_all(jobs);
+  run_all(jobs, on_device);
   return left_over;
 }
 

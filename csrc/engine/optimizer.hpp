@@ -1,5 +1,5 @@
-// Optimizer steps and gradient clipping over the local tensors of many parameters, without DTensor dispatch. Nothing
-// but plans for a device is kept between calls. Every function needs the GIL and gives it up while kernels run.
+// Optimizer steps over the local tensors of many parameters, without DTensor dispatch. Nothing but plans for a device
+// is kept between calls. Every function needs the GIL and gives it up while kernels run.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,12 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "engine/device_steps.hpp"
-#include "engine/local_tensor.hpp"
 #include "engine/py_ref.hpp"
 
 namespace fsdp2x {
@@ -60,37 +58,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
 // Zeros, each tensor with a storage of its own, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 
-// `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
-LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer);
-
-struct GradientSums {
-  std::vector<double> sums;       // of squares, per bucket
-  std::vector<size_t> left_over;  // indices of parameters whose gradients are not in the sums
-};
-
-// The gradients of parameters, looked up once for a call of clipping.
-class LocalGradients {
- public:
-  explicit LocalGradients(PyObject* params);
-  // `bucket_of(spec)`: the bucket of a DTensorSpec (None: a plain tensor), or a negative number to leave it over. It is
-  // asked for parameters without a gradient too, so that all ranks know the same buckets.
-  GradientSums sum_squares(PyObject* bucket_of) const;
-  // Multiplies them in place; returns the indices of the parameters whose gradients were left over.
-  std::vector<size_t> multiply(double factor) const;
-
-  std::optional<at::Device> device() const { return device_; }  // of the first gradient
-  bool any_double() const { return any_double_; }
-
- private:
-  struct Entry {
-    size_t index;
-    PyRef grad;         // null: the parameter has none
-    LocalTensor local;  // of the gradient, or of the parameter
-    bool is_summable;
-  };
-  std::vector<Entry> entries_;
-  std::optional<at::Device> device_;
-  bool any_double_ = false;
-};
+// As adamw_step; `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device);
 
 }  // namespace fsdp2x

@@ -144,7 +144,7 @@ TEST(Reduce, SquaresAndInfinities) {
     const auto num_tiles = static_cast<size_t>(plan.plan().num_tiles());
     ASSERT_EQ(num_tiles, 5u);
     const Region sums(num_tiles * sizeof(double)), again(num_tiles * sizeof(double)), inf(sizeof(float));
-    const Region total(sizeof(double)), norm(sizeof(float)), factor(sizeof(float));
+    const Region total(sizeof(double)), norm(sizeof(double)), factor(sizeof(double));
     const float zero = 0.0f;
     Region flag(std::as_bytes(std::span(&zero, 1)), 0);
     ReduceArgs args;
@@ -163,16 +163,16 @@ TEST(Reduce, SquaresAndInfinities) {
 
     kernels().add_up(sums.as<double>(), plan.plan().num_tiles(), total.as<double>(), nullptr);
     EXPECT_NEAR(total.read_as<double>()[0], expected, 1e-12 * expected);
-    kernels().clip_factor(total.as<double>(), 0.5f, norm.as<float>(), factor.as<float>(), nullptr);
+    kernels().clip_factor(total.as<double>(), 0.5, false, norm.as<double>(), factor.as<double>(), nullptr);
     const auto root = static_cast<float>(std::sqrt(total.read_as<double>()[0]));
-    EXPECT_EQ(norm.read_as<float>()[0], root);
-    EXPECT_EQ(factor.read_as<float>()[0], 0.5f / (root + 1e-6f));
+    EXPECT_EQ(norm.read_as<double>()[0], root);
+    EXPECT_EQ(factor.read_as<double>()[0], 1.0f / (root + 1e-6f) * 0.5f);
 
     const std::vector<std::byte> before = outs[0].read();
     const std::vector<std::byte> skipped = outs[1].read();
-    kernels().scale_gradients(plan.list(), targets, factor.as<float>(), nullptr);
+    kernels().scale_gradients(plan.list(), targets, factor.as<double>(), nullptr);
     std::vector<std::byte> scaled_down = before;
-    cpu::multiply(dst, scaled_down.data(), numels[0], static_cast<double>(factor.read_as<float>()[0]));
+    cpu::multiply(dst, scaled_down.data(), numels[0], factor.read_as<double>()[0]);
     EXPECT_TRUE(same(dst, outs[0].read(), scaled_down));
     EXPECT_EQ(outs[1].read(), skipped);
 
@@ -191,17 +191,22 @@ TEST(Reduce, SquaresAndInfinities) {
 }
 
 TEST(Norms, ClippingLeavesSmallNormsAndPassesNanOn) {
-  const Region norm(sizeof(float)), factor(sizeof(float));
-  const auto run = [&](double square_sum, float max_norm) {
-    const Region sum(std::as_bytes(std::span(&square_sum, 1)), 0);
-    kernels().clip_factor(sum.as<double>(), max_norm, norm.as<float>(), factor.as<float>(), nullptr);
-    return factor.read_as<float>()[0];
-  };
-  EXPECT_EQ(run(0.25, 1.0f), 1.0f);
-  EXPECT_EQ(norm.read_as<float>()[0], 0.5f);
-  EXPECT_EQ(run(4.0, 1.0f), 1.0f / (2.0f + 1e-6f));
-  EXPECT_EQ(run(std::numeric_limits<double>::infinity(), 1.0f), 0.0f);
-  EXPECT_TRUE(std::isnan(run(std::numeric_limits<double>::quiet_NaN(), 1.0f)));
+  const Region norm(sizeof(double)), factor(sizeof(double));
+  for (const bool in_f64 : {false, true}) {
+    const auto run = [&](double square_sum, double max_norm) {
+      const Region sum(std::as_bytes(std::span(&square_sum, 1)), 0);
+      kernels().clip_factor(sum.as<double>(), max_norm, in_f64, norm.as<double>(), factor.as<double>(), nullptr);
+      return factor.read_as<double>()[0];
+    };
+    EXPECT_EQ(run(0.25, 1.0), 1.0);
+    EXPECT_EQ(norm.read_as<double>()[0], 0.5);
+    EXPECT_EQ(run(9.0, 0.1), in_f64 ? 1.0 / (3.0 + 1e-6) * 0.1 : 1.0f / (3.0f + 1e-6f) * 0.1f);
+    EXPECT_EQ(norm.read_as<double>()[0], 3.0);
+    run(2.0, 1.0);
+    EXPECT_EQ(norm.read_as<double>()[0], in_f64 ? std::sqrt(2.0) : static_cast<float>(std::sqrt(2.0)));
+    EXPECT_EQ(run(std::numeric_limits<double>::infinity(), 1.0), 0.0);
+    EXPECT_TRUE(std::isnan(run(std::numeric_limits<double>::quiet_NaN(), 1.0)));
+  }
 }
 
 TEST(Norms, AddingUpTakesAnyNumber) {

@@ -157,7 +157,7 @@ template <bool kHasF64>
 struct ScaleBody {
   ReduceList list;
   TargetTable targets;
-  const float* factor;
+  const double* factor;
 
   template <class A>
   FSDP2X_HOST_DEVICE void run_as(const ReduceSegment& segment, int64_t tile, int thread) const {
@@ -169,7 +169,7 @@ struct ScaleBody {
 
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const ReduceSegment& segment = list.segments[list.tile_segments[tile]];
-    if (targets.mode[segment.target] == TableMode::skip || *factor == 1.0f) return;
+    if (targets.mode[segment.target] == TableMode::skip || *factor == 1.0) return;
     if constexpr (kHasF64) {
       if (segment.dst == DType::f64) return run_as<double>(segment, tile, thread);
     }
@@ -192,12 +192,19 @@ FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int thr
   return sum;
 }
 
-// The square root of torch's total_norm, and the factor of its clip_grads_with_norm_.
-FSDP2X_HOST_DEVICE void set_clip_factor(double square_sum, float max_norm, float* norm, float* factor) {
-  const auto root = static_cast<float>(sqrt(square_sum));
-  const float raw = max_norm / (root + 1e-6f);
-  *norm = root;
-  *factor = raw > 1.0f ? 1.0f : raw;
+// The square root of torch's total_norm, and the factor of its clip_grads_with_norm_, which divides a number by a
+// tensor as the number times the reciprocal.
+template <class A>
+FSDP2X_HOST_DEVICE void set_clip_factor(double square_sum, double max_norm, double* norm, double* factor) {
+  const auto root = static_cast<A>(sqrt(square_sum));
+  const A raw = A(1) / (root + static_cast<A>(1e-6)) * static_cast<A>(max_norm);
+  *norm = static_cast<double>(root);
+  *factor = raw > A(1) ? 1.0 : static_cast<double>(raw);
+}
+
+FSDP2X_HOST_DEVICE void set_clip_factor(double square_sum, double max_norm, bool in_f64, double* norm, double* factor) {
+  if (in_f64) return set_clip_factor<double>(square_sum, max_norm, norm, factor);
+  set_clip_factor<float>(square_sum, max_norm, norm, factor);
 }
 
 }  // namespace fsdp2x::cuda

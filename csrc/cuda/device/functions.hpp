@@ -13,8 +13,8 @@ void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable&
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
                  Stream stream);
 void add_up(const double* values, int64_t num, double* sum, Stream stream);
-void clip_factor(const double* square_sum, float max_norm, float* norm, float* factor, Stream stream);
-void scale_gradients(const ReduceList& list, const TargetTable& targets, const float* factor, Stream stream);
+void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream stream);
+void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream);
 void sgd(const SgdList& list, const SgdArgs& args, Stream stream);
 void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream stream);

@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(kSumThreads) add_up_kernel(const double* value
   if (threadIdx.x == 0) *sum = sums[0];
 }
 
-__global__ void clip_factor_kernel(const double* square_sum, float max_norm, float* norm, float* factor) {
-  set_clip_factor(*square_sum, max_norm, norm, factor);
+__global__ void clip_factor_kernel(const double* square_sum, double max_norm, bool in_f64, double* norm,
+                                   double* factor) {
+  set_clip_factor(*square_sum, max_norm, in_f64, norm, factor);
 }
 
 }  // namespace
@@ -71,12 +72,12 @@ void add_up(const double* values, int64_t num, double* sum, Stream stream) {
   check_launch("add_up", 1);
 }
 
-void clip_factor(const double* square_sum, float max_norm, float* norm, float* factor, Stream stream) {
-  clip_factor_kernel<<<1, 1, 0, stream>>>(square_sum, max_norm, norm, factor);
+void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream stream) {
+  clip_factor_kernel<<<1, 1, 0, stream>>>(square_sum, max_norm, in_f64, norm, factor);
   check_launch("clip_factor", 1);
 }
 
-void scale_gradients(const ReduceList& list, const TargetTable& targets, const float* factor, Stream stream) {
+void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream) {
   with_body<ScaleBody>(
       [&](const auto& body, int64_t num_tiles) { launch_tiles("scale_gradients", body, num_tiles, stream); }, list,
       targets, factor);

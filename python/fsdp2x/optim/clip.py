@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.runtime import torch_private
@@ -23,13 +24,15 @@ def clip_grad_norm_(
 
     The norm is that of all whole gradients as one vector, however they are sharded: over several mesh axes, over
     different meshes, or not at all. What ranks hold in common is counted once. One all-reduce per process group.
-    Collective: every rank must call it, with the same parameters.
+    Collective: every rank must call it, with the same parameters. On a CUDA device everything is enqueued and the host
+    does not wait, except with ``error_if_nonfinite`` and where gradients lie partly in host memory.
 
     Args:
         parameters: a tensor or an iterable of tensors; those without a gradient count as zero.
         max_norm: the largest norm.
         norm_type: p of the p-norm, positive; ``inf`` for the largest absolute value. The norm of 2 is summed in float64
-            by the engine, on the CPU; others, and other devices, use torch on the local tensors.
+            by the engine: on the CPU, and on CUDA devices where fsdp2x was built with kernels for them, there with a
+            few launches for hundreds of gradients. Others, and other devices, use torch on the local tensors.
         error_if_nonfinite: raise instead of scaling by a norm that is infinite or NaN.
 
     Returns:
@@ -43,12 +46,14 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"fsdp2x.clip_grad_norm_: norm_type is {norm_type}, expected a positive number or inf")
-    gradients = _C.LocalGradients(params)
+    on_device = _kernels_for(params)
+    gradients = _C.LocalGradients(params, on_device)
     buckets = _Buckets(norm_type)
     if norm_type == 2.0:
-        sums, left_over = gradients.sum_squares(buckets.index)
-        for index, total in enumerate(sums):
-            buckets.add(index, total)
+        on_host, sums, left_over = gradients.sum_squares(buckets.index)
+        for total in (on_host, () if sums is None else sums):
+            for index, term in enumerate(total):
+                buckets.add(index, term)
         slow = [params[i].grad for i in left_over]
     else:
         for param in params:
@@ -60,28 +65,35 @@ def clip_grad_norm_(
         buckets.add_gradient(grad)
     device = gradients.device or (params[0].device if params else torch.device("cpu"))
     total = buckets.total(device)
-    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type) if norm_type != 2.0 else total.sqrt()
-    norm = norm.to(torch.float64 if gradients.any_double else torch.float32)
+    dtype = torch.float64 if gradients.any_double else torch.float32
+    if norm_type == 2.0 and on_device.serves(device):
+        norm, factor = on_device.clip_numbers(total, float(max_norm), dtype is torch.float64)
+    else:
+        norm = total if math.isinf(norm_type) else total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
+        norm = norm.to(dtype)
+        factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double()
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"fsdp2x.clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
             "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
         )
-    _multiply(params, gradients, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+    for index in gradients.multiply(factor):
+        grad = params[index].grad
+        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local.mul_(factor.to(local.device))
     return norm
 
 
-def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor) -> None:
-    if factor.device.type != "cpu":
-        slow = [param.grad for param in params if param.grad is not None]
-    else:
-        value = factor.item()
-        if value == 1.0:
-            return
-        slow = [params[i].grad for i in gradients.multiply(value)]
-    for grad in slow:
-        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device))
+# What the kernels of a device keep for the parameters that were clipped together, by the first of them: gone with it.
+_kept = WeakIdKeyDictionary()
+
+
+def _kernels_for(params: list[Tensor]) -> _C.DeviceClip:
+    if not params:
+        return _C.DeviceClip()
+    if params[0] not in _kept:
+        _kept[params[0]] = _C.DeviceClip()
+    return _kept[params[0]]
 
 
 class _Buckets:
@@ -132,23 +144,27 @@ class _Buckets:
 
     def total(self, device: torch.device) -> Tensor:
         """Reduces every bucket over its groups, and the buckets to one number. Collective."""
+        if len(self._groups) == 0:
+            return torch.zeros((), dtype=torch.float64, device=device)
         largest = math.isinf(self._norm_type)
+        # Every bucket is a view of its own: a list of indices would have to be copied to the device first.
         merged = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
-        for index, terms in enumerate(self._sums):
+        rows = list(merged)
+        for row, terms in zip(rows, self._sums, strict=True):
             for term in terms:
+                here = term.to(device) if isinstance(term, Tensor) else term
                 if largest:
-                    merged[index] = torch.maximum(merged[index], torch.as_tensor(term, device=device))
+                    torch.maximum(row, here, out=row)
                 else:
-                    merged[index] += term
+                    row.add_(here)
         order: list[dist.ProcessGroup] = []
         for groups in self._groups:
             order.extend(group for group in groups if group not in order)
         for group in order:
-            rows = [index for index, groups in enumerate(self._groups) if group in groups]
+            reduced = [row for row, groups in zip(rows, self._groups, strict=True) if group in groups]
             # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.
-            part = merged[rows].to(device if device.type == self._mesh_device else self._mesh_device)
+            part = torch.stack(reduced).to(device if device.type == self._mesh_device else self._mesh_device)
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-            merged[rows] = part.to(device)
-        if len(self._groups) == 0:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            for row, value in zip(reduced, part, strict=True):
+                row.copy_(value)
         return merged.max() if largest else merged.sum()

@@ -18,8 +18,9 @@ from fsdp2x.runtime.native import _C
 class SGD(torch.optim.SGD):
     """``torch.optim.SGD`` with all parameters of a step in one call, over their local shards.
 
-    Arguments, parameter groups, closures and ``state_dict`` are torch's. A CPU kernel steps float32 parameters with
-    torch's bits (on processors with fused multiply-add, otherwise within 1e-6); torch's functions step all others.
+    Arguments, parameter groups, closures and ``state_dict`` are torch's. A kernel steps float32 parameters: on the CPU,
+    and on CUDA devices where fsdp2x was built with kernels for them, with the same bits, which are those of torch on
+    processors with fused multiply-add (otherwise within 1e-6). torch's functions step all others.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``; ``lr`` and
@@ -47,6 +48,7 @@ class SGD(torch.optim.SGD):
         fused: bool | None = None,
     ) -> None:
         refuse_unsupported("SGD", {"differentiable": differentiable})
+        self._on_device = _C.DeviceSteps()
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -57,12 +59,14 @@ class SGD(torch.optim.SGD):
         for group in state["param_groups"]:
             refuse_unsupported("SGD", group)
         super().__setstate__(state)
+        self._on_device = _C.DeviceSteps()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
-        left_over = _C.sgd_step([_settings(group) for group in self.param_groups], self.state, self._make_buffer)
+        settings = [_settings(group) for group in self.param_groups]
+        left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device)
         for group, params in by_group(self.param_groups, left_over):
             self._step_by_torch(group, params)
         return loss

@@ -1,0 +1,192 @@
+"""One GPU: optimizers and clipping by the device's kernels, against the CPU's and against torch's on the device."""
+
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp2x
+from device_twins import clip_by_twins, step_by_twins
+from fsdp2x.runtime.native import _C
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import only_fsdp2x, same, shard
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none"),
+    pytest.mark.skipif(not _C.DeviceSteps().has_kernels, reason="needs the CUDA kernels, and fsdp2x was built without"),
+]
+
+SIZES = ((5, 7), (0, 3), (1033,), (), (6, 4, 3), (300001,))
+OPTIMIZERS = {
+    "adamw": (fsdp2x.optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "sgd": (fsdp2x.optim.SGD, torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (fsdp2x.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "nesterov": (
+        fsdp2x.optim.SGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "maximize": True},
+    ),
+}
+DTYPES = {
+    "float32": (torch.float32,),
+    "bfloat16": (torch.bfloat16,),
+    "mixed": (torch.float32, torch.bfloat16, torch.float64, torch.float16),
+}
+
+
+def parameters(dtypes=(torch.float32,), sizes=SIZES) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size).to(dtypes[i % len(dtypes)])) for i, size in enumerate(sizes)]
+
+
+def on_gpu(params) -> list[nn.Parameter]:
+    return [nn.Parameter(param.detach().cuda()) for param in params]
+
+
+def set_gradients(step: int, *lists) -> None:
+    """The same on every device; every other one starts between two words of 16 bytes."""
+    for params in lists:
+        torch.manual_seed(100 + step)
+        for index, param in enumerate(params):
+            memory = torch.randn(param.numel() + 1).to(param.dtype).to(param.device)
+            param.grad = memory[index % 2 :][: param.numel()].view(param.shape)
+
+
+@contextlib.contextmanager
+def host_never_waits():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def launches(call) -> list[str]:
+    """Names of the kernels and copies on the device while `call` ran."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_the_cpu_and_of_the_twins(name):
+    make, _, options = OPTIMIZERS[name]
+    here = parameters()
+    twin, there = copy.deepcopy(here), on_gpu(here)
+    optimizers = [make(params, **options) for params in (here, twin, there)]
+    step_by_twins(optimizers[1])
+    for step in range(4):
+        set_gradients(step, here, twin, there)
+        for optimizer in optimizers:
+            optimizer.step()
+    for first, second, third in zip(here, twin, there, strict=True):
+        assert torch.equal(first, second) and torch.equal(first, third.cpu())
+        for key, value in optimizers[0].state[first].items():
+            assert torch.equal(value, optimizers[2].state[third][key].cpu()), key
+    assert optimizers[2]._on_device.num_plans == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_torchs_in_one_launch_without_waiting(name):
+    make, reference, options = OPTIMIZERS[name]
+    ours, theirs = on_gpu(parameters()), on_gpu(parameters())
+    optimizer, torchs = make(ours, **options), reference(theirs, **options)
+    for step in range(3):
+        set_gradients(step, ours, theirs)
+        with host_never_waits() if step > 0 else contextlib.nullcontext():
+            optimizer.step()
+        torchs.step()
+    for param, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+    set_gradients(3, ours)
+    names = launches(optimizer.step)
+    assert len([name for name in names if "run_tiles" in name]) == 1 and len(names) == 1, names
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("max_norm", [0.37, 1e9])
+def test_clipping_has_the_bits_of_the_twins(dtypes, max_norm):
+    here = parameters(DTYPES[dtypes])
+    there = on_gpu(here)
+    set_gradients(0, here, there)
+    with clip_by_twins():
+        expected = fsdp2x.clip_grad_norm_(here, max_norm)
+    norm = fsdp2x.clip_grad_norm_(there, max_norm)
+    assert norm.is_cuda and norm.dtype is expected.dtype and norm.shape == ()
+    assert torch.equal(norm.cpu(), expected)
+    for param, other in zip(here, there, strict=True):
+        assert torch.equal(param.grad, other.grad.cpu())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_is_torchs(norm_type):
+    sizes = [size for size in SIZES if 0 not in size]  # torch's infinity norm refuses empty gradients
+    ours, theirs = on_gpu(parameters(sizes=sizes)), on_gpu(parameters(sizes=sizes))
+    set_gradients(0, ours, theirs)
+    norm = fsdp2x.clip_grad_norm_(ours, 0.5, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.5, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+    for param, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("num", [3, 300])
+def test_clipping_neither_waits_nor_launches_more_for_more_gradients(num):
+    params = on_gpu(parameters(sizes=[(7, 5)] * num))
+    set_gradients(0, params)
+    fsdp2x.clip_grad_norm_(params, 0.1)
+    with host_never_waits():
+        norm = fsdp2x.clip_grad_norm_(params, 0.05)
+    assert norm > 0.05
+    names = launches(lambda: fsdp2x.clip_grad_norm_(params, 0.04))
+    assert len(names) <= 12, names
+    assert sum("run_sums" in name for name in names) == sum("run_tiles" in name for name in names) == 1, names
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clipping_what_is_not_finite(bad):
+    params = on_gpu(parameters())
+    set_gradients(0, params)
+    params[-1].grad[-1] = bad
+    before = [param.grad.clone() for param in params]
+    with pytest.raises(RuntimeError, match=f"is {bad}"):
+        fsdp2x.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param.grad.nan_to_num(-7.0), old.nan_to_num(-7.0))
+    assert not fsdp2x.clip_grad_norm_(params, 1.0).isfinite()
+    zeros = torch.zeros_like(params[0].grad)
+    assert params[0].grad.isnan().all() if math.isnan(bad) else torch.equal(params[0].grad, zeros)
+
+
+@distributed(world_sizes=(1, 2), timeout=300)
+def test_sharded_models_on_a_stream_of_the_user(ctx):
+    """Clipping and steps follow the gradients in stream order, with gloo ranks on one device."""
+    only_fsdp2x(ctx)
+    torch.cuda.set_device(0)
+    model = Stack(width=64, hidden=96)
+    reference = shard(ctx, copy.deepcopy(model), STACK_UNITS, mesh=init_device_mesh("cpu", (ctx.world,)))
+    ours = shard(ctx, model, STACK_UNITS, mesh=init_device_mesh("cuda", (ctx.world,)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    results = []
+    for one, device in ((ours, "cuda"), (reference, "cpu")):
+        optimizer = fsdp2x.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        norms = []
+        with torch.cuda.stream(stream) if device == "cuda" else contextlib.nullcontext():
+            for step in range(3):
+                one(inputs(ctx.rank, step, rows=16, width=64).to(device)).square().mean().backward()
+                norms.append(fsdp2x.clip_grad_norm_(one.parameters(), 0.05))
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.synchronize()
+        results.append([norm.cpu() for norm in norms] + [param.to_local().detach().cpu() for param in one.parameters()])
+    same(results[0], results[1], "norms and parameters", rtol=1e-4, atol=1e-6)
