@@ -5,6 +5,7 @@
 #include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
+#include "bind/peers.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
@@ -368,4 +369,5 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
   fsdp2x::bind_optim(m);
+  fsdp2x::bind_peers(m);
 }

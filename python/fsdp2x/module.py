@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
+from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState, get_state
 from fsdp2x.runtime.transport import has_streams
 
@@ -289,25 +290,39 @@ class FSDPModule(_TorchFSDPModule):
         state.remake_transports("memory")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Slots and reduction buffers are symmetric memory, for NCCL's copy-engine and symmetric kernels.
+        """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
 
-        For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Its reductions sum only: call
-        :meth:`set_force_sum_reduction_for_comms`. Memory is exchanged between the ranks when a slot is first used.
+        For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Memory is exchanged between
+        the ranks when a slot is first used.
+
+        Args:
+            backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
+                :meth:`set_force_sum_reduction_for_comms`. Or ``"CUDA"``: the engine's own kernels gather and reduce
+                over shards by reading the peers' memory, without NCCL, on up to 72 devices that reach each other
+                (NVLink). Sums are in float32, in rank order, and rounded once. Experimental: it has run with ranks
+                played on a CPU, never across devices.
 
         Raises:
-            ValueError: a backend other than NCCL.
-            NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
-            RuntimeError: called during forward or backward.
+            ValueError: another backend.
+            NotImplementedError: the model is on the CPU, this torch has no pool of symmetric memory, or ``"CUDA"`` and
+                fsdp2x was built without CUDA kernels.
+            RuntimeError: called during forward or backward; from a later forward or backward, a peer that did not come
+                to a collective within the process group's timeout.
         """
-        if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm: only 'NCCL' is supported, got {backend!r}")
+        if backend not in ("NCCL", "CUDA"):
+            raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL' or 'CUDA', got {backend!r}")
         state = self._get_fsdp_state()
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        state.comm_memory = "symmetric"
+        if backend == "CUDA" and not _C.has_device_kernels():
+            raise NotImplementedError(
+                "fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels, and fsdp2x was built "
+                "without nvcc; build it with -DFSDP2X_CUDA=ON, or use 'NCCL'"
+            )
+        state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

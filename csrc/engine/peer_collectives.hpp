@@ -1,0 +1,73 @@
+// Collectives without a library between the ranks: everybody reads the memory of his peers, mapped into his own address
+// space, through the peer kernels of ring cuda. In place of torch.distributed's where a user asks for it; to the device
+// transport they look the same.
+//
+//   allocation, the same on every rank:   | bytes | pad: a word per rank |
+//   a collective, on the current stream:  barrier | read the peers | barrier
+//
+// The first barrier tells that everybody's part is written, the second that nobody reads any more. Each allocation has
+// a pad of its own, so ranks that take different allocations for a collective wait for each other in vain, and time
+// out, before anything wrong is read.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/device_kernels.hpp"
+#include "engine/py_ref.hpp"
+
+namespace fsdp2x {
+
+// Every function needs the GIL, and gives it up while twins wait for each other.
+class PeerCollectives {
+ public:
+  // `share(bytes)`: zeros on every rank, as (this rank's tensor of bytes, the addresses of every rank's in rank order,
+  // what keeps them valid); collective, and every rank's are zero when it returns.
+  PeerCollectives(int rank, int world, PyRef share, double timeout_seconds, bool with_twins);
+
+  // Memory that peers can read, for collectives on one stream. Collective; freed with the tensor.
+  at::Tensor allocate(size_t bytes);
+  // Of each pair: `inputs[i]` is this rank's part of `outputs[i]`, where it lies, and is there already.
+  void all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+  // output = this rank's part of the sum of every rank's `input`, or of their mean: in rank order, in fp32 (f64: in
+  // f64), rounded once. `input` lies in allocated memory, `output` anywhere.
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, bool average);
+  // The sum times `factor`.
+  void reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor);
+
+ private:
+  struct Memory {
+    at::Tensor own;
+    std::vector<std::byte*> bases;  // by rank
+    PyRef mapping;                  // keeps the bases valid
+    size_t pad_offset = 0;
+    uint32_t epoch = 0;
+    size_t offset_of(const at::Tensor& tensor) const;
+  };
+  using Piece = std::pair<size_t, size_t>;  // offset of an output, bytes of a rank's part
+  Memory& memory_of(const at::Tensor& tensor, const char* what);
+  void barrier(Memory& memory, cuda::Stream stream);
+  cuda::PeerTable table_of(const Memory& memory, size_t offset) const;
+  cuda::CopyList gather_list(const std::vector<Piece>& pieces, at::Device device);
+  cuda::ReduceList reduce_list(DType type, int64_t numel, at::Device device);
+  void reduce(const at::Tensor& output, const at::Tensor& input, cuda::Scale scale);
+  // Throws Error when a barrier has given up.
+  void check() const;
+
+  DeviceKernels kernels_;
+  int rank_, world_;
+  PyRef share_;
+  double timeout_seconds_;
+  at::Tensor timed_out_;  // one word of host memory that the device writes
+  std::vector<std::weak_ptr<Memory>> memories_;
+  std::map<std::vector<Piece>, UploadedPlan<cuda::CopySegment>> gather_plans_;
+  std::map<std::pair<DType, int64_t>, UploadedPlan<cuda::ReduceSegment>> reduce_plans_;
+};
+
+}  // namespace fsdp2x
