@@ -248,8 +248,9 @@ DeviceSgdJob device_job(const SgdJob& job) {
 // Takes what lies on a device out of `jobs`.
 template <class Job>
 void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps) {
-  const auto first = std::stable_partition(
-      jobs.begin(), jobs.end(), [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); });
+  const auto lies_on_host = [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); };
+  if (std::all_of(jobs.begin(), jobs.end(), lies_on_host)) return;
+  const auto first = std::stable_partition(jobs.begin(), jobs.end(), lies_on_host);
   std::vector<decltype(device_job(*first))> moved;
   for (auto job = first; job != jobs.end(); ++job) moved.push_back(device_job(*job));
   steps.run(moved);
