@@ -112,7 +112,8 @@ def main() -> None:
         (torch.bfloat16, 0, fsdp2x.optim.AdamW, stochastic),
     ]
     for number, case in enumerate(cases):
-        print(f"rank {dist.get_rank()} case {number}: {train(*case)}", flush=True)
+        # With its newline in one write: torchrun's ranks are unbuffered, and share the pipe.
+        print(f"rank {dist.get_rank()} case {number}: {train(*case)}\n", end="", flush=True)
     dist.barrier()
     check_that_threads_work(threads)
     dist.destroy_process_group()
