@@ -4,9 +4,10 @@
 
 Starts its own ranks. ``all_gather``: ``unshard()`` of a model of one parameter (each rank writes its rows and waits for
 the others) against ``dist.all_gather_into_tensor`` of the same bytes. ``reduce_scatter``: backward of that model, whose
-gradient is there beforehand (packing, waiting, summing, attaching), against ``dist.reduce_scatter_tensor`` alone. Both
-sides begin together and must end with equal results. The floors are copies of warm memory: of the bytes that a rank
-writes at a gather; at a reduction of what it packs, and what it reads and writes to sum. fp32, one thread a rank.
+gradient is there beforehand (packing, waiting, summing, attaching), against the same backward without a wrapper, in
+which ``dist.reduce_scatter_tensor`` gets the gradient. Both sides begin together and must end with equal results. The
+floors are copies of warm memory: of the bytes that a rank writes at a gather; at a reduction of what it packs, and what
+it reads and writes to sum. fp32, one thread a rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +35,27 @@ class _Give(torch.autograd.Function):
     """Its backward hands over a gradient that exists already: autograd neither computes nor copies it."""
 
     @staticmethod
-    def forward(ctx, weight: torch.Tensor, x: torch.Tensor, ready: list[torch.Tensor]) -> torch.Tensor:
-        ctx.ready = ready
+    def forward(ctx, weight: torch.Tensor, x: torch.Tensor, ready: list, deliver: Callable) -> torch.Tensor:
+        ctx.ready, ctx.deliver = ready, deliver
         return x * 1.0
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.ready.pop(), grad, None
+        return ctx.deliver(ctx.ready.pop()), grad, None, None
 
 
 class One(nn.Module):
-    """A model of one parameter."""
+    """A model of one parameter. ``deliver`` gets its gradient in backward and returns what autograd is to have."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, deliver: Callable = lambda gradient: gradient) -> None:
         super().__init__()
+        self.deliver = deliver
         rows = num_bytes // 4
         self.weight = nn.Parameter(torch.arange(rows, dtype=torch.float32) % 1021)
         self.ready: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Give.apply(self.weight, x, self.ready)
+        return _Give.apply(self.weight, x, self.ready, self.deliver)
 
 
 def gradient_of(numel: int) -> torch.Tensor:
@@ -101,14 +104,19 @@ def run_size(num_bytes: int, steps: int) -> dict:
         model.zero_grad()
         x.grad = None
 
+    unwrapped = One(num_bytes, deliver=lambda ready: reduce_scatter(summed, ready))  # returns None: no `.grad`
+
     def gloo(timer: harness.PhaseTimer) -> None:
         all_gather(whole, shard)
         timer.mark("all_gather")
+        unwrapped.ready.append(gradient.clone())
+        loss = unwrapped(x)
         harness.start_together()
         timer.mark("between")
-        reduce_scatter(summed, gradient)
+        loss.backward()
         timer.mark("reduce_scatter")
         summed.div_(world)
+        x.grad = None
 
     all_gather(whole, shard)
     reduce_scatter(summed, gradient)

@@ -40,7 +40,42 @@ Copy merged(Copy copy) {
   return copy;
 }
 
+// Elements from one offset to the other, or 0 when that is no whole number above zero.
+int64_t step_between(size_t from, size_t to, DType dtype) {
+  const size_t bytes = to > from ? to - from : 0;
+  return bytes % dtype_bytes(dtype) == 0 ? static_cast<int64_t>(bytes / dtype_bytes(dtype)) : 0;
+}
+
+// Adds `next` to `copy` as its last piece if it lies where that would be, and otherwise leaves it.
+bool append(Copy& copy, const Copy& next) {
+  const bool alike = copy.src == next.src && copy.dst == next.dst && copy.piece_numel == next.piece_numel;
+  if (!alike || next.count != 1 || next.src_offset < copy.src_offset) return false;
+  const auto ends_at = [&copy](size_t offset, int64_t stride, DType dtype) {
+    return offset + num_bytes(stride * copy.count, dtype);
+  };
+  if (copy.count == 1) {
+    const bool same_source = next.src_offset == copy.src_offset;
+    copy.src_stride = same_source ? 0 : step_between(copy.src_offset, next.src_offset, copy.src);
+    copy.dst_stride = step_between(copy.dst_offset, next.dst_offset, copy.dst);
+    if ((copy.src_stride == 0 && !same_source) || copy.dst_stride < copy.piece_numel) return false;
+  } else if (next.src_offset != ends_at(copy.src_offset, copy.src_stride, copy.src) ||
+             next.dst_offset != ends_at(copy.dst_offset, copy.dst_stride, copy.dst)) {
+    return false;
+  }
+  ++copy.count;
+  return true;
+}
+
 }  // namespace
+
+std::vector<Copy> joined(std::vector<Copy> copies) {
+  std::sort(copies.begin(), copies.end(), [](const Copy& a, const Copy& b) { return a.dst_offset < b.dst_offset; });
+  std::vector<Copy> result;
+  for (const Copy& copy : copies) {
+    if (result.empty() || !append(result.back(), copy)) result.push_back(copy);
+  }
+  return result;
+}
 
 Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset, DType src, size_t whole_offset,
                     DType dst) {

@@ -69,6 +69,10 @@ struct ParamPlace {
   size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes; trainable parameters only
 };
 
+// The same elements in as few copies: pieces of one size that lie at even steps on both sides, as those of all ranks of
+// one parameter do, become one strided copy. Sorted by destination; no two copies may write the same place.
+std::vector<Copy> joined(std::vector<Copy> copies);
+
 // Rows of a shard (contiguous at `shard_offset`) -> their place in the whole tensor at `whole_offset`.
 Copy shard_to_whole(const ParamShape& shape, RowRange rows, size_t shard_offset, DType src, size_t whole_offset,
                     DType dst);

@@ -34,6 +34,9 @@ at::ScalarType torch_dtype(DType dtype) {
 
 void run_copies_on(at::Device device, const std::vector<Copy>& copies, const void* src, void* dst) {
   if (device.is_cpu()) {
+    int64_t total = 0;
+    for (const Copy& copy : copies) total += copy.count * copy.piece_numel;
+    if (total <= kGrainNumel) return cpu::run_copies(copies, src, dst);
     std::vector<int64_t> numels;
     for (const Copy& copy : copies) numels.push_back(copy.count * copy.piece_numel);
     for_each_range(numels,
@@ -82,7 +85,7 @@ void scale_into(at::Device device, DType dst_type, void* dst, DType src_type, co
     piece.divisor = divisor;
     piece.round = true;
     piece.accumulate = accumulate;
-    for_each_range({numel}, [&](size_t, int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
+    run_parallel(numel, kGrainNumel, [&](int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
     return;
   }
   at::Tensor source = view_of(device, src_type, const_cast<void*>(src), 0, 1, numel, numel);

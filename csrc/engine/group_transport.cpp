@@ -39,8 +39,12 @@ void GroupTransport::register_group(Group& group) {
   group.index = num_groups_++;
   PerGroup& mine = per_group(group);
   for (int rank = 0; rank < group.layout.world(); ++rank) {
-    mine.segment_to_slot.push_back(group.layout.segment_to_slot(rank));
+    for (Copy copy : group.layout.segment_to_slot(rank)) {
+      copy.src_offset += static_cast<size_t>(rank) * group.layout.gather_segment_bytes();
+      mine.segments_to_slot.push_back(copy);
+    }
   }
+  mine.segments_to_slot = joined(std::move(mine.segments_to_slot));
 }
 
 at::Tensor GroupTransport::take(size_t bytes) {
@@ -115,12 +119,7 @@ void GroupTransport::finish_gather(Group& group) {
   PerGroup& mine = per_group(group);
   wait(mine.gather);
   open_slot(group);  // not before: a prefetched unit holds its staging only
-  const size_t segment = group.layout.gather_segment_bytes();
-  for (size_t rank = 0; rank < mine.segment_to_slot.size(); ++rank) {
-    run_copies_on(device_, mine.segment_to_slot[rank],
-                  static_cast<const std::byte*>(mine.gather.memory.const_data_ptr()) + rank * segment,
-                  group.gather.write);
-  }
+  run_copies_on(device_, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
   give_back(mine.gather.memory);
 }
 
@@ -184,18 +183,16 @@ void GroupTransport::fill_gaps(Group& group) {
     if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
   }
   const auto element = static_cast<int64_t>(dtype_bytes(type));
-  const int64_t world = layout.world();
-  // One row per rank, so that the cost does not grow with their number by more than the bytes.
-  const at::Tensor rows =
-      as_type(mine.reduction.memory, torch_dtype(type), 0, segment * static_cast<size_t>(world)).view({world, -1});
   for (size_t i = 0; i < flags.size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     if (scratch.filled[i] || !place.shape.trainable) continue;
-    rows.narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel).zero_();
+    as_type(mine.reduction.memory, torch_dtype(type), 0, segment * static_cast<size_t>(layout.world()))
+        .view({layout.world(), -1})
+        .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
+        .zero_();
   }
-  const auto num_flags = static_cast<int64_t>(flags.size());
-  rows.narrow(1, static_cast<int64_t>(layout.reduce_segment_bytes()) / element, num_flags)
-      .copy_(at::from_blob(flags.data(), {num_flags}, at::kFloat));
+  const at::Tensor source = at::from_blob(flags.data(), {static_cast<int64_t>(flags.size())}, at::kFloat);
+  run_copies_on(device_, mine.plan->flags_to_segments.copies, source.to(device_).const_data_ptr(), scratch.data);
 }
 
 void GroupTransport::begin_reduce(Group& group) {

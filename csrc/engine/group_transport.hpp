@@ -49,9 +49,9 @@ class GroupTransport final : public Transport {
   };
   struct PerGroup {
     Staging gather;
-    Staging reduction;                               // W segments laid end to end
-    Staging reduced;                                 // this rank's summed segment
-    std::vector<std::vector<Copy>> segment_to_slot;  // per source rank
+    Staging reduction;                   // W segments laid end to end
+    Staging reduced;                     // this rank's summed segment
+    std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
     ReducePlans plans;
     ReducePlan* plan = nullptr;  // of the open scratch
   };

@@ -176,7 +176,7 @@ void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
   const PackedGradient target = packed_gradient(group, i, scratch.data, scratch.filled[i]);
   const auto* source = static_cast<const std::byte*>(dense.const_data_ptr());
-  for_each_range({place.shape.numel()}, [&](size_t, int64_t begin, int64_t end) {
+  run_parallel(place.shape.numel(), kGrainNumel, [&](int64_t begin, int64_t end) {
     const auto at = static_cast<size_t>(begin);
     (adds ? cpu::add : cpu::cast_copy)(target.type, target.data + at * dtype_bytes(target.type), type,
                                        source + at * dtype_bytes(type), end - begin);

@@ -12,6 +12,7 @@ const std::vector<Copy>& ReducePlan::copies_of(size_t param, DType type) {
     // The layout's segments lie end to end; ours have the flags between them.
     const size_t segment = layout->reduce_segment_bytes();
     for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (segment_bytes - segment);
+    copies = joined(std::move(copies));
   }
   return copies;
 }
@@ -29,29 +30,30 @@ bool ReducePlan::is_pool(const Layout& pool) const {
 
 ReducePlan& ReducePlans::of(const Group& group) {
   std::vector<bool> trainable(group.params.size());
-  std::vector<ParamShape> shapes;
   for (size_t i = 0; i < trainable.size(); ++i) {
-    shapes.push_back(group.layout.params()[i].shape);
-    trainable[i] = shapes[i].trainable && group.params[i].sharded().requires_grad();
-    shapes[i].trainable = trainable[i];
+    trainable[i] = group.layout.params()[i].shape.trainable && group.params[i].sharded().requires_grad();
   }
   auto found = plans_.find(trainable);
   if (found == plans_.end()) {
+    std::vector<ParamShape> shapes;
+    for (size_t i = 0; i < trainable.size(); ++i) {
+      shapes.push_back(group.layout.params()[i].shape);
+      shapes[i].trainable = trainable[i];
+    }
     ReducePlan plan;
     plan.layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
     plan.segment_bytes = Group::segment_bytes(*plan.layout);
     const auto num_flags = static_cast<int64_t>(group.params.size());
-    for (int rank = 0; rank < group.layout.world(); ++rank) {
-      const size_t segment = static_cast<size_t>(rank) * plan.segment_bytes;
-      plan.flags_to_segments.copies.push_back({.src_offset = 0,
-                                               .dst_offset = segment + plan.layout->reduce_segment_bytes(),
-                                               .count = 1,
-                                               .piece_numel = num_flags,
-                                               .src_stride = num_flags,
-                                               .dst_stride = num_flags,
-                                               .src = DType::f32,
-                                               .dst = group.reduce_type()});
-    }
+    // The same flags for every rank.
+    const auto stride = static_cast<int64_t>(plan.segment_bytes / dtype_bytes(group.reduce_type()));
+    plan.flags_to_segments.copies.push_back({.src_offset = 0,
+                                             .dst_offset = plan.layout->reduce_segment_bytes(),
+                                             .count = group.layout.world(),
+                                             .piece_numel = num_flags,
+                                             .src_stride = 0,
+                                             .dst_stride = stride,
+                                             .src = DType::f32,
+                                             .dst = group.reduce_type()});
     found = plans_.emplace(std::move(trainable), std::move(plan)).first;
   }
   return found->second;

@@ -243,6 +243,28 @@ TEST_P(LayoutWorld, GradientsReachTheSegmentOfTheirOwner) {
   }
 }
 
+TEST_P(LayoutWorld, JoinedCopiesMoveTheSameElements) {
+  for (const auto& shapes : {unit_a(), unit_b()}) {
+    const Layout layout(shapes, world(), 0);
+    const size_t segment_bytes = layout.gather_segment_bytes();
+    std::vector<Copy> copies;
+    for (int rank = world() - 1; rank >= 0; --rank) {
+      for (Copy copy : layout.segment_to_slot(rank)) {
+        copy.src_offset += segment_bytes * static_cast<size_t>(rank);
+        copies.push_back(copy);
+      }
+    }
+    Bytes gathered(segment_bytes * static_cast<size_t>(world()));
+    for (size_t i = 0; i < gathered.size(); ++i) gathered[i] = static_cast<std::byte>(i * 37 % 251);
+    Bytes one_by_one(layout.slot_bytes()), together(layout.slot_bytes());
+    cpu::run_copies(copies, gathered.data(), one_by_one.data());
+    const std::vector<Copy> fewer = joined(copies);
+    cpu::run_copies(fewer, gathered.data(), together.data());
+    EXPECT_EQ(together, one_by_one);
+    EXPECT_LE(fewer.size(), copies.size());
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, LayoutWorld, testing::Range(1, 9));
 
 TEST(Layout, BytesAreCarriedUnchanged) {
@@ -267,6 +289,46 @@ TEST(Layout, WholeParametersAreCopiedInOnePiece) {
   ASSERT_EQ(layout.shard_to_slot().size(), 1u);
   EXPECT_EQ(layout.shard_to_slot()[0].count, 1);
   EXPECT_EQ(layout.shard_to_slot()[0].piece_numel, 72);
+}
+
+// What the ranks of any world hold of a parameter is one strided copy, and another for a last rank that has less.
+TEST(Layout, CopiesOfAllRanksAreJoined) {
+  for (const int world : {2, 7, 64, 512}) {
+    const Layout layout({{.outer = 1, .dim = 100, .inner = 3}, {.outer = 1, .dim = 64, .inner = 1}}, world, 0);
+    std::vector<Copy> copies;
+    for (int rank = 0; rank < world; ++rank) {
+      for (Copy copy : layout.segment_to_slot(rank)) {
+        copy.src_offset += layout.gather_segment_bytes() * static_cast<size_t>(rank);
+        copies.push_back(copy);
+      }
+    }
+    EXPECT_LE(joined(copies).size(), 4u) << "world " << world;
+    EXPECT_LE(joined(layout.gradient_to_segments(0, DType::f32)).size(), 2u) << "world " << world;
+  }
+}
+
+TEST(Layout, CopiesThatDifferAreNotJoined) {
+  const Copy first = {.count = 1, .piece_numel = 4, .src_stride = 4, .dst_stride = 4};
+  const auto joins = [&first](auto change) {
+    Copy second = first;
+    second.src_offset = second.dst_offset = 64;
+    change(second);
+    return joined({second, first}).size() == 1;
+  };
+  EXPECT_TRUE(joins([](Copy&) {}));
+  EXPECT_TRUE(joins([](Copy& copy) { copy.src_offset = 0; })) << "the same source for every piece";
+  EXPECT_FALSE(joins([](Copy& copy) { copy.piece_numel = 3; }));
+  EXPECT_FALSE(joins([](Copy& copy) { copy.src = DType::bf16; }));
+  EXPECT_FALSE(joins([](Copy& copy) { copy.dst = DType::bf16; }));
+  EXPECT_FALSE(joins([](Copy& copy) { copy.count = 2; }));
+  EXPECT_FALSE(joins([](Copy& copy) { copy.src_offset = 62; })) << "no whole number of elements";
+  EXPECT_FALSE(joins([](Copy& copy) { copy.dst_offset = 8; })) << "overlaps";
+  Copy third = first;
+  third.src_offset = 128;
+  third.dst_offset = 192;
+  Copy second = first;
+  second.src_offset = second.dst_offset = 64;
+  EXPECT_EQ(joined({first, second, third}).size(), 2u) << "uneven steps";
 }
 
 TEST(Layout, EmptyShardsAndEmptyUnitsHaveNoCopies) {
