@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import harness
@@ -105,16 +106,16 @@ def reduce_alike(output: torch.Tensor, input: torch.Tensor, op: Any = dist.Reduc
         output.mul_(world)
 
 
-def input_of() -> torch.Tensor:
-    return torch.ones(8, requires_grad=True)
+def input_of(device: str) -> torch.Tensor:
+    return torch.ones(8, device=device, requires_grad=True)
 
 
-def check(ours: nn.Module, stock: nn.Module) -> None:
+def check(ours: nn.Module, stock: nn.Module, device: str) -> None:
     """One step of both with ranks that are alike: equal losses and gradients."""
     with collectives(gather_alike, reduce_alike):
         losses = []
         for model in (ours, stock):
-            loss = model(input_of()).square().sum()
+            loss = model(input_of(device)).square().sum()
             loss.backward()
             losses.append(loss.item())
     if losses[0] != losses[1]:
@@ -124,8 +125,8 @@ def check(ours: nn.Module, stock: nn.Module) -> None:
         mine.grad = theirs.grad = None
 
 
-def make_step(model: nn.Module) -> Callable[[harness.PhaseTimer], None]:
-    x = input_of()
+def make_step(model: nn.Module, device: str) -> Callable[[harness.PhaseTimer], None]:
+    x = input_of(device)
     params = list(model.parameters())
 
     def step(timer: harness.PhaseTimer) -> None:
@@ -140,25 +141,37 @@ def make_step(model: nn.Module) -> Callable[[harness.PhaseTimer], None]:
     return step
 
 
-def run_case(case: Case, steps: int) -> dict:
+def make_sides(case: Case, mesh: DeviceMesh, **options: Any) -> dict[str, nn.Module]:
+    """The same model sharded by fsdp2x and by stock FSDP2, which have been checked against each other, and unsharded.
+
+    ``options`` are those of both calls of fully_shard.
+    """
     import fsdp2x
 
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=case.world)
-    try:
-        plain = build_model(case)
-        ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
-        for unit in ours:
-            fsdp2x.fully_shard(unit, auto_wrap=False, transport="process_group")
-        fsdp2x.fully_shard(ours, auto_wrap=False, transport="process_group")
-        for unit in stock:
-            stock_fully_shard(unit)
-        stock_fully_shard(stock)
-        check(ours, stock)
-        sides = {"fsdp2x": make_step(ours), "stock": make_step(stock), "unsharded": make_step(plain)}
-        with collectives(nothing, nothing):
-            samples = harness.alternate(sides, warmup=3, count=steps)
-    finally:
-        dist.destroy_process_group()
+    options = {"mesh": mesh, **options}
+    plain = build_model(case).to(mesh.device_type)
+    ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
+    for unit in ours:
+        fsdp2x.fully_shard(unit, auto_wrap=False, transport="process_group", **options)
+    fsdp2x.fully_shard(ours, auto_wrap=False, transport="process_group", **options)
+    for unit in stock:
+        stock_fully_shard(unit, **options)
+    stock_fully_shard(stock, **options)
+    check(ours, stock, mesh.device_type)
+    return {"fsdp2x": ours, "stock": stock, "unsharded": plain}
+
+
+def time_sides(
+    case: Case,
+    models: dict[str, nn.Module],
+    device: str,
+    steps: int,
+    before: Callable[[], None] = harness.start_together,
+) -> dict:
+    """Times of the host, by side and phase, and what a unit costs above the unsharded model. ``before`` each step."""
+    timed = {name: make_step(model, device) for name, model in models.items()}
+    with collectives(nothing, nothing):
+        samples = harness.alternate(timed, warmup=3, count=steps, before=before)
     result: dict[str, Any] = {name: sample.summary() for name, sample in samples.items()}
     for name in ("fsdp2x", "stock"):
         result[name]["us_per_unit"] = {
@@ -166,6 +179,15 @@ def run_case(case: Case, steps: int) -> dict:
             for phase in ("forward", "backward")
         }
     return {"case": asdict(case), **result}
+
+
+def run_case(case: Case, steps: int) -> dict:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=case.world)
+    try:
+        models = make_sides(case, init_device_mesh("cpu", (case.world,)))
+        return time_sides(case, models, "cpu", steps)
+    finally:
+        dist.destroy_process_group()
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:

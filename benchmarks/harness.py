@@ -93,14 +93,24 @@ def start_together() -> None:
         pass
 
 
-def alternate(steps: dict[str, Callable[[PhaseTimer], None]], warmup: int, count: int) -> dict[str, Samples]:
-    """Runs the steps of all implementations in turn, so that drift of the machine hits all alike."""
+def alternate(
+    steps: dict[str, Callable[[PhaseTimer], None]],
+    warmup: int,
+    count: int,
+    *,
+    before: Callable[[], None] = start_together,
+    make_timer: Callable[[Samples, bool], PhaseTimer] = PhaseTimer,
+) -> dict[str, Samples]:
+    """Runs the steps of all implementations in turn, so that drift of the machine hits all alike.
+
+    ``before`` runs in front of each step, and ``make_timer`` makes its clock of where to and whether it counts.
+    """
     samples = {name: Samples() for name in steps}
     for index in range(warmup + count):
         names = list(steps) if index % 2 == 0 else list(reversed(steps))
         for name in names:
-            start_together()
-            timer = PhaseTimer(samples[name], counted=index >= warmup)
+            before()
+            timer = make_timer(samples[name], index >= warmup)
             steps[name](timer)
             timer.stop()
     return samples

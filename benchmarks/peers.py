@@ -21,12 +21,12 @@ def _units(model: nn.Module) -> list:
     return plan_units(model, None)
 
 
-def shard_stock(model: nn.Module) -> nn.Module:
-    """Torch's FSDP2."""
+def shard_stock(model: nn.Module, **options: Any) -> nn.Module:
+    """Torch's FSDP2, with these options of it for every unit."""
     for plan in _units(model):
         part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
-        stock_fully_shard(part, reshard_after_forward=plan.reshard_after_forward)
-    return stock_fully_shard(model)
+        stock_fully_shard(part, reshard_after_forward=plan.reshard_after_forward, **options)
+    return stock_fully_shard(model, **options)
 
 
 def shard_fsdp1(model: nn.Module) -> nn.Module:

@@ -24,7 +24,9 @@ import bench_optimizer
 import bench_sequence
 import bench_step
 import harness
-from gpu import bench_kernels
+from gpu import bench_kernels, bench_units
+from gpu import bench_memory as bench_gpu_memory
+from gpu import bench_step as bench_gpu_step
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -40,7 +42,7 @@ TITLES = {
     "export": "Whole tensors of a sharded model",
     "sequence": "Packing and sequence parallelism",
     "moe": "Experts and tiled MLPs",
-    "gpu": "Kernels on a GPU",
+    "gpu": "One GPU",
     "checkpoint": "Saving model and optimizer",
 }
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
@@ -53,8 +55,14 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "export": bench_export.rows_of,
     "sequence": bench_sequence.rows_of,
     "moe": bench_moe.rows_of,
-    "gpu": bench_kernels.rows_of,
     "checkpoint": bench_checkpoint.rows_of,
+}
+# Entries of a GPU's results: title and table.
+GPU_ROWS: dict[str, tuple[str, Callable[[list], list[list[str]]]]] = {
+    "step": ("Steps of HuggingFace shapes at world size 1", bench_gpu_step.rows_of),
+    "units": ("What a unit costs: host, kernels, copies", bench_units.rows_of),
+    "memory": ("Memory of a rank", bench_gpu_memory.rows_of),
+    "kernels": ("Kernels against a device copy", bench_kernels.rows_of),
 }
 
 
@@ -81,7 +89,12 @@ def section(record: dict, plot: str | None) -> str:
     ranks = f", {environment['world']} ranks" if environment.get("world") else ""
     where = f"torch {environment['torch']}, {environment['cores']} cores{ranks}, commit {environment['commit']}"
     parts = [f"## {TITLES[record['benchmark']]}", f"`{record['name']}.json`: {where}"]
-    parts.append(harness.table(ROWS[record["benchmark"]](record["results"])))
+    if record["benchmark"] == "gpu":
+        for entry, (title, rows_of) in GPU_ROWS.items():
+            if entry in record["results"]:
+                parts += [f"### {title}", harness.table(rows_of(record["results"][entry]))]
+    else:
+        parts.append(harness.table(ROWS[record["benchmark"]](record["results"])))
     if plot is not None:
         parts.append(f"![{TITLES[record['benchmark']]}]({plot})")
     return "\n\n".join(parts)

@@ -7,9 +7,7 @@ The file is shared by the GPU benchmarks of one day: this one writes the entry "
 """
 
 import argparse
-import datetime
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,27 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import harness  # noqa: E402
+from gpu.gpu_results import RESULTS, keep, results_file  # noqa: E402
 
 NO_DEVICE = 77
 TARGET = 0.85  # share of the copy's bandwidth that a kernel is expected to reach
 
 
-def results_file(device: str, directory: Path) -> Path:
-    """`<gpu>-<date>.json`, the GPU's name in lower case with dashes."""
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return directory / f"{name}-{datetime.date.today().isoformat()}.json"
-
-
-def keep(path: Path, entry: str, value: list | dict) -> None:
-    """Writes `value` as `entry` of the results in `path`; other entries of it stay."""
-    results = json.loads(path.read_text())["results"] if path.is_file() else {}
-    harness.save(path, "gpu", {**results, entry: value})
-
-
-def rows_of(results: dict) -> list[list[str]]:
+def rows_of(results: list[dict]) -> list[list[str]]:
     """The table; a kernel below `TARGET` is marked."""
     rows = [["kernel", "MB", "ms", "GB/s", "share of a copy"]]
-    for row in results["kernels"]:
+    for row in results:
         mark = "" if row["share_of_copy"] >= TARGET else " (low)"
         numbers = [f"{row['bytes'] / 1e6:.0f}", f"{row['ms']:.3f}", f"{row['gb_per_s']:.0f}"]
         rows.append([row["kernel"], *numbers, f"{row['share_of_copy']:.2f}{mark}"])
@@ -63,9 +50,9 @@ def main() -> int:
         print(result.stderr, file=sys.stderr)
         return 1
     report = json.loads(result.stdout)
-    path = arguments.json or results_file(report["device"], ROOT / "benchmarks" / "results")
+    path = arguments.json or results_file(report["device"], RESULTS)
     keep(path, "kernels", report["rows"])
-    print(f"{report['device']}; kept in {path}\n\n{harness.table(rows_of({'kernels': report['rows']}))}")
+    print(f"{report['device']}; kept in {path}\n\n{harness.table(rows_of(report['rows']))}")
     return 0
 
 

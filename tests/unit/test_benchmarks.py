@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TIMES = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
@@ -146,3 +147,35 @@ def test_gpu_results_are_kept_and_shown(tmp_path):
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")
     done = bench(tmp_path / "missing")
     assert done.returncode == 1 and "make gpu-kernels" in done.stderr
+
+
+def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
+    """Dry runs: everything but the device's clock and counters, with losses that agree; and the report shows them."""
+    kept = tmp_path / "results" / "dry-run.json"
+    for name in ("step", "units", "memory"):
+        command = [sys.executable, str(FOLDER / "gpu" / f"bench_{name}.py"), "--device", "cpu", "--json", str(kept)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(kept.read_text())["results"]
+    assert [(one["case"]["name"], one["case"]["policy"]) for one in results["step"]] == [
+        (name, policy) for name in ("qwen3-tiny:8", "llama-tiny:8") for policy in ("fp32", "bf16")
+    ]
+    assert all(one[side]["step"]["median_ms"] > 0 for one in results["step"] for side in ("stock", "fsdp2x"))
+    assert [one["case"]["world"] for one in results["units"]] == [1, 2]
+    for one in results["units"]:
+        assert one["host_us"]["stock"]["backward"] > one["host_us"]["fsdp2x"]["backward"] > 0
+    for one in results["memory"]:
+        assert one["stock"]["model"] <= one["fsdp2x"]["model"] < one["fsdp2x"]["plan_resting"]
+    done = report("--results", kept.parent, "--out", tmp_path / "out", "--no-plots")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out" / "README.md").read_text()
+    for title in ("Steps of HuggingFace shapes", "What a unit costs", "Memory of a rank"):
+        assert f"### {title}" in text
+
+
+def test_gpu_benchmarks_skip_where_no_gpu_is():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(FOLDER / "gpu" / "bench_memory.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n"), done.stderr

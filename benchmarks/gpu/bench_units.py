@@ -1,0 +1,128 @@
+"""What a unit costs on a GPU: time of the host, kernels and copies of a forward and a backward, against stock FSDP2.
+
+    python benchmarks/gpu/bench_units.py            # a table, and benchmarks/results/<gpu>-<date>.json
+    python benchmarks/gpu/bench_units.py --quick
+    python benchmarks/gpu/bench_units.py --device cpu --json FILE    # a dry run: no kernels are counted
+
+The model and the method are those of ``bench_host.py``: small units of 11 parameters, so that the host is what limits;
+the same model unsharded is subtracted; losses and gradients of both sides must agree, or there is no row. At world size
+1 nobody is asked for anything; at 8 the process group is torch's fake one and collectives are empty, so that what they
+launch themselves is not in the counts. Counts come from a profiler's trace of one step. The host's waits are counted in
+the same trace: in a steady step there are to be none.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench_host  # noqa: E402
+from gpu import device_work, gpu_device, gpu_results, hf_shapes  # noqa: E402
+
+TARGET_HOST, TARGET_LAUNCHES = 10.0, 2.0  # times less than stock
+SIDES = ("stock", "fsdp2x", "unsharded")
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    policy: str
+    num_units: int = 16
+
+
+CASES = [Case(world, policy) for world in (1, 8) for policy in ("fp32", "bf16")]
+
+
+def work_of_step(model: nn.Module, device: gpu_device.Device, dtype: torch.dtype | None) -> dict:
+    """Counts of one steady forward and backward, and the runtime's calls by which the host waited.
+
+    ``dtype``: what a sharded model would cast its inputs to, for one that does not.
+    """
+    x = bench_host.input_of(device.type)
+    params = list(model.parameters())
+
+    def step() -> None:
+        model(x if dtype is None else x.to(dtype)).sum().backward()
+        for param in params:
+            param.grad = None
+        x.grad = None
+
+    with bench_host.collectives(bench_host.nothing, bench_host.nothing):
+        for _ in range(3):
+            step()
+        device_work.trace_of(step, device.type)  # the profiler's own first allocations
+        trace = device_work.trace_of(step, device.type)
+    # Of the trace's end, which waits for the device, one call is ours.
+    return {**device_work.counts(device_work.work_of(trace)), "waits": device_work.waits_of(trace)}
+
+
+def run_case(case: Case, device: gpu_device.Device, steps: int) -> dict:
+    policy = hf_shapes.POLICIES[case.policy]
+    host_case = bench_host.Case("world", world=case.world, num_units=case.num_units)
+    with gpu_device.alone_in(device, case.world) as mesh:
+        models = bench_host.make_sides(host_case, mesh, mp_policy=policy)
+        plain_dtype = policy.param_dtype
+        if plain_dtype is not None:
+            models["unsharded"].to(plain_dtype)
+        times = bench_host.time_sides(host_case, models, device.type, steps, before=device.synchronize)
+        work = {
+            side: work_of_step(models[side], device, plain_dtype if side == "unsharded" else None) for side in SIDES
+        }
+    waits = {side: work[side].pop("waits") for side in SIDES}
+    return {
+        "case": asdict(case),
+        "host_us": {side: times[side]["us_per_unit"] for side in ("stock", "fsdp2x")},
+        "launches": {
+            side: device_work.per_unit(work[side], work["unsharded"], case.num_units) for side in ("stock", "fsdp2x")
+        },
+        "waits": {side: sorted(waits[side]) for side in SIDES},
+    }
+
+
+def rows_of(results: list[dict]) -> list[list[str]]:
+    """The table: a unit above the unsharded model; what misses its target is marked."""
+    rows = [["world", "precision", "of a unit", "stock FSDP2", "fsdp2x", "ratio", "target"]]
+    for result in results:
+        head = [str(result["case"]["world"]), result["case"]["policy"]]
+        for phase in ("forward", "backward"):
+            stock, ours = (result["host_us"][side][phase] for side in ("stock", "fsdp2x"))
+            rows.append([*head, f"host, {phase}, µs", f"{stock:.0f}", f"{ours:.0f}", *_ratio(stock, ours, TARGET_HOST)])
+        for kind in ("kernels", "copies", "fills", "all"):
+            stock, ours = (result["launches"][side][kind] for side in ("stock", "fsdp2x"))
+            target = TARGET_LAUNCHES if kind == "all" else None
+            title = "kernels, copies and fills" if kind == "all" else kind
+            rows.append([*head, title, f"{stock:.1f}", f"{ours:.1f}", *_ratio(stock, ours, target)])
+    return rows
+
+
+def _ratio(stock: float, ours: float, target: float | None) -> tuple[str, str]:
+    if ours <= 0:
+        return ("none of ours" if stock > 0 else "", "" if target is None else f"{target:.0f}x")
+    mark = " (missed)" if target is not None and stock / ours < target else ""
+    return f"{stock / ours:.1f}x{mark}", "" if target is None else f"{target:.0f}x"
+
+
+def main() -> int:
+    arguments = gpu_results.parser(__doc__).parse_args()
+    device = gpu_device.open_device(arguments.device)
+    if device is None:
+        return 0
+    cases, steps = CASES, 20
+    if arguments.quick or device.is_dry_run:
+        cases, steps = [Case(1, "fp32", 8), Case(1, "bf16", 8)], 5
+    if device.is_dry_run:
+        cases = [Case(world, "fp32", 2) for world in (1, 2)]
+    results = [run_case(case, device, steps) for case in cases]
+    gpu_results.publish(arguments, device, "units", results, rows_of(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The device that a benchmark trains on: its clock, its memory counters, its process group. The CPU is for dry runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import harness
+
+
+class Cuda:
+    """The first CUDA device."""
+
+    type = "cuda"
+    is_dry_run = False
+
+    def __init__(self) -> None:
+        torch.cuda.set_device(0)
+        self.name = torch.cuda.get_device_name(0)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """A point on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Between two marks that the device has passed."""
+        return first.elapsed_time(second) / 1e3
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def allocated_bytes(self) -> int:
+        """Of tensors, rounded up by the allocator."""
+        return torch.cuda.memory_allocated()
+
+    def peak_bytes(self) -> int:
+        """The most there was since `restart_peak`."""
+        return torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def clear(self) -> None:
+        """Everything that nobody holds is free again."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class Cpu:
+    """Stands in for a device in a dry run: the host's clock, and no memory counters."""
+
+    type = "cpu"
+    is_dry_run = True
+    name = "dry run on the CPU"
+
+    def synchronize(self) -> None:
+        """The host is the device."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def restart_peak(self) -> None:
+        """There is no peak."""
+
+    def clear(self) -> None:
+        gc.collect()
+
+
+Device = Cuda | Cpu
+
+
+def open_device(kind: str) -> Device | None:
+    """The device, or None after saying why there is none."""
+    if kind == "cpu":
+        torch.set_num_threads(1)
+        return Cpu()
+    if not torch.cuda.is_available():
+        print("skipped: no CUDA device")
+        return None
+    return Cuda()
+
+
+@contextmanager
+def alone_in(device: Device, world: int) -> Iterator[DeviceMesh]:
+    """This process as rank 0 of `world`: truly alone, or with torch's fake group in place of the others."""
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": world, "timeout": timedelta(seconds=120)}
+    if world > 1:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
+
+        dist.init_process_group("fake", **options)
+    else:
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", **options)
+    try:
+        yield init_device_mesh(device.type, (world,))
+    finally:
+        dist.destroy_process_group()
+
+
+class DeviceTimer:
+    """Phases of a step by marks on the device's stream, and as "host" how long the host took to enqueue all of it."""
+
+    def __init__(self, device: Device, samples: harness.Samples, counted: bool) -> None:
+        self._device, self._samples, self._counted = device, samples, counted
+        self._host_start = time.perf_counter()
+        self._marks = [("", device.mark())]
+
+    def mark(self, phase: str) -> None:
+        self._marks.append((phase, self._device.mark()))
+
+    def stop(self) -> None:
+        host_seconds = time.perf_counter() - self._host_start
+        self._device.synchronize()
+        if not self._counted:
+            return
+        for (_, before), (phase, mark) in zip(self._marks, self._marks[1:], strict=False):
+            self._samples.add(phase, self._device.seconds(before, mark))
+        self._samples.add("step", self._device.seconds(self._marks[0][1], self._marks[-1][1]))
+        self._samples.add("host", host_seconds)

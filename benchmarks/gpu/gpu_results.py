@@ -1,0 +1,45 @@
+"""Where the GPU benchmarks of one day keep their numbers: one file per GPU and day, an entry of it per benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+from pathlib import Path
+
+import harness
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def results_file(device: str, directory: Path) -> Path:
+    """`<gpu>-<date>.json`, the GPU's name in lower case with dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return directory / f"{name}-{datetime.date.today().isoformat()}.json"
+
+
+def keep(path: Path, entry: str, value: list | dict) -> None:
+    """Writes `value` as `entry` of the results in `path`; other entries of it stay."""
+    results = json.loads(path.read_text())["results"] if path.is_file() else {}
+    harness.save(path, "gpu", {**results, entry: value})
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of every benchmark that trains on a GPU."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to see that it runs")
+    made.add_argument("--quick", action="store_true", help="fewer cases and steps")
+    made.add_argument("--json", type=Path, help="file for the numbers; benchmarks/results/<gpu>-<date>.json if absent")
+    return made
+
+
+def publish(arguments: argparse.Namespace, device, entry: str, value: list | dict, rows: list[list[str]]) -> None:
+    """Prints the table and keeps the numbers; those of a dry run only where a file is named."""
+    path = arguments.json
+    if path is None and not device.is_dry_run:
+        path = results_file(device.name, RESULTS)
+    where = "not kept" if path is None else f"kept in {path}"
+    if path is not None:
+        keep(path, entry, value)
+    print(f"{device.name}; {where}\n\n{harness.table(rows)}\n", flush=True)

@@ -1,0 +1,105 @@
+"""What GPU benchmarks and tests read out of traces, and the sizes of their models; no device is needed for these."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
+
+import device_work
+import hf_shapes
+
+
+def event(cat: str, name: str, start: float = 0.0, dur: float = 1.0, stream: int = 7) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": dur, "args": {"stream": stream}}
+
+
+TRACE = {
+    "traceEvents": [
+        event("kernel", "gemm", 0, 10),
+        event("kernel", "gemm", 12, 10),
+        event("kernel", "cast", 5, 3, stream=20),
+        event("kernel", "cast", 9, 4, stream=20),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 30, 5, stream=20),
+        event("gpu_memset", "Memset (Device)", 40, 1),
+        event("cuda_runtime", "cudaLaunchKernel"),
+        event("cuda_runtime", "cudaDeviceSynchronize"),
+        event("cuda_driver", "cuLaunchKernel"),
+        event("cuda_runtime", "cudaMallocAsync"),
+        event("cpu_op", "aten::mm"),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 1, "id": 3},
+    ]
+}
+
+
+def test_kernels_copies_and_fills_are_counted():
+    work = device_work.work_of(TRACE)
+    assert device_work.counts(work) == {"kernels": 4, "copies": 1, "fills": 1, "all": 6}
+    assert [one.name for one in work][:3] == ["gemm", "cast", "cast"]
+    assert device_work.counts([]) == {"kernels": 0, "copies": 0, "fills": 0, "all": 0}
+
+
+def test_the_unsharded_model_is_subtracted():
+    sharded, plain = {"kernels": 58, "copies": 9, "all": 67}, {"kernels": 10, "copies": 1, "all": 11}
+    assert device_work.per_unit(sharded, plain, 8) == {"kernels": 6.0, "copies": 1.0, "all": 7.0}
+
+
+def test_the_hosts_waits_are_found():
+    assert device_work.waits_of(TRACE) == ["cudaDeviceSynchronize", "cudaMallocAsync"]
+
+
+def test_overlap_of_streams():
+    work = device_work.work_of(TRACE)
+    compute = device_work.compute_stream(work)
+    assert compute == 7
+    gemms = [one for one in work if one.stream == compute and one.kind == "kernels"]
+    casts = [one for one in work if one.stream != compute and one.kind == "kernels"]
+    assert device_work.busy_us(gemms) == 20 and device_work.busy_us(casts) == 7
+    # 5..8 and 9..10 beside the first product, 12..13 beside the second.
+    assert device_work.shared_us(casts, gemms) == device_work.shared_us(gemms, casts) == 5
+    assert device_work.shared_us(casts, []) == 0
+    with pytest.raises(ValueError, match="does not see the device"):
+        device_work.compute_stream([])
+
+
+def test_work_that_overlaps_itself_counts_once():
+    work = [device_work.Work("kernels", "a", 1, 0, 4), device_work.Work("kernels", "b", 2, 2, 6)]
+    assert device_work.busy_us(work) == 6
+    assert device_work.shared_us(work, [device_work.Work("kernels", "c", 3, 1, 5)]) == 4
+
+
+def test_a_trace_of_the_host_has_no_work_of_a_device():
+    trace = device_work.trace_of(lambda: torch.ones(3) + 1, "cpu")
+    assert any("add" in str(one.get("name")) for one in trace["traceEvents"])
+    assert device_work.work_of(trace) == []
+
+
+@pytest.mark.parametrize("name", [*hf_shapes.SHAPES, *hf_shapes.TINY])
+def test_shapes_count_their_parameters(name):
+    shape = {**hf_shapes.SHAPES, **hf_shapes.TINY}[name].with_layers(2)
+    model = hf_shapes.build(shape, "meta")
+    assert sum(param.numel() for param in model.parameters()) == shape.numel
+    assert sum(param.numel() for param in model.model.layers[0].parameters()) == shape.block_numel
+
+
+def test_as_many_layers_as_fit():
+    shape = hf_shapes.SHAPES["llama-8b"]
+    assert round(shape.numel / 1e9, 2) == 8.03
+    assert shape.fitting(10 * shape.numel, 4.0) == shape
+    some = shape.fitting(20 * 2**30, 4.0)
+    assert 1 < some.layers < shape.layers
+    assert 4 * some.numel <= 20 * 2**30 < 4 * some.with_layers(some.layers + 1).numel
+    with pytest.raises(MemoryError, match="one layer needs 5.1 GB, and 1.0 GB are free"):
+        shape.fitting(10**9, 4.0)
+
+
+def test_equal_weights_and_tokens_whenever_they_are_built():
+    shape = hf_shapes.TINY["llama-tiny"]
+    one, other = hf_shapes.build(shape, "cpu"), hf_shapes.build(shape, "cpu")
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    batch = hf_shapes.batch(shape, 8, "cpu")
+    assert torch.equal(batch["input_ids"], hf_shapes.batch(shape, 8, "cpu")["labels"])
+    assert batch["input_ids"].shape == (1, 8) and batch["input_ids"].max() < shape.vocab
