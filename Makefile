@@ -1,18 +1,28 @@
 # Everything a developer types. The settings: `make build TORCH_VERSION=2.11.0 CUDA=OFF WERROR=ON PYTHON=python3.12`.
 # CUDA: AUTO compiles the kernels when nvcc is found, ON insists, OFF leaves them out, and `wheels` takes nvcc from PyPI
-# in the version of the installed torch.
+# in the version of the installed torch. OFFLINE=ON: no .venv and no downloads, but PYTHON with the packages it has.
 PYTHON ?= python3
 TORCH_VERSION ?= 2.15.0
 CUDA ?= AUTO
 WERROR ?= OFF
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
+OFFLINE ?= OFF
 
 VENV := .venv
+ifeq ($(OFFLINE),ON)
+BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
+TOOLS :=
+CMAKE := cmake
+CTEST := ctest
+CMAKE_FLAGS := -G Ninja -DFSDP2X_WERROR=$(WERROR)
+else
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/.tools-torch-$(TORCH_VERSION)
 CMAKE := $(BIN)/cmake
+CTEST := $(BIN)/ctest
 CMAKE_FLAGS := -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFSDP2X_WERROR=$(WERROR)
+endif
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 PY_DIRS = $(wildcard python tests benchmarks examples cmake)
 # A build folder remembers its compiler: nvcc from PyPI has one of its own. Both are shell words, read where nvcc is there.
@@ -41,6 +51,7 @@ help:
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
+ifneq ($(TOOLS),)
 # The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
 $(TOOLS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +60,7 @@ $(TOOLS): pyproject.toml
 	  -r $(VENV)/requirements.txt
 	rm -f $(VENV)/.tools-torch-*
 	touch $@
+endif
 
 # The compiler of CUDA as packages, with CUDA=wheels.
 cuda-compiler: $(TOOLS)
@@ -69,7 +81,7 @@ demo: build
 test-cpp: $(TOOLS)
 	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/cpp
-	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error
 
 test: build test-cpp
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
@@ -81,7 +93,7 @@ sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
 	  -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/sanitize --output-on-failure --no-tests=error
 
 # Programs that run the kernels on a device: compiled where nvcc is, run where a GPU is.
 gpu-kernels: cuda-compiler
@@ -89,9 +101,10 @@ gpu-kernels: cuda-compiler
 	  -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/gpu --target gpu_kernels
 
-# Both skip, with the reason, what this machine cannot run.
+# Both skip, with the reason, what this machine cannot run. The slow ones, compute-sanitizer's, can be left out:
+# `make gpu-test PYTEST_ARGS="-m 'not full'"`.
 gpu-test: build gpu-kernels
-	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu --full -rs $(PYTEST_ARGS)
 
 gpu-bench: build gpu-kernels
 	for script in benchmarks/gpu/bench_*.py; do $(BIN)/python $$script || exit 1; done

@@ -3,35 +3,26 @@
 Gloo moves everything through the host, so two ranks show that the numbers are right and nothing about speed.
 """
 
-import contextlib
 import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
+import one_gpu
 from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
+from one_gpu import CLOSE, POLICIES, on_gpu
 from reference import only_fsdp2x, same, shard, shard_stock
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none")
+pytestmark = one_gpu.needs_gpu
 
 WIDTH = 64
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
-
-
-def on_gpu(ctx):
-    torch.cuda.set_device(0)
-    return init_device_mesh("cuda", (ctx.world,))
 
 
 def loss_of(model, ctx, step: int) -> torch.Tensor:
@@ -39,17 +30,7 @@ def loss_of(model, ctx, step: int) -> torch.Tensor:
 
 
 def train(model, ctx, num: int = 4, around=None) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    results = []
-    for step in range(num):
-        with around() if around is not None else contextlib.nullcontext():
-            loss = loss_of(model, ctx, step)
-            loss.backward()
-            results += [loss.detach(), *[param.grad.to_local().clone() for param in model.parameters()]]
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.cuda.synchronize()
-    return results
+    return one_gpu.train(model, lambda model, step: loss_of(model, ctx, step), num, around)
 
 
 def twins(ctx, **options) -> tuple[nn.Module, nn.Module]:
@@ -65,8 +46,7 @@ def twins(ctx, **options) -> tuple[nn.Module, nn.Module]:
 def test_steps_are_stocks(ctx, policy, reshard):
     only_fsdp2x(ctx)
     stock, ours = twins(ctx, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
-    close = {"rtol": 1e-4, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
-    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **close)
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **CLOSE[policy])
 
 
 @distributed(world_sizes=(1, 2), timeout=300)
@@ -76,7 +56,7 @@ def test_on_a_stream_of_the_user(ctx):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     got = train(ours, ctx, around=functools.partial(torch.cuda.stream, stream))
-    same(got, train(stock, ctx), "losses and gradients", rtol=1e-4, atol=1e-6)
+    same(got, train(stock, ctx), "losses and gradients", **CLOSE["fp32"])
 
 
 @distributed(world_sizes=(1, 2), timeout=300)
@@ -93,7 +73,7 @@ def test_with_activation_checkpointing(ctx):
     model = Checkpointed(width=WIDTH, hidden=96)
     stock = shard_stock(copy.deepcopy(model), STACK_UNITS, mesh=mesh)
     ours = shard(ctx, model, STACK_UNITS, mesh=mesh)
-    same(train(ours, ctx), train(stock, ctx), "losses and gradients", rtol=1e-4, atol=1e-6)
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **CLOSE["fp32"])
 
 
 @distributed(world_sizes=(2,), timeout=300)
@@ -105,7 +85,7 @@ def test_accumulation_without_sync(ctx):
             model.set_requires_gradient_sync(sync)
             loss_of(model, ctx, number).backward()
     got, expected = ([param.grad.to_local() for param in model.parameters()] for model in (ours, stock))
-    same(got, expected, "gradients", rtol=1e-4, atol=1e-6)
+    same(got, expected, "gradients", **CLOSE["fp32"])
 
 
 @distributed(world_sizes=(1, 2), timeout=300)
@@ -113,8 +93,7 @@ def test_accumulation_without_sync(ctx):
 def test_offloaded_to_pinned_memory(ctx, policy):
     only_fsdp2x(ctx)
     stock, ours = twins(ctx, mp_policy=POLICIES[policy], offload_policy=CPUOffloadPolicy())
-    close = {"rtol": 1e-4, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
-    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **close)
+    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **CLOSE[policy])
     for param in ours.parameters():
         local = param.to_local()
         assert local.numel() == 0 or local.device.type == "cpu" and local.is_pinned()

@@ -1,15 +1,9 @@
 """What GPU benchmarks and tests read out of traces, and the sizes of their models; no device is needed for these."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
-
-import device_work
-import hf_shapes
+from one_gpu import device_work, hf_shapes
 
 
 def event(cat: str, name: str, start: float = 0.0, dur: float = 1.0, stream: int = 7) -> dict:

@@ -3,17 +3,23 @@
 import os
 import re
 import shutil
+import site
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from one_gpu import needs_kernels
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "cpp"
 NAMES = ("device_copies", "device_optimizer", "device_peers", "device_reduce")
 
 
-def run(name: str, timeout: float, *wrapper: str) -> None:
+def run(name: str, timeout: float, *wrapper: str) -> subprocess.CompletedProcess:
+    """Runs a program, under `wrapper` if there is one; skips without the program or a device."""
     path = PROGRAMS / name
     if not path.is_file():
         pytest.skip(f"{path} is not built: run `make gpu-kernels` where nvcc is")
@@ -21,20 +27,50 @@ def run(name: str, timeout: float, *wrapper: str) -> None:
     without_device = re.search(r"no CUDA device.*", result.stdout)
     if without_device:
         pytest.skip(without_device[0])
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert "[  PASSED  ]" in result.stdout
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_on_the_device(name):
-    run(name, 300)
+    result = run(name, 280)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "[  PASSED  ]" in result.stdout
+
+
+def sanitizer() -> str:
+    """compute-sanitizer of a CUDA toolkit, or of the package nvidia-cuda-sanitizer-api."""
+    found = shutil.which("compute-sanitizer")
+    for folder in site.getsitepackages():
+        packaged = sorted(Path(folder).glob("nvidia/cu*/bin/compute-sanitizer"))
+        found = found or (str(packaged[-1]) if packaged else None)
+    if found is None:
+        pytest.skip("compute-sanitizer is not installed: it comes with CUDA, or pip install nvidia-cuda-sanitizer-api")
+    return found
+
+
+def checked(result: subprocess.CompletedProcess) -> None:
+    """Fails on whatever the sanitizer found; skips where it cannot run on this machine."""
+    output = result.stdout + result.stderr
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer says: Device not supported")
+    assert result.returncode == 0, output[-6000:]
+    assert "ERROR SUMMARY: 0 errors" in output or "RACECHECK SUMMARY: 0 hazards" in output, output[-2000:]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("name", ["device_copies", "device_optimizer", "device_reduce"])
 def test_compute_sanitizer_finds_nothing(name, tool):
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not installed")
-    run(name, 1800, sanitizer, f"--tool={tool}", "--error-exitcode=9")
+    checked(run(name, 280, sanitizer(), f"--tool={tool}", "--error-exitcode=9"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing_in_training_steps(tool):
+    """The kernels with the plans that the engine makes of a model; torch's own kernels are not looked at."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and finds none")
+    needs_kernels()
+    command = [sanitizer(), f"--tool={tool}", "--error-exitcode=9", "--kernel-name", "kns=fsdp2x"]
+    script = str(Path(__file__).with_name("train_steps.py"))
+    checked(subprocess.run([*command, sys.executable, script], capture_output=True, text=True, timeout=280))

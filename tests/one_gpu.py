@@ -1,0 +1,86 @@
+"""What tests of one GPU share: the mark that skips them elsewhere, a mesh, training, and benchmarks as meters."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2x.runtime.native import _C
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+import device_work  # noqa: E402
+import hf_shapes  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none")
+POLICIES = hf_shapes.POLICIES
+# How close two sides come that add in another order, by policy.
+CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}, "bf16": {"rtol": 2e-2, "atol": 1e-3}}
+
+
+def on_gpu(ctx):
+    """The ranks' mesh, all of them on the first GPU."""
+    torch.cuda.set_device(0)
+    return init_device_mesh("cuda", (ctx.world,))
+
+
+def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Tensor]:
+    """Losses and local gradients of `num` steps of torch's AdamW; `loss_of(model, step)` inside `around()`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for step in range(num):
+        with around() if around is not None else contextlib.nullcontext():
+            loss = loss_of(model, step)
+            loss.backward()
+            results += [loss.detach(), *[param.grad.to_local().clone() for param in model.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return results
+
+
+def needs_kernels() -> None:
+    """Skips where the extension was built without nvcc: torch's operations stand in for its kernels, piece by piece."""
+    if not _C.DeviceSteps().has_kernels:
+        pytest.skip("fsdp2x was built without CUDA kernels: build it where nvcc is, with CUDA=ON")
+
+
+def needs_memory(num_bytes: float) -> None:
+    """Skips where the device has not that much free."""
+    free = torch.cuda.mem_get_info()[0]
+    if free < num_bytes:
+        pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of the device, {free / 2**30:.0f} GiB are free")
+
+
+def needs_traces() -> None:
+    """Skips where torch's profiler does not see the device: CUPTI is missing or not allowed."""
+    square = torch.ones(64, 64, device="cuda")
+    for _ in range(2):
+        trace = device_work.trace_of(lambda: square @ square)
+    if not device_work.work_of(trace):
+        pytest.skip("torch's profiler records no kernels here")
+
+
+def measured(script: str, entry: str, *arguments: str, timeout: float = 280) -> list[dict]:
+    """What a GPU benchmark writes, run in a process of its own on the device."""
+    with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
+        path = Path(folder) / "results.json"
+        command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=_environment())
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return json.loads(path.read_text())["results"][entry]
+
+
+def _environment() -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in launcher}
