@@ -6,7 +6,8 @@
 //   done
 //
 // Gradients die on the compute lane, where they were born: they are packed there, so the allocator needs no record of
-// other streams. A reduction buffer is written again two units later, when `ready` has long passed.
+// other streams. A reduction buffer is written again two units later, when `ready` has long passed. One rank alone
+// packs into its gradient pool, where nothing else is to be done with them.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -28,6 +29,9 @@ constexpr size_t kMaxFlagPatterns = 64;
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t bytes) {
   return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(torch_dtype(type));
 }
+
+// No other rank has gradients of these parameters.
+bool is_alone(const Group& group) { return group.layout.world() == 1 && !group.has_replicas(); }
 
 std::vector<MemoryRange> range_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
@@ -87,12 +91,24 @@ void DeviceTransport::open_buffer(Group& group) {
   if (group.calls.all_reduce_hook) buffers_[mine.buffer].memory.zero_();  // the user sees what lies between the rows
 }
 
-void DeviceTransport::pack_held(Group& group, bool for_reduction) {
+at::Tensor DeviceTransport::pool_to_pack(Group& group) {
+  const PerGroup& mine = per_group(group);
+  const bool is_plain = is_alone(group) && !group.calls.reduce_scatter && !group.calls.all_reduce_hook;
+  const bool is_whole = group.averages() || group.divisor() == 1.0;
+  // What is in a buffer already came without gradient sync: it is added to there.
+  if (!is_plain || !is_whole || group.offloads || mine.buffer >= 0) return {};
+  if (!mine.reduce->is_pool(group.layout)) return {};
+  pybind11::gil_scoped_acquire gil;
+  return group.gradients.take_pool(group.root().blocks).value_or(at::Tensor());
+}
+
+at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
   PerGroup& mine = per_group(group);
   const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
-  if (!has_held && !for_reduction) return;
-  open_buffer(group);
-  const at::Tensor& buffer = buffers_[mine.buffer].memory;
+  if (!has_held && !for_reduction) return {};
+  const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
+  if (!pool.defined()) open_buffer(group);
+  const at::Tensor buffer = pool.defined() ? pool : buffers_[mine.buffer].memory;
   const Layout& layout = *mine.reduce->layout;
   std::vector<PackItem> items;
   std::vector<at::Tensor> alive;
@@ -109,9 +125,11 @@ void DeviceTransport::pack_held(Group& group, bool for_reduction) {
     alive.push_back(std::move(dense));
   }
   if (!items.empty()) layer_->pack(*mine.reduce, items, buffer);
-  if (!for_reduction) return;
-  const at::Tensor& flags = flags_of(group);
-  layer_->copy(mine.reduce->flags_to_segments, flags.const_data_ptr(), buffer.data_ptr());
+  if (for_reduction && !is_alone(group)) {
+    const at::Tensor& flags = flags_of(group);
+    layer_->copy(mine.reduce->flags_to_segments, flags.const_data_ptr(), buffer.data_ptr());
+  }
+  return buffer;
 }
 
 const at::Tensor& DeviceTransport::flags_of(const Group& group) {
@@ -158,15 +176,21 @@ void DeviceTransport::begin_reduce(Group& group) {
     scratch.open = true;
     ++num_scratches_;
   }
-  pack_held(group, /*for_reduction=*/true);
+  const at::Tensor packed = pack_held(group, /*for_reduction=*/true);
   scratch.posted = true;
 
   Running running;
   ReducePlan& plan = *mine.reduce;
   running.plan = &plan;
+  if (mine.buffer < 0) {  // in the gradient pool
+    running.rows = packed.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes));
+    running.lane = Lane::compute;
+    mine.running = std::move(running);
+    return;
+  }
   for (size_t i = 0; i < scratch.filled.size(); ++i) {
     if (plan.layout->params()[i].shape.trainable && !scratch.filled[i] && !group.options().reduce_unused_params) {
-      running.is_certain = false;
+      running.is_certain = is_alone(group);
     }
   }
   const int world = group.layout.world();

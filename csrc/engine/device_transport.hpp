@@ -125,7 +125,10 @@ class DeviceTransport final : public Transport {
   void note_collective(const std::string& name, const Group& group, const TensorLists& lists);
 
   void open_buffer(Group& group);
-  void pack_held(Group& group, bool for_reduction);
+  // The gradient pool, where a rank that is alone packs its gradients; undefined: into a buffer.
+  at::Tensor pool_to_pack(Group& group);
+  // Returns where to; undefined if there was nothing to pack.
+  at::Tensor pack_held(Group& group, bool for_reduction);
   const at::Tensor& flags_of(const Group& group);
   at::Tensor rows_for(Group& group, Running& running);
   void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input, Running& running);

@@ -271,6 +271,8 @@ class DeviceLedger:
         pass  # gradients are packed when they are reduced
 
     def begin_reduce(self, group: GroupFacts) -> None:
+        if self._world == 1 and group.ranks.replicas == 1 and group.reduces_in_place:
+            return  # packed into the gradient pool
         while self.is_full:
             self._buffers.release(self._in_flight.pop(0))
         self._in_flight.append(self._buffers.acquire(group.reduce_segment_bytes * self._world))
