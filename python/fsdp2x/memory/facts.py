@@ -58,7 +58,7 @@ class GroupFacts:
     replica_segment_bytes: int  # what waits for the all-reduce over the replicas
     row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
     packed_bytes: int  # the whole gradients as they are packed for peers that read them
-    gradient_bytes: int  # the largest unsharded gradient, as autograd makes it
+    gradient_bytes: int  # unsharded gradients at once, as autograd makes them: the largest, on a device all of them
     num_trained: int  # parameters
     trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
     gradient_pool_bytes: int = 0
@@ -105,6 +105,10 @@ def _moved(shape: tuple, position: int) -> tuple:
     return (*shape[:3], shape[position], shape[position], shape[position], True)
 
 
+def _gradient_bytes(shape: tuple) -> int:
+    return shape[0] * shape[1] * shape[2] * shape[4].itemsize
+
+
 def _row_numel(shape: tuple, ranks: Ranks) -> int:
     begin, end = _C.shard_rows(shape[1], ranks.world, ranks.rank)
     return shape[0] * (end - begin) * shape[2]
@@ -143,7 +147,7 @@ def _count(
         replica_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in staged], ranks) + flag_bytes,
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _packed_itemsize(shape) for shape in trained),
-        gradient_bytes=max((shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained), default=0),
+        gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.

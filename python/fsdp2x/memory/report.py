@@ -60,7 +60,8 @@ class MemoryReport:
     smaller world). On top while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
     ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
     ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
-    ``autograd_bytes`` (one unsharded gradient). Slots and scratches are kept for the next step.
+    ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
+    scratches are kept for the next step.
     ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this rank's part where the ranks of a host
     share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
     has them already.
@@ -133,7 +134,7 @@ class MemoryReport:
             ("gather slots", self.own_gather_slot_bytes, self._sharing()),
             ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
             ("waiting for the all-reduce", self.replica_bytes, ""),
-            ("one gradient of autograd", self.autograd_bytes, ""),
+            ("gradients of autograd", self.autograd_bytes, ""),
             ("peak, without activations", self.peak_bytes, ""),
             ("sent in a step", self.traffic.total_bytes, self._sent()),
         ]
