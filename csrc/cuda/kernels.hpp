@@ -127,6 +127,9 @@ struct Kernels {
   // holds the stream until all have. After `timeout_ns` it gives up and *timed_out becomes 1.
   void (*peer_barrier)(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out,
                        Stream stream);
+
+  // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
+  bool (*is_capturing)(Stream stream);
 };
 
 // Runs on the host, at once.

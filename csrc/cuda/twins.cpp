@@ -134,6 +134,7 @@ const Kernels& twin_kernels() {
       .adamw = adamw,
       .sgd = sgd,
       .peer_barrier = peer_barrier,
+      .is_capturing = [](Stream) { return false; },
   };
   return kernels;
 }

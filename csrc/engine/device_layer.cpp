@@ -114,11 +114,14 @@ namespace {
 struct TorchEvent final : DeviceEvent {
   explicit TorchEvent(c10::DeviceType type) : event(type) {}
   c10::Event event;
+  uint64_t capture = 0;  // into which it was recorded last
 };
 
 }  // namespace
 
-TorchLayer::TorchLayer(at::Device device) : DeviceLayer(device, device.is_cuda() ? cuda::device_kernels() : nullptr) {
+TorchLayer::TorchLayer(at::Device device)
+    : DeviceLayer(device, device.is_cuda() ? cuda::device_kernels() : nullptr),
+      kernels_(device.is_cuda() ? cuda::device_kernels() : nullptr) {
   if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams; its transports do without");
   const c10::impl::VirtualGuardImpl guard(device.type());
   for (size_t lane = 1; lane < kNumLanes; ++lane) {
@@ -139,12 +142,31 @@ std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
   return streams_[static_cast<size_t>(lane) - 1];
 }
 
+bool TorchLayer::is_capturing(const c10::Stream& stream) const {
+  return kernels_ != nullptr && kernels_->is_capturing(static_cast<CUstream_st*>(stream.native_handle()));
+}
+
+uint64_t TorchLayer::capture() {
+  if (lane_ == Lane::compute) {
+    const bool now = is_capturing(current());
+    if (now && !in_capture_) ++num_captures_;
+    in_capture_ = now;
+  }
+  return in_capture_ ? num_captures_ : 0;
+}
+
 void TorchLayer::record(DeviceEvent& event, Lane lane) {
-  static_cast<TorchEvent&>(event).event.record(stream(lane).value_or(current()));
+  auto& mine = static_cast<TorchEvent&>(event);
+  const c10::Stream on = stream(lane).value_or(current());
+  mine.event.record(on);
+  const uint64_t running = capture();
+  // A lane that has not followed the compute lane into its capture is not part of it.
+  mine.capture = running != 0 && is_capturing(on) ? running : 0;
 }
 
 void TorchLayer::wait(Lane lane, DeviceEvent& event) {
-  static_cast<TorchEvent&>(event).event.block(stream(lane).value_or(current()));
+  auto& mine = static_cast<TorchEvent&>(event);
+  if (mine.capture == capture()) mine.event.block(stream(lane).value_or(current()));
 }
 
 void TorchLayer::synchronize(DeviceEvent& event) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/layout.hpp"
@@ -30,7 +31,8 @@ inline constexpr size_t kNumLanes = 6;
 
 const char* lane_name(Lane lane);
 
-// May be recorded again and again; a wait refers to the latest record before it, and is nothing if there was none.
+// May be recorded again and again; a wait refers to the latest record before it, and is nothing if there was none, or
+// if one of both was captured into a graph and the other was not: see `TorchLayer::capture`.
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
@@ -140,11 +142,23 @@ class TorchLayer final : public DeviceLayer {
   std::optional<c10::Stream> stream(Lane lane) override;
 
  protected:
+  Lane enter(Lane lane) override { return std::exchange(lane_, lane); }
+  void leave(Lane before) override { lane_ = before; }
   CUstream_st* native_stream() override;
 
  private:
   c10::Stream current() const;
+  bool is_capturing(const c10::Stream& stream) const;
+  // The number of the capture that takes the compute lane's work; 0: it runs. What happened before a capture is over
+  // when it begins, and its replays come in the order of the compute lane, which every forward lets the other lanes
+  // follow. So events of eager work mean nothing in a capture, those of a capture nothing behind it; CUDA refuses both.
+  uint64_t capture();
+
+  const cuda::Kernels* kernels_;
   std::vector<c10::Stream> streams_;  // of the lanes behind compute
+  Lane lane_ = Lane::compute;         // the current one
+  uint64_t num_captures_ = 0;
+  bool in_capture_ = false;
 };
 
 }  // namespace fsdp2x

@@ -18,5 +18,6 @@ void scale_gradients(const ReduceList& list, const TargetTable& targets, const d
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream);
 void sgd(const SgdList& list, const SgdArgs& args, Stream stream);
 void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream stream);
+bool is_capturing(Stream stream);
 
 }  // namespace fsdp2x::cuda::device

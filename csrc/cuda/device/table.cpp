@@ -17,6 +17,7 @@ const Kernels* device_kernels() {
       .adamw = device::adamw,
       .sgd = device::sgd,
       .peer_barrier = device::peer_barrier,
+      .is_capturing = device::is_capturing,
   };
   return &kernels;
 }
