@@ -22,6 +22,9 @@ TRANSPORTS = ("shm", "process_group")
 # "streams" is the process group with the plans, lanes and events of an accelerator, played on the CPU (streams.py).
 both_transports = pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param("streams", marks=pytest.mark.full)])
 
+# Where one transport of the CPU is enough to see.
+and_streams = pytest.mark.parametrize("transport", ["auto", pytest.param("streams", marks=pytest.mark.full)])
+
 # What a test shards: paths of modules, each a unit (several paths joined by "+": one unit of a list of modules).
 Units = Iterable[str]
 

@@ -107,4 +107,5 @@ def test_peak_of_a_llama_against_stock(ranks):
         assert ours["model"] <= 1.01 * stock["model"], policy
         assert abs(ours["resting"] - ours["plan_resting"]) < 0.02 * ours["resting"], policy
         assert ours["plan_peak"] <= 1.01 * ours["backward"], policy  # the report knows no activations
-        assert stock["backward"] - ours["backward"] >= ours["largest_unit"], policy
+        # Nothing but activations comes on top: as many as stock has above weights, moments and gradients, at the most.
+        assert ours["backward"] - ours["plan_peak"] <= stock["backward"] - stock["model"], policy

@@ -10,6 +10,7 @@ import models
 from fsdp2x.wrap import plan_units
 from harness import distributed
 from reference import (
+    and_streams,
     both_transports,
     changes,
     full,
@@ -92,10 +93,12 @@ def test_20_adamw_steps_against_the_unsharded_model(ctx, name, transport):
 
 @distributed(world_sizes=(2, 3), timeout=120)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "t5", "bert"])
-def test_gradients_are_the_mean_of_the_ranks(ctx, name):
+@and_streams
+def test_gradients_are_the_mean_of_the_ranks(ctx, name, transport):
     """Also for models whose ties join three and four modules in one unit."""
+    skip_transport(ctx, transport)
     reference = models.build(name)
-    ours = shard_auto(ctx, copy.deepcopy(reference))
+    ours = shard_auto(ctx, copy.deepcopy(reference), transport=transport)
     mean_of_ranks(reference, lambda m, rank: m(**models.batch(name, rank)).loss, ctx.world)
     ours(**models.batch(name, ctx.rank)).loss.backward()
     same(grads(ours), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
@@ -120,12 +123,14 @@ def test_bf16_compute_fp32_reduce_as_stock(ctx, name, transport):
 
 
 @distributed(world_sizes=(2,))
-def test_bf16_parameters_reduce_in_fp32_as_stock(ctx):
+@and_streams
+def test_bf16_parameters_reduce_in_fp32_as_stock(ctx, transport):
     """`.grad` has the parameter's dtype although the sum was made in fp32."""
+    skip_transport(ctx, transport)
     model = models.build("qwen3", dtype=torch.bfloat16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     twin = shard_stock(copy.deepcopy(model), plan_units(model), mp_policy=policy)
-    ours = shard_auto(ctx, model, mp_policy=policy)
+    ours = shard_auto(ctx, model, transport=transport, mp_policy=policy)
     for step in range(2):
         results = []
         for each in (twin, ours):
@@ -135,11 +140,13 @@ def test_bf16_parameters_reduce_in_fp32_as_stock(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_lora_trains_only_the_adapters(ctx):
+@and_streams
+def test_lora_trains_only_the_adapters(ctx, transport):
     pytest.importorskip("peft")
+    skip_transport(ctx, transport)
     model = models.tiny_lora()
     twin = shard_stock(copy.deepcopy(model), plan_units(model))
-    ours = shard_auto(ctx, model)
+    ours = shard_auto(ctx, model, transport=transport)
     before = params(ours)
     results = [train(each, adamw(each), "llama", ctx.rank, 4) for each in (twin, ours)]
     same(results[1], results[0], "loss")
@@ -149,11 +156,13 @@ def test_lora_trains_only_the_adapters(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_vision_language_model_with_text_only(ctx):
+@and_streams
+def test_vision_language_model_with_text_only(ctx, transport):
     """The vision tower runs on no rank: its units are never gathered and get no gradient."""
+    skip_transport(ctx, transport)
     model = models.tiny_vlm()
     twin = shard_stock(copy.deepcopy(model), plan_units(model))
-    ours = shard_auto(ctx, model)
+    ours = shard_auto(ctx, model, transport=transport)
     results = []
     for each in (twin, ours):
         loss = each(**models.batch("qwen3", ctx.rank)).loss

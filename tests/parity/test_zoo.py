@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 from harness import distributed
 from models import Mlp, inputs
-from reference import both_transports, full, grads, only_fsdp2x, parity, same, shard
+from reference import and_streams, both_transports, full, grads, only_fsdp2x, parity, same, shard
 
 
 class Recurrent(nn.Module):
@@ -134,7 +134,8 @@ class Chain(nn.Module):
 
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
-def test_autograd_grad_with_respect_to_activations(ctx, reshard):
+@and_streams
+def test_autograd_grad_with_respect_to_activations(ctx, reshard, transport):
     """torch.autograd.grad that stops before some parameters: no gradient appears, and the next backward is right."""
 
     def run(model):
@@ -145,7 +146,7 @@ def test_autograd_grad_with_respect_to_activations(ctx, reshard):
         model(inputs(ctx.rank)).square().mean().backward()
         return full(grad), none, grads(model)
 
-    parity(ctx, Chain(), run, ("first", "second"), reshard_after_forward=reshard)
+    parity(ctx, Chain(), run, ("first", "second"), transport=transport, reshard_after_forward=reshard)
 
 
 @distributed(world_sizes=(2,))
