@@ -99,9 +99,13 @@ def make_step(model: nn.Module, optimizer, inputs: dict, losses: list) -> Callab
 
 
 def same_losses(case: Case, ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
-    """The first loss comes from the same weights; later ones from weights that two optimizers have rounded."""
+    """The first loss comes from the same weights; later ones from weights that two optimizers have rounded.
+
+    AdamW's first updates have the size of the learning rate whatever the gradient's is, and attention may add up in any
+    order: what differs in the last bit of a tiny gradient shows in later losses.
+    """
     mine, theirs = torch.stack(ours).double().cpu(), torch.stack(stock).double().cpu()
-    first, later = (1e-6, 1e-4) if case.policy == "fp32" else (1e-3, 2e-2)
+    first, later = (1e-5, 1e-3) if case.policy == "fp32" else (1e-3, 5e-2)
     agree = torch.allclose(mine[:1], theirs[:1], rtol=first, atol=0.0) and torch.allclose(
         mine, theirs, rtol=later, atol=0.0
     )

@@ -15,7 +15,7 @@ LAYERS, TOKENS, STEPS = 2, 256, 3
 # Weights, gradients and moments of two models, both units and what is in flight.
 BYTES_PER_ELEMENT = 2 * 16 * 1.5
 # The largest part of a gradient's norm by which sides may differ: sums in another order, and bf16's rounding of them.
-CLOSE = {"fp32": 1e-4, "bf16": 2e-2}
+CLOSE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
