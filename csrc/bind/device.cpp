@@ -17,11 +17,45 @@ std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRang
   return result;
 }
 
+std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<MemoryRange> result;
+  for (const at::Tensor& tensor : tensors) result.push_back({tensor.const_data_ptr(), tensor.nbytes()});
+  return result;
+}
+
 }  // namespace
 
 void bind_device(py::module_& m) {
+  py::enum_<Lane>(m, "Lane")
+      .value("compute", Lane::compute)
+      .value("copy_in", Lane::copy_in)
+      .value("copy_out", Lane::copy_out)
+      .value("host", Lane::host);
+  py::class_<DeviceEvent>(m, "DeviceEvent");
+  // Lanes and events for what Python brings to the device beside a transport, and takes back.
   py::class_<DeviceLayer, std::shared_ptr<DeviceLayer>>(m, "DeviceLayer")
-      .def_property_readonly("device", &DeviceLayer::device);
+      .def_property_readonly("device", &DeviceLayer::device)
+      .def("make_event", &DeviceLayer::make_event, py::arg("name"))
+      .def("record", &DeviceLayer::record, py::arg("event"), py::arg("lane"))
+      .def("wait", &DeviceLayer::wait, py::arg("lane"), py::arg("event"))
+      .def("synchronize", &DeviceLayer::synchronize, py::arg("event"))
+      .def(
+          "transfer",
+          [](DeviceLayer& self, Lane lane, const at::Tensor& target, const at::Tensor& source) {
+            const LaneScope scope(self, lane);
+            self.transfer(target, source);
+          },
+          py::arg("lane"), py::arg("target"), py::arg("source"))
+      // What else touched memory on a lane, for layers that keep a record.
+      .def(
+          "note",
+          [](DeviceLayer& self, Lane lane, const std::string& operation, const std::string& subject,
+             const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes) {
+            if (!self.is_recorder()) return;
+            const LaneScope scope(self, lane);
+            self.note(operation, subject, ranges_of(reads), ranges_of(writes));
+          },
+          py::arg("lane"), py::arg("operation"), py::arg("subject"), py::arg("reads"), py::arg("writes"));
   py::class_<TorchLayer, DeviceLayer, std::shared_ptr<TorchLayer>>(m, "TorchLayer")
       .def(py::init<at::Device>(), py::arg("device"));
   py::class_<RecordingLayer, DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")

@@ -72,6 +72,7 @@ py::dict stats_of(const Root& root) {
     stats.peak_gather_bytes += one.peak_gather_bytes;
     stats.scratch_slots_owned += one.scratch_slots_owned;
     stats.scratch_bytes += one.scratch_bytes;
+    stats.resident_shard_bytes += one.resident_shard_bytes;
     stats.num_allocations += one.num_allocations;
     if (stats.owners.empty() || one.owners != "empty") stats.owners = one.owners;
   }
@@ -81,6 +82,7 @@ py::dict stats_of(const Root& root) {
   result["peak_gather_bytes"] = stats.peak_gather_bytes;
   result["scratch_slots_owned"] = stats.scratch_slots_owned;
   result["scratch_bytes"] = stats.scratch_bytes;
+  result["resident_shard_bytes"] = stats.resident_shard_bytes;
   result["transport_allocations"] = stats.num_allocations;
   result["owners"] = stats.owners;
   result["gradient_block_allocations"] = root.blocks.num_allocations();
@@ -137,6 +139,10 @@ void bind_layout(py::module_& m) {
         return std::make_pair(rows.begin, rows.end);
       },
       py::arg("dim"), py::arg("world"), py::arg("rank"));
+  // For memory plans: bytes of an element of the gradient as peers read it.
+  m.def(
+      "packed_itemsize", [](const ShapeTuple& shape) { return dtype_bytes(shapes_of({shape}).front().packed()); },
+      py::arg("shape"));
   m.def("stream_copies", &stream_copies, py::arg("targets"), py::arg("sources"));
   m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
   m.def("detach_memory", &detach_memory, py::arg("tensor"), py::arg("message"));
@@ -225,22 +231,26 @@ void bind_call(py::class_<Group, std::shared_ptr<Group>>& group, const char* nam
 }
 
 void bind_group(py::module_& m) {
+  py::enum_<Offload>(m, "Offload")
+      .value("nothing", Offload::nothing)
+      .value("gradients", Offload::gradients)
+      .value("everything", Offload::everything);
   py::class_<Group, std::shared_ptr<Group>> group(m, "Group");
   group
       .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
                        const std::vector<ParamTuple>& params, const py::object& make_gradient,
                        const py::object& add_to_foreign, const py::object& plain_gradient, int replicas,
-                       at::Device device, bool offloads) {
+                       at::Device device, Offload offload) {
              GroupCalls calls;
              calls.make_gradient = own(make_gradient);
              calls.add_to_foreign = own(add_to_foreign);
              calls.plain_gradient = own(plain_gradient);
              return std::make_shared<Group>(name, layout, pool, params_of(params), std::move(calls), replicas, device,
-                                            offloads);
+                                            offload);
            }),
            py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
            py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"),
-           py::arg("offloads"))
+           py::arg("offload"))
       .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
       .def("set_post_forward",
            [](Group& self, const std::string& name, const Layout& layout, const at::Tensor& pool,
@@ -248,7 +258,7 @@ void bind_group(py::module_& m) {
              std::vector<PyRef> params;
              for (const py::object& param : sharded) params.push_back(own(param));
              self.set_post_forward(std::make_shared<Group>(name, layout, pool, std::vector<Param>(), GroupCalls(),
-                                                           /*replicas=*/1, self.device, /*offloads=*/false),
+                                                           /*replicas=*/1, self.device, Offload::nothing),
                                    std::move(params));
            })
       .def("clear_post_forward",
@@ -272,7 +282,6 @@ void bind_group(py::module_& m) {
       .def_readonly("name", &Group::name)
       .def_readonly("index", &Group::index)
       .def_readonly("pool", &Group::pool)
-      .def_readonly("offloads", &Group::offloads)
       .def_property_readonly("has_streams", [](const Group& self) { return self.transport->has_streams(); })
       .def_property_readonly("transport_name", [](const Group& self) { return self.transport->name(); })
       .def_property_readonly("slot_bytes", [](const Group& self) { return self.layout.slot_bytes(); })

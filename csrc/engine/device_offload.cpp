@@ -5,9 +5,11 @@
 //   reduce                                                     .. reduce-scatter |
 //   copy_out                                                                       rows -> host | done
 //
-// One copy per group each way, of its whole pool. Rows come in the dtype of the reduction: they are cast, divided and
-// accumulated by the host's kernels, unless they are the gradient pool as they are. The host takes them two units later
-// (the number of reduction buffers), while the device goes on, or when backward ends; that is where users' hooks run.
+// One copy per group each way, of its whole pool: to the device before each gather, or, where the device keeps it
+// (Offload::gradients), before the first one of a forward. Rows come in the dtype of the reduction: they are cast,
+// divided and accumulated by the host's kernels, unless they are the gradient pool as they are. The host takes them two
+// units later (the number of reduction buffers), while the device goes on, or when backward ends; that is where users'
+// hooks run.
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -19,10 +21,46 @@
 
 namespace fsdp2x {
 
-void DeviceTransport::upload(Group& group, DeviceBuffer& buffer, Lane lane) {
+DeviceTransport::Upload DeviceTransport::open_upload(Group& group, bool pools_stand_still) {
+  PerGroup& mine = per_group(group);
+  Upload target;
+  if (!group.offloads() || group.pool.nbytes() == 0) return target;
+  if (group.offload == Offload::everything) {
+    target.id = uploads_.acquire(group.pool.nbytes(), group.name, &target.is_new);
+    target.buffer = &uploads_[target.id];
+    return target;
+  }
+  if (mine.resident < 0) mine.resident = residents_.acquire(group.pool.nbytes(), group.name, &target.is_new);
+  target.buffer = &residents_[mine.resident];
+  target.is_current = mine.resident_is_current && pools_stand_still;
+  target.stays_current = pools_stand_still;
+  return target;
+}
+
+void DeviceTransport::upload(Group& group, const Upload& target, Lane lane) {
+  DeviceBuffer& buffer = *target.buffer;
+  if (target.is_current) {
+    layer_->wait(lane, *buffer.ready);
+    return;
+  }
   layer_->wait(lane, *buffer.free);
-  const LaneScope scope(*layer_, lane);
-  layer_->transfer(buffer.memory.narrow(0, 0, group.pool.numel()), group.pool);
+  {
+    const LaneScope scope(*layer_, lane);
+    layer_->transfer(buffer.memory.narrow(0, 0, group.pool.numel()), group.pool);
+  }
+  layer_->record(*buffer.ready, lane);
+  per_group(group).resident_is_current = target.stays_current;
+  // Who waits for copy_in waits for all uploads.
+  if (lane != Lane::copy_in) layer_->wait(Lane::copy_in, *buffer.ready);
+}
+
+void DeviceTransport::close_upload(const Upload& target, Lane lane) {
+  layer_->record(*target.buffer->free, lane);
+  if (target.id >= 0) uploads_.release(target.id);
+}
+
+void DeviceTransport::shards_may_change() {
+  for (auto& [index, mine] : groups_) mine.resident_is_current = false;
 }
 
 void DeviceTransport::host_waits_for(Lane lane) {
@@ -114,7 +152,7 @@ void DeviceTransport::land(Group& group) {
 
 void DeviceTransport::drop_download(Group& group) {
   PerGroup& mine = per_group(group);
-  if (group.offloads) host_waits_for(Lane::copy_in);  // the user may write to the shards next
+  if (group.offloads()) host_waits_for(Lane::copy_in);  // the user may write to the shards next
   if (!mine.download) return;
   layer_->synchronize(*mine.downloaded);  // its memory is used again
   if (!mine.download->in_pool) group.root().blocks.give_back(mine.download->memory, group.gradients.memory());

@@ -154,7 +154,7 @@ at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
   PerGroup& mine = per_group(group);
   const size_t bytes = mine.reduce->segment_bytes;
   const bool is_plain =
-      !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !collectives_.allocate && !group.offloads;
+      !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !collectives_.allocate && !group.offloads();
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
   if (is_plain && stays && group.layout.world() > 1 && mine.reduce->is_pool(group.layout)) {
     pybind11::gil_scoped_acquire gil;
@@ -363,7 +363,7 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
     if (!done) throw_python_error();
     note_rows("hook", group, rows, rows);
   }
-  if (group.offloads) {
+  if (group.offloads()) {
     download(group, running, std::move(wanted));
     return;
   }
@@ -437,6 +437,7 @@ void DeviceTransport::end_backward() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) join(lane);
   while (!downloads_.empty()) land(*downloads_.front().second);
   if (offloads_) host_waits_for(Lane::copy_in);  // gathers of this backward have read the shards
+  shards_may_change();
   while (!in_flight_.empty()) {
     buffers_.release(in_flight_.front());
     in_flight_.pop_front();

@@ -41,7 +41,8 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
       staging_("staging", layer_, [this](size_t bytes) { return allocate(bytes); }),
       buffers_("reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }),
       segments_("segment", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      uploads_("uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }) {
+      uploads_("uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }),
+      residents_("resident shards", layer_, [this](size_t bytes) { return allocate(bytes); }) {
   for (size_t lane = 0; lane < kNumLanes; ++lane) {
     lane_events_.push_back(layer_->make_event(lane_name(static_cast<Lane>(lane))));
   }
@@ -75,9 +76,9 @@ void DeviceTransport::register_group(Group& group) {
   mine.own_rows = CopyProgram(group.layout.shard_to_slot());
   mine.pool_event = layer_->make_event(group.name + ".pool");
   mine.held.resize(group.params.size());
-  mine.offloads = group.offloads;
-  if (group.offloads) mine.downloaded = layer_->make_event(group.name + ".downloaded");
-  offloads_ = offloads_ || group.offloads;
+  mine.offload = group.offload;
+  if (group.offloads()) mine.downloaded = layer_->make_event(group.name + ".downloaded");
+  offloads_ = offloads_ || group.offloads();
   // A segment may be the pool itself, with the flags behind it.
   group.gradients.reserve(Group::segment_bytes(group.layout));
 }
@@ -102,6 +103,7 @@ void DeviceTransport::follow_compute(Lane lane) {
 void DeviceTransport::begin_forward(const PyRef& after) {
   // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
   note_optimizer(/*with_shards=*/true);
+  shards_may_change();
   if (!after) {
     follow_compute(Lane::copy_in);
     return;
@@ -117,12 +119,13 @@ void DeviceTransport::note_optimizer(bool with_shards) {
   for (const bool of_host : {false, true}) {
     std::vector<MemoryRange> pools;
     for (const auto& [index, mine] : groups_) {
-      if (with_shards && mine.offloads == of_host) pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
+      if (with_shards && (mine.offload != Offload::nothing) == of_host)
+        pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
       const auto unit = mine.unit.lock();
       if (!unit) continue;
       for (const auto& group : unit->groups) {
         const at::Tensor& pool = group->gradients.pool();
-        if (pool.defined() && group->offloads == of_host) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
+        if (pool.defined() && group->offloads() == of_host) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
       }
     }
     if (of_host && !offloads_) return;
@@ -161,25 +164,21 @@ void DeviceTransport::enqueue_gather(Group& group) {
   group.gather.write = group.gather.read = slot.data();
   const auto world = static_cast<size_t>(group.layout.world());
   const auto* pool = static_cast<const std::byte*>(group.pool.const_data_ptr());
-  bool upload_is_new = false;
-  int upload_id = -1;
-  if (group.offloads && group.pool.nbytes() > 0) {
-    upload_id = uploads_.acquire(group.pool.nbytes(), group.name, &upload_is_new);
-    pool = uploads_[upload_id].data();
-  }
+  // Within forward and backward the pools stand still; otherwise a user may just have written to them.
+  const bool pools_stand_still = group.root().in_forward() || group.root().in_backward();
+  const Upload uploaded = open_upload(group, pools_stand_still);
+  if (uploaded.buffer != nullptr) pool = uploaded.buffer->data();
   DeviceBuffer* staging = nullptr;
   int staging_id = -1;
   if (!is_local(group) && plan.segment_bytes > 0) {
     staging_id = staging_.acquire(plan.segment_bytes * world, group.name, &staging_is_new);
     staging = &staging_[staging_id];
   }
-  // Within forward and backward the pools stand still; otherwise a user may just have written to them.
-  const bool pools_stand_still = group.root().in_forward() || group.root().in_backward();
-  if (is_new || staging_is_new || upload_is_new || !pools_stand_still) follow_compute(copy_lane);
+  if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) follow_compute(copy_lane);
   layer_->wait(copy_lane, *mine.pool_event);
   layer_->wait(copy_lane, *slot.free);
   if (staging != nullptr) layer_->wait(copy_lane, *staging->free);
-  if (upload_id >= 0) upload(group, uploads_[upload_id], copy_lane);
+  if (uploaded.buffer != nullptr) upload(group, uploaded, copy_lane);
   {
     const LaneScope scope(*layer_, copy_lane);
     if (is_local(group)) {
@@ -193,9 +192,8 @@ void DeviceTransport::enqueue_gather(Group& group) {
     }
   }
   layer_->record(*slot.ready, copy_lane);
-  if (upload_id >= 0) {
-    layer_->record(*uploads_[upload_id].free, copy_lane);
-    uploads_.release(upload_id);
+  if (uploaded.buffer != nullptr) {
+    close_upload(uploaded, copy_lane);
     if (!pools_stand_still) host_waits_for(copy_lane);  // the user may write to the shards next
   }
   if (is_local(group)) return;
@@ -302,8 +300,12 @@ void DeviceTransport::release_idle() {
   for (auto& [index, mine] : groups_) {
     pybind11::gil_scoped_acquire gil;
     mine.lists.clear();  // views keep their memory
+    mine.resident_is_current = false;
+    if (mine.resident >= 0) residents_.release(std::exchange(mine.resident, -1));
   }
-  for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_}) buffers->drop_idle();
+  for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_, &residents_}) {
+    buffers->drop_idle();
+  }
 }
 
 TransportStats DeviceTransport::stats() const {
@@ -313,15 +315,16 @@ TransportStats DeviceTransport::stats() const {
   stats.peak_gather_bytes = slots_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
   stats.scratch_bytes = staging_.bytes() + buffers_.bytes() + segments_.bytes() + uploads_.bytes();
+  stats.resident_shard_bytes = residents_.bytes();
   stats.num_allocations = slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() +
-                          segments_.num_allocations() + uploads_.num_allocations();
+                          segments_.num_allocations() + uploads_.num_allocations() + residents_.num_allocations();
   stats.owners = slots_.owners();
   return stats;
 }
 
 std::vector<Transport::Loan> DeviceTransport::loans() const {
   std::vector<Loan> found;
-  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_}) {
+  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_, &residents_}) {
     for (const auto& buffer : buffers->all()) {
       if (buffer->memory.defined()) {
         found.push_back({buffers->name(), buffer->owner, buffer->memory.const_data_ptr(), buffer->memory.nbytes()});

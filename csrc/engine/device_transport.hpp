@@ -103,7 +103,9 @@ class DeviceTransport final : public Transport {
     Running running;
     int partial = -1;  // in segments_: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
-    bool offloads = false;
+    Offload offload = Offload::nothing;
+    int resident = -1;                 // in residents_, once it was uploaded
+    bool resident_is_current = false;  // nobody may have written to the shards since
     std::optional<Download> download;
     std::unique_ptr<DeviceEvent> downloaded;
   };
@@ -138,7 +140,18 @@ class DeviceTransport final : public Transport {
   void attach(Group& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted);
 
   // Shards and gradients in host memory (device_offload.cpp).
-  void upload(Group& group, DeviceBuffer& buffer, Lane lane);
+  // The device's copy of a pool, for one gather.
+  struct Upload {
+    DeviceBuffer* buffer = nullptr;  // null: the pool is the device's
+    int id = -1;                     // in uploads_, to be released; else the group keeps it
+    bool is_current = false;         // holds the shards already
+    bool stays_current = false;      // for the next gather
+    bool is_new = false;
+  };
+  Upload open_upload(Group& group, bool pools_stand_still);
+  void upload(Group& group, const Upload& target, Lane lane);
+  void close_upload(const Upload& target, Lane lane);
+  void shards_may_change();
   void host_waits_for(Lane lane);
   void download(Group& group, const Running& running, std::vector<uint8_t> wanted);
   void land(Group& group);
@@ -150,6 +163,7 @@ class DeviceTransport final : public Transport {
   size_t max_reduce_buffers_ = 2;
   DeviceBuffers slots_, staging_, buffers_, segments_;
   DeviceBuffers uploads_;                                           // shard pools that lie on the host
+  DeviceBuffers residents_;                                         // likewise, kept by their groups
   bool offloads_ = false;                                           // some group does
   std::deque<std::pair<std::shared_ptr<Unit>, Group*>> downloads_;  // oldest first
   std::deque<int> in_flight_;                              // buffers_ whose reduction is enqueued, oldest first

@@ -37,15 +37,15 @@ at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
 }  // namespace
 
 Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
-             GroupCalls group_calls, int replicas, at::Device group_device, bool group_offloads)
+             GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
     : name(std::move(group_name)),
       layout(std::move(group_layout)),
       pool(std::move(shard_pool)),
       device(group_device),
-      offloads(group_offloads),
+      offload(group_offload),
       params(std::move(group_params)),
       calls(std::move(group_calls)),
-      gradients(layout, params, memory_like(pool, offloads), std::move(calls.make_gradient),
+      gradients(layout, params, memory_like(pool, offloads()), std::move(calls.make_gradient),
                 std::move(calls.add_to_foreign)),
       replicas_(replicas) {
   scratch.filled.assign(params.size(), 0);

@@ -37,10 +37,10 @@ struct GroupCalls {
 
 class Group {
  public:
-  // `device`: where it is gathered and reduced. `offloads`: the pool and the gradients are the host's and lie in host
-  // memory; only transports with streams can do that.
+  // `device`: where it is gathered and reduced. `offload`: what lies in host memory; only transports with streams can
+  // do that.
   Group(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas,
-        at::Device device, bool offloads);
+        at::Device device, Offload offload);
 
   // --- parameters ---
   void begin_gather();
@@ -75,6 +75,8 @@ class Group {
   // Back to sharded; gradients that are not reduced are dropped.
   void reset();
 
+  // Whether the shards that an optimizer steps and their gradients are the host's.
+  bool offloads() const { return offload != Offload::nothing; }
   // Whether the summed rows go through a segment of their own instead of straight into `.grad`.
   bool is_staged() const { return calls.all_reduce || calls.all_reduce_hook; }
   bool has_replicas() const { return static_cast<bool>(calls.all_reduce); }
@@ -98,7 +100,7 @@ class Group {
   Layout layout;
   at::Tensor pool;
   at::Device device;
-  bool offloads;
+  Offload offload;
   std::vector<Param> params;
   GroupCalls calls;
   Gradients gradients;

@@ -15,6 +15,13 @@ namespace fsdp2x {
 class Group;
 class Unit;
 
+// What of a group lies in host memory, the pool among it, while the group is gathered and reduced on a device.
+enum class Offload : uint8_t {
+  nothing,
+  gradients,   // shards and gradients; the device keeps a copy of the shards from a forward until its backward ends
+  everything,  // shards and gradients; the device gets the shards for each gather
+};
+
 // The gather slot a group owns between begin_unshard and reshard.
 struct GatherSlot {
   Slot slot;
@@ -43,7 +50,8 @@ struct Scratch {
 struct TransportStats {
   size_t gather_slots_owned = 0, gather_slot_bytes = 0, peak_gather_bytes = 0;
   size_t scratch_slots_owned = 0, scratch_bytes = 0;
-  size_t num_allocations = 0;  // blocks of memory taken and windows mapped, ever
+  size_t resident_shard_bytes = 0;  // on a device, of shards that are the host's
+  size_t num_allocations = 0;       // blocks of memory taken and windows mapped, ever
   std::string owners;
 };
 

@@ -32,6 +32,7 @@ from fsdp2x.module import (
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer
+from fsdp2x.runtime.offload import HostOffloadPolicy
 from fsdp2x.sleep import sleep, wake
 from fsdp2x.tiled_mlp import apply_tiled_mlp
 from fsdp2x.vision import shard_vision_language
@@ -40,6 +41,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "GradientReductionHandle",
+    "HostOffloadPolicy",
     "LoadReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.module import FSDPModule
 from fsdp2x.runtime import collect, torch_private
 from fsdp2x.runtime.mesh import ShardGroup, default_mesh, shard_group
+from fsdp2x.runtime.offload import Offload, offload_of
 from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
@@ -59,7 +60,8 @@ def fully_shard(
             means in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
         offload_policy: ``CPUOffloadPolicy``: shards, gradients and so the optimizer's state live in host memory, pinned
             by default; one copy per unit brings the shards to the device before each gather, one takes the reduced
-            gradients back. On a CPU mesh it may pin the shards' memory, and nothing else changes.
+            gradients back. ``fsdp2x.HostOffloadPolicy(mode)`` does that or less: only the optimizer's state, or that
+            and the gradients. On a CPU mesh it may pin the shards' memory, and nothing else changes.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, on which all parameters are DTensors
             already, and these are its data-parallel axes.
@@ -78,6 +80,8 @@ def fully_shard(
         ValueError: a container without ``forward``, a mesh of the wrong shape, a wrap class that does not exist,
             an unknown transport, a scalar parameter.
         AssertionError: the module is sharded already (upstream's type and message).
+        TypeError: ``offload_policy`` is no policy.
+        RuntimeError: it pins memory on a machine without an accelerator.
         NotImplementedError: an argument that is not supported yet, by name.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
@@ -95,8 +99,7 @@ def fully_shard(
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
         "buffer_dtype": buffer_dtype,
-        "offloads": isinstance(offload_policy, CPUOffloadPolicy),
-        "pin_memory": _pins_memory(offload_policy),
+        "offload": offload_of(offload_policy),
         "ignored_params": ignored_params or set(),
         "transport": transport,
         "timeout": timeout,
@@ -124,17 +127,6 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
         )
 
 
-def _pins_memory(policy: OffloadPolicy) -> bool:
-    if not isinstance(policy, CPUOffloadPolicy):
-        return False
-    if policy.pin_memory and not torch.accelerator.is_available():
-        raise RuntimeError(
-            "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) pins memory for an accelerator, and this "
-            "machine has none; use CPUOffloadPolicy(pin_memory=False)"
-        )
-    return policy.pin_memory
-
-
 def _shard_or_undo(module, modules: list[nn.Module], **arguments):
     already = [m for m in modules if _shard.state(m) is not None]
     try:
@@ -152,8 +144,7 @@ def _shard_modules(
     reshard_after_forward: bool | None,
     shard_placement_fn: Callable | None,
     mp_policy: MixedPrecisionPolicy,
-    offloads: bool,
-    pin_memory: bool,
+    offload: Offload,
     buffer_dtype: torch.dtype | None,
     ignored_params: set[nn.Parameter],
     transport: str,
@@ -163,16 +154,14 @@ def _shard_modules(
     modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
     managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
     owned = collect.collect_params(managed, ignored_params)
-    if not offloads:
+    if not offload.of_shards:
         collect.move_to_device([entry.param for entry in owned], ranks.device)
     buffers = collect.collect_buffers(managed)
     collect.move_to_device(buffers, ranks.device)
     if buffer_dtype is not None:
         collect.cast_floating(buffers, buffer_dtype)
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [
-        GroupParams(members, mp_policy, offloads=offloads, pin_memory=pin_memory) for members in group_by_ranks(placed)
-    ]
+    groups = [GroupParams(members, mp_policy, offload) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
     for managed_module in managed:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.state import UnitState, unit_states
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
@@ -145,7 +146,9 @@ def _roots(states: list[UnitState]) -> list:
 def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[torch.Tensor]:
     """One tensor for each storage on ``device`` in the optimizer's state."""
     seen = set()
-    for state in optimizer.state.values() if optimizer is not None else ():
+    for param, state in optimizer.state.items() if optimizer is not None else ():
+        if host_state(param) is not None:
+            continue  # in host memory as it is
         for value in state.values():
             if not isinstance(value, torch.Tensor):
                 continue

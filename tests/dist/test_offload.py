@@ -33,6 +33,13 @@ def expect(reference, ctx, step: int) -> None:
     mean_of_ranks(reference, lambda m, rank: loss_of(m, rank, step), ctx.world)
 
 
+def agree(ctx, reference, model, step: int) -> None:
+    """A backward of both: the gradients are the same."""
+    expect(reference, ctx, step)
+    loss_of(model, ctx.rank, step).backward()
+    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+
+
 def pair(ctx, **options) -> tuple[nn.Module, nn.Module]:
     """The unsharded model and its offloaded twin."""
     reference = wide()
@@ -232,9 +239,7 @@ def test_rows_kept_in_a_smaller_world(ctx):
     recorder = streams.install(pack_below_bytes=1200)
     reference, model = pair(ctx, reshard_after_forward=2)
     for step in range(2):
-        expect(reference, ctx, step)
-        loss_of(model, ctx.rank, step).backward()
-        same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+        agree(ctx, reference, model, step)
         model.zero_grad()
     assert streams.races(recorder.entries) == []
     # Backward gathers from the device.
@@ -267,9 +272,7 @@ def test_an_exception_leaves_nothing_owned(ctx):
     assert stats["gather_slots_owned"] == stats["scratch_slots_owned"] == 0, stats["owners"]
     model.zero_grad()
     for step in range(2):
-        expect(reference, ctx, step)
-        loss_of(model, ctx.rank, step).backward()
-        same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+        agree(ctx, reference, model, step)
         model.zero_grad()
     assert streams.races(recorder.entries) == []
 
@@ -288,9 +291,7 @@ def test_unshard_outside_of_forward_may_be_followed_by_writes(ctx):
         for one in (reference, model):
             for param in one.parameters():
                 param.mul_(0.5)
-    expect(reference, ctx, 1)
-    loss_of(model, ctx.rank, 1).backward()
-    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+    agree(ctx, reference, model, 1)
 
 
 @distributed(world_sizes=(2,))
@@ -303,9 +304,7 @@ def test_sleep_has_nothing_to_move(ctx):
     assert fsdp2x.sleep(model) == 0
     assert model._get_fsdp_state().root.loans() == []
     fsdp2x.wake(model)
-    expect(reference, ctx, 1)
-    loss_of(model, ctx.rank, 1).backward()
-    same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+    agree(ctx, reference, model, 1)
 
 
 @distributed(world_sizes=(2,))

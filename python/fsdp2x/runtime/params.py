@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import spec as specs
-from fsdp2x.runtime import torch_private
+from fsdp2x.runtime import torch_private, transport
 from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
@@ -97,12 +98,19 @@ class GroupParams(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
     def __init__(
-        self, placed: list[Placed], mp_policy: MixedPrecisionPolicy, *, offloads: bool = False, pin_memory: bool = False
+        self,
+        placed: list[Placed],
+        mp_policy: MixedPrecisionPolicy,
+        offload: Offload = Offload(),  # noqa: B008 (frozen)
     ) -> None:
         self.ranks = placed[0].ranks
-        self.offloads = offloads  # shards and gradients are in host memory, whatever the mesh's device
+        self.offload = offload
+        self.offloads = offload.of_shards  # they are in host memory, whatever the mesh's device
+        # What tells optimizers that the state of our parameters is to be in host memory.
+        keeps_state = offload.mode == "optimizer" and transport.has_streams(self.ranks.device)
+        self._mark = new_mark(offload.pin_memory) if keeps_state else None
         self._mp_policy = mp_policy
-        self._pin_memory = pin_memory
+        self._pin_memory = offload.pin_memory and offload.of_shards
         self.pool: torch.Tensor | None = None
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
@@ -219,6 +227,7 @@ class GroupParams(GroupNames):
         self._offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
+                mark(sharded.param, self._mark)
                 if not sharded.is_wrapper and not sharded.is_alias:
                     self._move_in(sharded, local, offset, fresh)
         return fresh
@@ -331,7 +340,7 @@ class GroupParams(GroupNames):
             specs.plain_gradient,
             self.ranks.replicas,
             self.ranks.device,
-            has_streams and self.offloads,
+            _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
         )
         return self.engine
 
@@ -417,7 +426,7 @@ def original_number(param: nn.Parameter) -> int | None:
 
 
 def _user_attributes(param: nn.Parameter) -> dict:
-    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, _NUMBER)}
+    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, _NUMBER, MARK)}
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
@@ -448,6 +457,8 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
 # What DTensor itself keeps on its instances.
 _DTENSOR_SLOTS = ("_local_tensor", "_spec")
 _NUMBER = "_fsdp2x_number"
+# What the engine does about a mode; the state of an optimizer is not its business.
+_OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 _numbers = itertools.count(1)
 
 
