@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from fsdp2x.optim.host_moments import HostMoments, Wanted, step_bytes
 from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
 from fsdp2x.optim.moments import place_in_whole, zeros_like_all
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import host_state, marks_exist
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
@@ -40,6 +42,10 @@ class AdamW(torch.optim.AdamW):
     parameter's number and step count, and the element's place in the whole parameter: the same on every processor, for
     any number of ranks and threads, on all replicas, and after loading a state.
 
+    Of parameters sharded with ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` the moments are in host memory, one block
+    for each unit. A step brings them to the device block by block, with the copies of two beside the compute, takes
+    them back, and returns when they are there; its numbers are those of a step without offloading.
+
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; ``lr`` and ``betas`` may
             be tensors of one element.
@@ -58,6 +64,8 @@ class AdamW(torch.optim.AdamW):
             dims behind the first.
         ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``.
     """
+
+    keeps_host_state = True  # knows parameters whose state belongs to the host
 
     def __init__(
         self,
@@ -92,6 +100,7 @@ class AdamW(torch.optim.AdamW):
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
         self._on_device = _C.DeviceSteps()
+        self._host_moments = HostMoments()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,40 +112,84 @@ class AdamW(torch.optim.AdamW):
             refuse_unsupported("AdamW", group)
         super().__setstate__(state)
         self._on_device = _C.DeviceSteps()
+        self._host_moments = HostMoments()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("moments_dtype", "stochastic_rounding", "seed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_places": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter."""
-        super().load_state_dict(state_dict)
-        if self.moments_dtype is None:
-            return
-        saved = (index for group in state_dict["param_groups"] for index in group["params"])
-        params = (param for group in self.param_groups for param in group["params"])
+        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter.
+
+        Moments that belong to the host go there straight away.
+        """
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        on_host = self._wanted_on_host()
+        ours = {id(one.param) for one in on_host}
+        params = [param for group in self.param_groups for param in group["params"]]
+        kept: dict[Any, dict] = {}  # what torch would bring to the device
+        rest: dict[Any, dict] = {}
+        for index, param in zip(saved, params, strict=False):  # torch says when their numbers differ
+            if id(param) in ours and index in state_dict["state"]:
+                state = state_dict["state"][index]
+                kept[index] = {name: state[name] for name in _MOMENTS if name in state}
+                rest[index] = {name: value for name, value in state.items() if name not in kept[index]}
+        super().load_state_dict({**state_dict, "state": {**state_dict["state"], **rest}} if kept else state_dict)
         for index, param in zip(saved, params, strict=True):
+            if index in kept:
+                self.state[param].update(kept[index])
+            if self.moments_dtype is None or id(param) in ours:
+                continue
             for name in _MOMENTS:
                 if name in self.state.get(param, {}):
                     value = state_dict["state"][index][name].to(self._moments_dtype_of(param), copy=True)
                     self.state[param][name] = value.to(param.device)
+        if kept:
+            self._host_moments.take_in(self.state, on_host)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
+        on_host = self._wanted_on_host()
+        if on_host:
+            self._host_moments.step(self.state, on_host, self._run)
+            ours = {id(one.param) for one in on_host}
+            nobody = torch.empty(0)
+            self._run(lambda _, params: [nobody if id(p) in ours else p for p in params], self.state, self._on_device)
+        else:
+            self._run(lambda _, params: params, self.state, self._on_device)
+        return loss
+
+    def _run(self, select: Callable[[int, list[Tensor]], list[Tensor]], states: dict, on_device) -> None:
+        """Steps the parameters that ``select`` leaves in place."""
         left_over = _C.adamw_step(
-            [_settings(group) for group in self.param_groups],
-            self.state,
+            [_settings(group, select(number, group["params"])) for number, group in enumerate(self.param_groups)],
+            states,
             self._make_states,
             self.moments_dtype is not None,
             self._place_of if self.stochastic_rounding else None,
             self.seed,
-            self._on_device,
+            on_device,
         )
         for group, params in by_group(self.param_groups, left_over):
-            self._step_by_torch(group, params)
-        return loss
+            self._step_by_torch(group, params, states)
+
+    def _wanted_on_host(self) -> list[Wanted]:
+        """The moments that belong to the host."""
+        if not marks_exist():
+            return []
+        return [
+            Wanted(param, _MOMENTS if group["amsgrad"] else _MOMENTS[:2], self._moments_dtype_of(param))
+            for group in self.param_groups
+            for param in group["params"]
+            if param.requires_grad and host_state(param) is not None
+        ]
+
+    @property
+    def host_step_bytes(self) -> int:
+        """Device memory that a step takes beside parameters and gradients, for moments that come from the host."""
+        return step_bytes(self._wanted_on_host())
 
     def _moments_dtype_of(self, param: Tensor) -> torch.dtype:
         if self.moments_dtype is not None and param.dtype in _SIXTEEN_BITS | {torch.float32}:
@@ -169,12 +222,12 @@ class AdamW(torch.optim.AdamW):
             self._places[spec] = place_in_whole(param)
         return self._places[spec]
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor], states: dict) -> None:
         columns: list[list[Tensor]] = [[], [], [], [], []]
         rounded = []
         for param in params:
             refuse_sparse("AdamW", param.grad)
-            state = self.state[param]
+            state = states[param]
             moments = [state[name] for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])]
             _, grad, *_ = tensors = local_tensors([param, param.grad, *moments])
             if self.stochastic_rounding and torch.bfloat16 in {tensor.dtype for tensor in tensors}:
@@ -193,7 +246,7 @@ class AdamW(torch.optim.AdamW):
                 column.append(tensor)
         torch_adamw(
             *columns,
-            [self.state[param]["step"] for param in params],
+            [states[param]["step"] for param in params],
             has_complex=any(param.is_complex() for param in params),
             amsgrad=group["amsgrad"],
             beta1=number(group["betas"][0]),
@@ -207,11 +260,11 @@ class AdamW(torch.optim.AdamW):
             tensor.copy_(copy)
 
 
-def _settings(group: dict[str, Any]) -> tuple:
+def _settings(group: dict[str, Any], params: list[Tensor]) -> tuple:
     lr = group["lr"]
     beta1, beta2 = group["betas"]
     return (
-        group["params"],
+        params,
         number(lr),
         isinstance(lr, Tensor) and lr.dtype == torch.float32,
         number(beta1),

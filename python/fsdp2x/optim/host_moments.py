@@ -1,0 +1,228 @@
+"""Moments in host memory of parameters on a device: they come for their part of a step, and go again.
+
+    copy_in     block 0 -> buffer 0 | block 1 -> buffer 1 | ... wait left 0 | block 2 -> buffer 0 | ..
+    compute     wait arrived 0 | step its parameters | wait arrived 1 | step ..
+    copy_out                     wait stepped 0 | buffer 0 -> block 0 | left 0 | ..
+    host        enqueue .......................................................... wait for the last copy
+
+A block is the memory of all moments of one unit's parameters. It belongs to the moments, the buffers to the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2x.runtime import torch_private, transport
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import HostState, host_state
+
+# Every moment starts at a multiple of it, for 16-byte accesses.
+_ALIGN_BYTES = 64
+_NUM_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The moments of one parameter: their names in its state, and their dtype."""
+
+    param: Tensor
+    names: tuple[str, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Moment:
+    param: Tensor
+    name: str
+    tensor: Tensor  # in the block
+    offset: int
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def block_bytes(members: Iterable[Wanted]) -> int:
+    """Bytes of the block of these moments."""
+    return sum(len(one.names) * _align(_local_bytes(one.param, one.dtype)) for one in members)
+
+
+def _local_bytes(param: Tensor, dtype: torch.dtype) -> int:
+    return torch_private.local_tensor(param).numel() * dtype.itemsize
+
+
+def buffer_bytes(sizes: list[int]) -> int:
+    """Device memory that a step takes for blocks of these sizes."""
+    return max(sizes, default=0) * min(len(sizes), _NUM_BUFFERS)
+
+
+def step_bytes(wanted: list[Wanted]) -> int:
+    """Device memory that a step takes for these moments."""
+    return buffer_bytes([block_bytes(members) for members in _by_block(wanted).values()])
+
+
+def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
+    members: dict[HostState, list[Wanted]] = {}
+    for one in wanted:
+        members.setdefault(host_state(one.param), []).append(one)
+    return members
+
+
+def _in_pool(pool: Tensor, offset: int, param: Tensor, dtype: torch.dtype) -> Tensor:
+    local = _C.tensor_in_pool(pool, offset, list(torch_private.local_tensor(param).shape), dtype)
+    return torch_private.dtensor(local, torch_private.spec_with_dtype(torch_private.spec_of(param), dtype))
+
+
+class _Block:
+    """The moments of parameters that travel together."""
+
+    def __init__(self, mark: HostState, members: list[Wanted]) -> None:
+        self.members = members
+        self.memory = torch.zeros(max(block_bytes(members), 1), dtype=torch.uint8, pin_memory=mark.pin_memory)
+        self.name = f"moments {mark.group}"
+        self.steps = _C.DeviceSteps()  # plans name the memory they step
+        self.has_stepped = False
+        self.moments: list[_Moment] = []
+        offset = 0
+        for one in members:
+            for name in one.names:
+                tensor = _in_pool(self.memory, offset, one.param, one.dtype)
+                self.moments.append(_Moment(one.param, name, tensor, offset))
+                offset += _align(_local_bytes(one.param, one.dtype))
+
+    def is_of(self, members: list[Wanted]) -> bool:
+        return len(members) == len(self.members) and all(
+            one.param is other.param and (one.names, one.dtype) == (other.names, other.dtype)
+            for one, other in zip(members, self.members, strict=True)
+        )
+
+    def take_in(self, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> None:
+        """Makes the states of parameters that have one, and of those that are ``stepped``, states in this block."""
+        for moment in self.moments:
+            state = states.get(moment.param)
+            if not state and id(moment.param) not in stepped:
+                continue
+            if not state:
+                state = states[moment.param]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            value = state.get(moment.name)
+            own = torch_private.local_tensor(moment.tensor)
+            if value is None:
+                own.zero_()
+            elif self._holds(value, moment):
+                continue
+            else:
+                own.copy_(torch_private.local_tensor(value) if hasattr(value, "_local_tensor") else value)
+            state[moment.name] = moment.tensor
+
+    def _holds(self, value: Tensor, moment: _Moment) -> bool:
+        if value is not moment.tensor:
+            return False
+        own = torch_private.local_tensor(value)
+        return own.numel() == 0 or own.data_ptr() == self.memory.data_ptr() + moment.offset
+
+    def on_device(self, buffer: Tensor, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> dict:
+        """The states of the ``stepped`` parameters with their moments in ``buffer``."""
+        found: dict[Tensor, dict[str, Any]] = {}
+        for moment in self.moments:
+            if id(moment.param) not in stepped:
+                continue
+            state = found.setdefault(moment.param, {"step": states[moment.param]["step"]})
+            state[moment.name] = _in_pool(buffer, moment.offset, moment.param, moment.tensor.dtype)
+        return found
+
+
+class HostMoments:
+    """All blocks of one optimizer, and the lanes they travel on."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._layers: dict[torch.device, Any] = {}
+        self._nobody = torch.empty(0)  # has no gradient
+
+    def take_in(self, states: dict[Tensor, dict[str, Any]], wanted: list[Wanted]) -> None:
+        """After a state was loaded: the moments of marked parameters move to the host."""
+        for block in self._blocks_of(wanted):
+            block.take_in(states, set())
+
+    def step(
+        self,
+        states: dict[Tensor, dict[str, Any]],
+        wanted: list[Wanted],
+        run: Callable[[Callable[[int, list[Tensor]], list[Tensor]], dict, Any], None],
+    ) -> None:
+        """Steps the marked parameters that have a gradient, block by block.
+
+        ``run(select, states, device_steps)`` steps what ``select(group, params)`` leaves of each group of parameters:
+        the others are exchanged for a tensor without a gradient, so that every parameter keeps its number.
+        """
+        stepped = {id(one.param) for one in wanted if one.param.grad is not None}
+        blocks = []
+        for block in self._blocks_of(wanted):
+            if any(id(one.param) in stepped for one in block.members):
+                block.take_in(states, stepped)
+                blocks.append(block)
+        for device in dict.fromkeys(_device_of(block) for block in blocks):
+            self._step_on(device, [block for block in blocks if _device_of(block) == device], states, stepped, run)
+
+    def _blocks_of(self, wanted: list[Wanted]) -> list[_Block]:
+        members = _by_block(wanted)
+        for mark, group in members.items():
+            known = self._blocks.get(mark.group)
+            if known is None or not known.is_of(group):
+                self._blocks[mark.group] = _Block(mark, group)
+        return [self._blocks[mark.group] for mark in members]
+
+    def _step_on(self, device, blocks: list[_Block], states, stepped: set[int], run) -> None:
+        if device not in self._layers:
+            layer = transport.layer_maker(device)()
+            events = {
+                name: [layer.make_event(f"{name} {i}") for i in range(_NUM_BUFFERS)]
+                for name in ("moments arrived", "moments stepped", "moments left")
+            }
+            self._layers[device] = layer, layer.make_event("step began"), events
+        layer, began, events = self._layers[device]
+        compute, copy_in, copy_out = _C.Lane.compute, _C.Lane.copy_in, _C.Lane.copy_out
+        largest = max(block.memory.numel() for block in blocks)
+        num_buffers = min(len(blocks), _NUM_BUFFERS)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
+        known = [block.memory for block in blocks if block.has_stepped]
+        layer.note(_C.Lane.host, "moments", "", known, known)
+        layer.record(began, compute)  # memory is new in the order of the compute lane
+        layer.wait(copy_in, began)
+        try:
+            for number, block in enumerate(blocks):
+                k = number % _NUM_BUFFERS
+                buffer = buffers[k][: block.memory.numel()]
+                if number >= _NUM_BUFFERS:
+                    layer.wait(copy_in, events["moments left"][k])
+                block.has_stepped = True
+                layer.transfer(copy_in, buffer, block.memory)
+                layer.record(events["moments arrived"][k], copy_in)
+                layer.wait(compute, events["moments arrived"][k])
+                ours = {id(one.param) for one in block.members} & stepped
+                run(self._selection(ours), block.on_device(buffer, states, stepped), block.steps)
+                layer.note(compute, "step", block.name, [buffer], [buffer])
+                layer.record(events["moments stepped"][k], compute)
+                layer.wait(copy_out, events["moments stepped"][k])
+                layer.transfer(copy_out, block.memory, buffer)
+                layer.record(events["moments left"][k], copy_out)
+        finally:
+            # The moments may be read when the step returns, and the buffers are freed in the order of compute.
+            for k in range(num_buffers):
+                layer.wait(compute, events["moments arrived"][k])
+                layer.wait(compute, events["moments left"][k])
+                layer.synchronize(events["moments left"][k])
+
+    def _selection(self, ours: set[int]) -> Callable[[int, list[Tensor]], list[Tensor]]:
+        return lambda group, params: [param if id(param) in ours else self._nobody for param in params]
+
+
+def _device_of(block: _Block) -> torch.device:
+    return torch_private.local_tensor(block.members[0].param).device

@@ -1,0 +1,387 @@
+"""HostOffloadPolicy: what each mode leaves on the device, that all of them train alike, and what they refuse."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import fsdp2x
+import streams
+from harness import distributed
+from models import STACK_UNITS, inputs
+from reference import grads, only_fsdp2x, params, same, shard
+from streams import WIDTH, wide
+from test_offload import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, loss_of, num_of
+
+MODES = ("none", "optimizer", "gradients", "all")
+OURS = fsdp2x.optim.AdamW
+OPTIMIZERS = {  # that do not know the host's state
+    "torch's AdamW": torch.optim.AdamW,
+    "torch's SGD": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+    "our SGD": lambda params, lr: fsdp2x.optim.SGD(params, lr=lr, momentum=0.9),
+    "local RMSprop": lambda params, lr: fsdp2x.local_optimizer(torch.optim.RMSprop(params, lr=lr)),
+}
+
+
+def policy(mode: str) -> fsdp2x.HostOffloadPolicy:
+    return fsdp2x.HostOffloadPolicy(mode, pin_memory=False)  # pinning asks a driver
+
+
+def sharded(ctx, model, mode: str, **options) -> nn.Module:
+    options = {"transport": "streams", "offload_policy": policy(mode), **options}
+    return shard(ctx, copy.deepcopy(model), STACK_UNITS, **options)
+
+
+def train(model, optimizer, ctx, steps, max_norm: float | None = 0.1) -> None:
+    for step in steps:
+        loss_of(model, ctx.rank, step).backward()
+        if max_norm is not None:
+            fsdp2x.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moments(optimizer) -> dict:
+    return {
+        f"{number}.{name}": value.to_local().clone()
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in state.items()
+        if name != "step"
+    }
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mp", POLICIES)
+def test_trains_as_one_rank_would(ctx, mode, mp):
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=600)
+    reference = wide()
+    model = sharded(ctx, reference, mode, mp_policy=POLICIES[mp], reshard_after_forward=True)
+    optimizers = [torch.optim.AdamW(reference.parameters(), lr=1e-2), OURS(model.parameters(), lr=1e-2)]
+    for step in range(3):
+        expect(reference, ctx, step)
+        loss_of(model, ctx.rank, step).backward()
+        same(grads(model), grads(reference), f"gradients of step {step}", **CLOSE.get(mp, LOOSE))
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        same(fsdp2x.clip_grad_norm_(model.parameters(), 0.1), norm, "norms", **CLOSE.get(mp, LOOSE))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if mp == "fp32":
+        same(params(model), params(reference), "parameters", rtol=1e-3, atol=1e-5)
+    assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True, "weight_decay": 0.1}, {"moments_dtype": torch.bfloat16}])
+def test_every_mode_computes_the_same_bits(ctx, mode, settings):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = wide()
+    results = []
+    for one in ("none", mode):
+        recorder.clear()  # memory of the first model's device may be the second one's host memory
+        trained = sharded(ctx, model, one)
+        groups = [{"params": list(trained.blocks.parameters()), "lr": 3e-2}]
+        groups.append({"params": [*trained.norm.parameters(), *trained.head.parameters()]})
+        rounding = {"stochastic_rounding": True, "seed": 3} if "moments_dtype" in settings else {}
+        optimizer = OURS(groups, lr=1e-2, **settings, **rounding)
+        train(trained, optimizer, ctx, range(4))
+        results.append((params(trained), moments(optimizer)))
+    same(results[1][0], results[0][0], "parameters")
+    same(results[1][1], results[0][1], "moments")
+
+
+# --- gradients: the device keeps the shards from a forward to its backward
+
+
+def transfers(entries: list[tuple], lane: str = "copy_in") -> list[tuple]:
+    return [entry for entry in entries if entry[:2] == ("transfer", lane)]
+
+
+@distributed(world_sizes=(1, 2))
+def test_one_upload_per_group_and_forward(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = sharded(ctx, wide(), "gradients", reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, ctx, range(2))
+    allocations = model._get_fsdp_state().root.stats()["transport_allocations"]
+    recorder.clear()
+    train(model, optimizer, ctx, range(2, 4))
+    entries = recorder.entries
+    uploads = transfers(entries)
+    assert len(uploads) == 2 * 4 == len(transfers(entries, "copy_out"))  # three blocks and the root, two steps
+    assert len({entry[4] for entry in map(lambda e: (*e[:4], tuple(e[4])), uploads)}) == 4, "each has its place"
+    stats = model._get_fsdp_state().root.stats()
+    assert stats["transport_allocations"] == allocations and stats["resident_shard_bytes"] > 0
+    # Two forwards before a backward, and one for evaluation: whoever wrote to the parameters in between.
+    for write in (lambda p: p.data.mul_(0.5), lambda p: p.detach().to_local().mul_(0.5)):
+        reference = copy_of(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                write(param)
+            for param in reference.parameters():
+                param.mul_(0.5)
+            same(model(inputs(0, width=WIDTH)), reference(inputs(0, width=WIDTH)), "output", rtol=1e-4, atol=1e-6)
+    assert streams.races(recorder.entries) == []
+
+
+def copy_of(model) -> nn.Module:
+    plain = wide()
+    plain.load_state_dict(params(model))
+    return plain
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", ["none", "gradients", "all"])
+def test_backward_reads_the_copy_of_its_forward(ctx, mode):
+    """Several forwards, then their backwards; a whole model that is recomputed; a unit gathered by hand."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    reference = wide()
+    model = sharded(ctx, reference, mode, reshard_after_forward=True)
+    losses = [loss_of(model, ctx.rank, step) for step in range(2)]
+    model.set_is_last_backward(False)
+    losses[1].backward()
+    model.set_is_last_backward(True)
+    losses[0].backward()
+    expected: dict = {}
+    for step in range(2):
+        expect(reference, ctx, step)
+        for name, grad in grads(reference).items():
+            expected[name] = grad + expected.get(name, 0)
+    same(grads(model), expected, "gradients", rtol=1e-4, atol=1e-6)
+    model.zero_grad()
+    model.blocks[0].unshard()
+    model.blocks[0].reshard()
+    with torch.no_grad():
+        for one in (reference, model):
+            for param in one.parameters():
+                param.mul_(0.5)
+    agree(ctx, reference, model, 2)
+    assert streams.races(recorder.entries) == []
+
+
+RESIDENT = {
+    ("copy_in", "resident shards"): "shards are uploaded over those that are still cast",
+    ("host", "copy_in"): "the optimizer writes shards that are still uploaded",
+    ("host", "downloaded"): "the host reads gradients that have not arrived",
+}
+
+
+@distributed(world_sizes=(2,))
+def test_events_order_every_access(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=1200)
+    model = sharded(ctx, wide(), "gradients", mp_policy=POLICIES["bf16"], reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, ctx, range(1), None)
+    recorder.clear()
+    for step in range(1, 4):
+        train(model, optimizer, ctx, range(step, step + 1), None)
+        with torch.no_grad():
+            loss_of(model, ctx.rank, step)
+            for param in model.parameters():
+                param.mul_(1.0)
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    for (lane, event), why in RESIDENT.items():
+        broken = streams.without_waits(entries, lane, event)
+        assert len(broken) < len(entries), (lane, event)
+        if lane == "host":  # one lane does both, in order, on the device
+            assert streams.races(broken), f"not found: {why}"
+
+
+# --- optimizer: the moments come and go
+
+
+@distributed(world_sizes=(1, 2))
+def test_one_copy_of_the_moments_each_way(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = sharded(ctx, wide(), "optimizer")
+    optimizer = OURS(model.parameters(), lr=1e-2)
+    train(model, optimizer, ctx, range(2), None)
+    recorder.clear()
+    train(model, optimizer, ctx, range(2, 4), None)
+    entries = recorder.entries
+    assert num_of(entries, "transfer", "copy_in") == num_of(entries, "transfer", "copy_out") == 2 * 4
+    blocks = {entry[3][0] for entry in transfers(entries)}
+    assert blocks == {entry[4][0] for entry in transfers(entries, "copy_out")} and len(blocks) == 4
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            local = state[name].to_local()
+            assert any(a <= local.data_ptr() < a + size for a, size in blocks) or not local.numel()
+    order = [entry[:2] for entry in entries if entry[0] in ("transfer", "step")]
+    assert order[:4] == [("transfer", "copy_in"), ("step", "compute"), ("transfer", "copy_out"), ("transfer", "copy_in")]
+    assert streams.races(entries) == []
+    for lane, event in (("compute", "arrived"), ("copy_out", "stepped"), ("copy_in", "left"), ("host", "left")):
+        broken = streams.without_waits(entries, lane, f"moments {event}")
+        assert len(broken) < len(entries)
+        assert streams.races(broken), f"{lane} without {event}"
+
+
+@distributed(world_sizes=(2,))
+def test_state_goes_in_and_out(ctx):
+    """torch's state dict, DCP's, and a cleared state; the moments end where they belong."""
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide()
+    plain, offloaded, third = (sharded(ctx, model, mode) for mode in ("none", "optimizer", "optimizer"))
+    optimizers = [OURS(one.parameters(), lr=1e-2) for one in (plain, offloaded, third)]
+    train(plain, optimizers[0], ctx, range(3))
+    for one in (offloaded, third):
+        one.load_state_dict(plain.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))  # torch takes tensors as they are
+    same(moments(optimizers[1]), moments(optimizers[0]), "loaded moments")
+    options = StateDictOptions(full_state_dict=True)
+    whole = copy.deepcopy(get_optimizer_state_dict(offloaded, optimizers[1], options=options))
+    set_optimizer_state_dict(third, optimizers[2], whole, options=options)
+    for one, optimizer in zip((plain, offloaded, third), optimizers, strict=True):
+        train(one, optimizer, ctx, range(3, 5))
+    for other in (1, 2):
+        same(moments(optimizers[other]), moments(optimizers[0]), f"moments {other}")
+        same(params((plain, offloaded, third)[other]), params(plain), f"parameters {other}")
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for one, optimizer in zip((plain, offloaded), optimizers, strict=False):
+        train(one, optimizer, ctx, range(5, 6))
+    same(params(offloaded), params(plain), "parameters after the state was cleared")
+
+
+@distributed(world_sizes=(2,))
+def test_some_parameters_without_gradient_and_some_frozen(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = wide()
+    results = []
+    for mode in ("none", "optimizer"):
+        recorder.clear()
+        trained = sharded(ctx, model, mode)
+        optimizer = OURS(trained.parameters(), lr=1e-2)
+        train(trained, optimizer, ctx, range(1))
+        trained.blocks[0].requires_grad_(False)
+        train(trained, optimizer, ctx, range(1, 3))
+        trained.blocks[0].requires_grad_(True)
+        loss_of(trained, ctx.rank, 3).backward()
+        for param in trained.blocks[1].parameters():
+            param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        train(trained, optimizer, ctx, range(4, 5))
+        results.append((params(trained), moments(optimizer)))
+    same(results[1], results[0], "parameters and moments")
+
+
+@distributed(world_sizes=(2,))
+def test_optimizers_that_would_keep_their_state_on_the_device(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    model = sharded(ctx, wide(), "optimizer")
+    before = params(model)
+    for make in OPTIMIZERS.values():
+        optimizer = make(model.parameters(), lr=0.1)
+        loss_of(model, ctx.rank, 0).backward()
+        with pytest.raises(RuntimeError, match="use fsdp2x.optim.AdamW, or mode='gradients' or 'all'"):
+            optimizer.step()
+        assert not optimizer.state
+        model.zero_grad()
+    same(params(model), before, "parameters")
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), ctx, range(1))  # keeps nothing
+    assert not torch.equal(params(model)["head.weight"], before["head.weight"])
+    # Models that did not ask are none of its business.
+    other = sharded(ctx, wide(), "none")
+    train(other, torch.optim.AdamW(other.parameters(), lr=0.1), ctx, range(1))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_steps_offloaded_gradients(ctx, name):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = wide()
+    results = []
+    for mode in ("none", "gradients"):
+        recorder.clear()
+        trained = sharded(ctx, model, mode)
+        train(trained, OPTIMIZERS[name](trained.parameters(), lr=1e-2), ctx, range(3))
+        results.append(params(trained))
+    same(results[1], results[0], "parameters")
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_sleep_and_wake(ctx, mode):
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide()
+    awake, asleep = sharded(ctx, model, mode), sharded(ctx, model, mode)
+    optimizers = [OURS(one.parameters(), lr=1e-2) for one in (awake, asleep)]
+    for first in (0, 2):
+        for one, optimizer in zip((awake, asleep), optimizers, strict=True):
+            train(one, optimizer, ctx, range(first, first + 2))
+        freed = fsdp2x.sleep(asleep, optimizers[1] if mode == "optimizer" else None)
+        shards = sum(group.pool.numel() for state in asleep._get_fsdp_state().tree for group in state.groups)
+        assert freed == (shards if mode == "optimizer" else 0), "moments and offloaded shards are on the host as it is"
+        stats = asleep._get_fsdp_state().root.stats()
+        assert stats["resident_shard_bytes"] == 0 and asleep._get_fsdp_state().root.loans() == []
+        fsdp2x.wake(asleep, optimizers[1])
+    for one, optimizer in zip((awake, asleep), optimizers, strict=True):
+        train(one, optimizer, ctx, range(4, 5))
+    same(params(asleep), params(awake), "parameters")
+    same(moments(optimizers[1]), moments(optimizers[0]), "moments")
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", ["shm", "process_group"])
+def test_on_a_cpu_mesh_nothing_changes(ctx, transport):
+    only_fsdp2x(ctx)
+    model = wide()
+    results = []
+    for mode in MODES:
+        trained = sharded(ctx, model, mode, transport=transport)
+        train(trained, torch.optim.AdamW(trained.parameters(), lr=1e-2), ctx, range(2))
+        results.append(params(trained))
+    for result in results[1:]:
+        same(result, results[0], "parameters")
+
+
+@distributed(world_sizes=(1,))
+def test_policies(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    with pytest.raises(ValueError, match="mode is 'half', expected one of none, optimizer, gradients, all"):
+        fsdp2x.HostOffloadPolicy("half")
+    with pytest.raises(TypeError, match="offload_policy is 'gradients', expected an OffloadPolicy"):
+        fsdp2x.fully_shard(wide(), offload_policy="gradients")
+    assert isinstance(policy("none"), fsdp2x.OffloadPolicy) and fsdp2x.HostOffloadPolicy().mode == "all"
+    if not torch.accelerator.is_available():
+        with pytest.raises(RuntimeError, match=r"use HostOffloadPolicy\(pin_memory=False\)"):
+            fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("optimizer"))
+        fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("none"))
+    modes = [shard(ctx, wide(), STACK_UNITS, offload_policy=one)._get_fsdp_state().groups[0].offload.mode
+             for one in (OFFLOAD, policy("all"), policy("optimizer"), CPUOffloadPolicy(pin_memory=False))]  # fmt: skip
+    assert modes == ["all", "all", "optimizer", "all"]
+
+
+@distributed(world_sizes=(2,))
+def test_what_cannot_keep_its_gradients_on_the_host(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide(2)
+    for block in model.blocks:
+        fsdp2x.fully_shard(block, auto_wrap=False, transport="process_group", offload_policy=policy("gradients"))
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fsdp2x.fully_shard(model, auto_wrap=False, transport="process_group", offload_policy=policy("gradients"))
+    with pytest.raises(NotImplementedError, match=r"weight' is tied to another unit's.*OffloadPolicy\(\)"):
+        loss_of(model, ctx.rank, 0)
