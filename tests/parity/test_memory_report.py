@@ -1,5 +1,7 @@
 """What memory_report says before the first forward, the engine's ledger and the allocator say after some steps."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import memory
 import models
+import streams
 from harness import distributed
 from models import STACK_UNITS, Stack
 from reference import both_transports, only_fsdp2x, shard, shard_auto
@@ -16,7 +19,7 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
-LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes")
+LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
 NUM_STEPS = 5
 # Step counters, flags of gradients, activations that autograd still holds: small tensors of the step itself.
 SLACK_BYTES = 8192
@@ -188,12 +191,162 @@ def test_replicas(ctx, transport):
     check(model, run_stack)
 
 
-@distributed(world_sizes=(1, 2))
-def test_offloaded_units(ctx):
-    """Uploads on top; reduced rows have a segment of their own until they are on the host."""
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
+@all_policies
+def test_offloaded_units(ctx, mode, policy):
+    """Uploads or copies on top; reduced rows have a segment of their own until they are on the host, maybe a block."""
     only_fsdp2x(ctx)
+    import fsdp2x
+
+    offload = fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
+    options = {"transport": "streams", "offload_policy": offload, "mp_policy": POLICIES[policy]}
+    model = shard(ctx, Stack(num=4, width=24), [f"blocks.{i}" for i in range(4)], **options)
+    optimizer = fsdp2x.optim.AdamW(model.parameters())
+    check(model, run_stack, optimizer=optimizer)
+    plan = fsdp2x.memory_report(model, optimizer)
+    pools = plan.shard_bytes + plan.gradient_bytes
+    assert plan.host_bytes == plan.optimizer_bytes + (0 if mode == "optimizer" else pools + plan.landing_bytes)
+    assert (plan.resident_shard_bytes > 0) == (mode == "gradients")
+    assert (plan.optimizer_step_bytes > 0) == (mode == "optimizer")
+    assert plan.device_peak_bytes == plan.peak_bytes - plan.host_bytes < plan.peak_bytes
+    assert plan.device_resting_bytes < plan.resting_bytes
+
+
+@distributed(world_sizes=(2,))
+def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
+    """Gradients that are not summed in their own dtype: as many units as may be on their way have a block."""
+    only_fsdp2x(ctx)
+    import fsdp2x
+
     offload = CPUOffloadPolicy(pin_memory=False)
-    check(shard(ctx, Stack(), STACK_UNITS, transport="streams", offload_policy=offload), run_stack)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    units = [f"blocks.{i}" for i in range(4)]
+    model = shard(ctx, Stack(num=4, width=32), units, transport="streams", offload_policy=offload, mp_policy=policy)
+    plan = fsdp2x.memory_report(model)
+    for _ in range(3):
+        run_stack(model)
+        model.zero_grad()
+    blocks = fsdp2x.describe(model).stats["gradient_block_allocations"]
+    groups = [group for state in fsdp2x_states(model) for group in state.groups]
+    rows = {group.pool.numel() // 2 for group in groups}
+    assert plan.landing_bytes <= 2 * max(rows) + 64 * 8 and plan.landing_bytes >= max(rows)
+    assert len(groups) < blocks <= len(groups) + 3
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("grouped", [True, False])
+def test_what_a_device_gathers_packed(ctx, grouped):
+    """Parameters below a limit; all of them where the backend runs one gather at a time."""
+    only_fsdp2x(ctx)
+    streams.install(pack_below_bytes=3000, grouped=grouped)
+    policy = POLICIES["bf16"]
+    model = shard(ctx, Stack(num=3, width=48, hidden=80), STACK_UNITS, transport="streams", mp_policy=policy)
+    check(model, run_stack)
+
+
+class Custom:
+    """Collectives of a user's, in memory of their own."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Custom):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+class Scatter(Custom):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor"])
+def test_settings_that_move_memory(ctx, setting):
+    only_fsdp2x(ctx)
+    import fsdp2x
+
+    offload = fsdp2x.CPUOffloadPolicy(pin_memory=False) if setting == "divisor" else fsdp2x.OffloadPolicy()
+    model = shard(ctx, Stack(num=4, width=48), [f"blocks.{i}" for i in range(4)], transport="streams",
+                  offload_policy=offload)  # fmt: skip
+    if setting == "all_gather":
+        model.blocks[0].set_custom_all_gather(Gather())
+    elif setting == "reduce_scatter":
+        model.blocks[0].set_custom_reduce_scatter(Scatter())
+    elif setting == "hook":
+        model.set_all_reduce_hook(lambda rows: None)
+    elif setting == "buffers":
+        model.set_reduce_scatter_max_input_buffers(3)
+    else:
+        model.set_gradient_divide_factor(3.0)
+    check(model, run_stack)
+
+
+def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = "adamw", **options) -> None:
+    """What is planned for a device is what is measured after some steps, on rank 0, number by number."""
+    import fsdp2x
+
+    mode = options.pop("mode", "none")
+    plan = fsdp2x.memory.plan_memory(model, ctx.world, device="cuda", offload=mode, replicas=replicas,
+                                     optimizer=optimizer, **options)  # fmt: skip
+    trained = wrapped(offload_policy=fsdp2x.HostOffloadPolicy(mode, pin_memory=False), **options)
+    make = {"adamw": fsdp2x.optim.AdamW, "sgd": lambda params: fsdp2x.optim.SGD(params, lr=0.1)}[optimizer]
+    optimizer = make(trained.parameters())
+    check(trained, run, optimizer=optimizer)
+    report = fsdp2x.memory_report(trained, optimizer)
+    assert {name: getattr(plan, name) for name in LEDGER} == report.measured or report.rank != 0, f"{plan}\n{report}"
+    if report.rank == 0:
+        assert plan.to_dict() == {**report.to_dict(), "measured": None}
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("mode", ["none", "optimizer", "gradients", "all"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mp_policy": POLICIES["bf16"]}])
+def test_the_plan_of_a_device(ctx, mode, options):
+    only_fsdp2x(ctx)
+    streams.install(pack_below_bytes=3000)
+    units = [f"blocks.{i}" for i in range(4)]
+    model = Stack(num=4, width=48, hidden=80)
+
+    def wrapped(**given):
+        given.pop("auto_wrap")
+        return shard(ctx, copy.deepcopy(model), units, transport="streams", **given)
+
+    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["none", "gradients"])
+def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
+    only_fsdp2x(ctx)
+    streams.install(pack_below_bytes=2000)
+    model = models.build(name)
+
+    def wrapped(**given):
+        return shard_auto(ctx, copy.deepcopy(model), transport="streams", **given)
+
+    check_plan(ctx, model, wrapped, run_text, mode=mode, optimizer="sgd")
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode):
+    only_fsdp2x(ctx)
+    streams.install(pack_below_bytes=3000)
+    model = Stack(num=4, width=48, hidden=80)
+
+    def wrapped(**given):
+        given.pop("auto_wrap")
+        return shard(ctx, copy.deepcopy(model), [f"blocks.{i}" for i in range(4)], transport="streams", **given)
+
+    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, reshard_after_forward=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_plan(
+        ctx, model, lambda **given: wrapped(mesh=mesh, **given), run_stack, mode=mode, auto_wrap=True, replicas=2
+    )
 
 
 @distributed(world_sizes=(2,))
@@ -276,7 +429,7 @@ def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name
 
     for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):
         with torch.device("meta"):
-            planned = plan_memory(models.build(name), ctx.world, transport=transport, **options)
+            planned = plan_memory(models.build(name), ctx.world, transport=transport, device="cpu", **options)
         model = fsdp2x.fully_shard(models.build(name), transport=transport, **options)
         report = fsdp2x.memory_report(model, torch.optim.AdamW(model.parameters()))
         if ctx.rank == 0:

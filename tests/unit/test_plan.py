@@ -28,7 +28,8 @@ def plan_json(capsys, *arguments) -> tuple[int, dict]:
 
 
 def test_a_config_json(config, capsys):
-    status, plan = plan_json(capsys, config, "--world-size", 4)
+    on_cpu = ("--device", "cpu", "--transport", "process_group")
+    status, plan = plan_json(capsys, config, "--world-size", 4, *on_cpu)
     assert status == 0 and plan["fits"] is None and plan["model"] == "Qwen3ForCausalLM"
     assert plan["policy"]["dtype"] == "bfloat16"
     assert [unit["name"] for unit in plan["report"]["units"]] == [
@@ -133,7 +134,8 @@ def test_the_model_stays_as_it_is():
 
 def test_every_rank_has_the_same_pools_and_rank_0_the_most_rows():
     reports = {
-        world: plan_memory(Stack(num=2, width=64, hidden=128), world, auto_wrap=True) for world in (1, 2, 8, 512)
+        world: plan_memory(Stack(num=2, width=64, hidden=128), world, auto_wrap=True, device="cpu")
+        for world in (1, 2, 8, 512)
     }
     assert reports[1].traffic.total_bytes == 0 and reports[1].transport == "local"
     assert reports[1].shard_bytes > reports[2].shard_bytes > reports[8].shard_bytes
@@ -167,3 +169,62 @@ def test_unknown_optimizer_and_transport():
         plan_memory(Stack(), 2, optimizer="lion")
     with pytest.raises(PlanError, match="expected process_group or shm"):
         plan_memory(Stack(), 2, transport="nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device: got 'tpu', expected cuda or cpu"),
+        ({"offload": "half"}, "offload: got 'half', expected one of none, optimizer, gradients, all"),
+        ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
+        ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "expected gradients or all with sgd_momentum"),
+    ],
+)
+def test_what_no_device_can_do(options, message):
+    with pytest.raises(PlanError, match=message):
+        plan_memory(Stack(), 2, **options)
+
+
+def test_the_device_decides_who_counts(config, capsys):
+    def report(*options):
+        return plan_json(capsys, config, "--world-size", 3, *options)[1]
+
+    cuda, cpu, shm = report(), report("--device", "cpu", "--transport", "process_group"), report("--transport", "shm")
+    assert [plan["policy"]["device"] for plan in (cuda, cpu, shm)] == ["cuda", "cpu", "cpu"]
+    assert [plan["report"]["transport"] for plan in (cuda, cpu, shm)] == ["process_group", "process_group", "shm"]
+    assert report("--device", "cpu") == shm and report("--device", "cuda") == cuda
+    # 50 rows over 3 ranks: the slot has room for whole chunks, and two packed units may be on their way.
+    assert cuda["report"]["gather_slot_bytes"] > cpu["report"]["gather_slot_bytes"]
+    assert cuda["report"]["own_gather_slot_bytes"] > 0 == cpu["report"]["own_gather_slot_bytes"]
+    assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "process_group"
+
+
+def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):
+    def plan(*options):
+        return plan_json(capsys, config, "--world-size", 4, "--dtype", "float32", *options)
+
+    peaks = {mode: plan("--offload", mode)[1]["report"]["device_peak_bytes"] for mode in
+             ("none", "optimizer", "gradients", "all")}  # fmt: skip
+    reports = {mode: plan("--offload", mode)[1]["report"] for mode in peaks}
+    assert peaks["none"] == reports["none"]["peak_bytes"] and reports["none"]["host_bytes"] == 0
+    assert peaks["all"] < peaks["gradients"] < peaks["none"] and peaks["optimizer"] < peaks["none"]
+    assert reports["optimizer"]["host_bytes"] == reports["none"]["optimizer_bytes"]
+    assert reports["gradients"]["resident_shard_bytes"] >= reports["gradients"]["shard_bytes"]
+    assert plan("--memory", peaks["all"])[0] == 1 and plan("--memory", peaks["all"], "--offload", "all")[0] == 0
+    # On the CPU there is nowhere else to put it.
+    assert plan("--offload", "all", "--device", "cpu")[1]["report"] == plan("--device", "cpu")[1]["report"]
+    main(["plan", str(config), "--world-size", "4", "--offload", "gradients"])
+    text = capsys.readouterr().out
+    assert "on cuda, offload gradients" in text and "of it in host memory" in text
+
+
+def test_a_training_config_says_what_is_offloaded(tmp_path, capsys):
+    path = tmp_path / "train.yaml"
+    for setting, mode in ((True, "all"), ("optimizer", "optimizer"), (False, "none")):
+        path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "parallel": {"offload": setting}}))
+        _, plan = plan_json(capsys, path, "--world-size", 2)
+        assert (plan["policy"]["offload"], plan["policy"]["device"]) == (mode, "cuda")
+        assert (plan["report"]["host_bytes"] > 0) == (mode != "none")
+    sgd = {"name": "sgd", "momentum": 0.9}
+    path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "optimizer": sgd}))
+    assert plan_json(capsys, path, "--world-size", 2)[1]["policy"]["optimizer"] == "sgd_momentum"

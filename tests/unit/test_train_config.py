@@ -1,10 +1,14 @@
 """Config: every mistake gets one sentence with the dotted path; overrides and YAML are read safely."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import fsdp2x
 from fsdp2x.train import ConfigError, TrainConfig, load_config, parse_config
+from fsdp2x.train.model import sharding
 from fsdp2x.train.parse import apply_overrides, known_keys
 
 GOOD = {"model": {"config": {"model_type": "qwen3"}}, "data": {"files": ["a.txt"]}}
@@ -35,6 +39,22 @@ def test_defaults_and_values():
         ({"logging": {"every": None}}, "logging.every: got None (null), expected int"),
         ({"train": {"activation_checkpointing": 1}}, "train.activation_checkpointing: got 1 (int), expected bool"),
         ({"train": 3}, "train: got 3 (int), expected a mapping"),
+        (
+            {"parallel": {"offload": "half"}},
+            "got 'half' (str), expected bool or one of none, optimizer, gradients, all",
+        ),
+        (
+            {"parallel": {"offload": "optimizer"}, "optimizer": {"name": "sgd", "momentum": 0.9}},
+            "parallel.offload: got 'optimizer', expected gradients, all or none with this optimizer",
+        ),
+        (
+            {"parallel": {"offload": "optimizer"}, "optimizer": {"implementation": "foreach"}},
+            "parallel.offload: got 'optimizer', expected gradients, all or none with this optimizer",
+        ),
+        (
+            {"parallel": {"offload": True, "expert_parallel": 2}},
+            "parallel.offload: got True, expected none with parallel.expert_parallel",
+        ),
         ({"train": {"clip": [1]}}, "train.clip: got a list ([1]), expected float or null"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: got a list ([0.9]), expected list of 2 float"),
         ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas: got (0.9, 1.5), expected two numbers in [0, 1)"),
@@ -58,6 +78,17 @@ def test_each_mistake_is_named(settings, message):
         parse_config(with_settings(**settings))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "mode"),
+    [(False, "none"), (True, "all"), *((mode, mode) for mode in ("none", "optimizer", "gradients", "all"))],
+)
+def test_what_is_offloaded(setting, mode):
+    parallel = parse_config(with_settings(parallel={"offload": setting})).parallel
+    plan = SimpleNamespace(make=lambda device: None, reshard_after_forward=None)
+    policy = sharding(parallel, plan, torch.device("cpu"), None)["offload_policy"]
+    assert policy == fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
 
 
 def test_scientific_numbers_without_a_dot_are_numbers():

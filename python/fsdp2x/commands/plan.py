@@ -43,8 +43,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--transport", choices=("process_group", "shm"), help="shm: all ranks of a group on one host share memory"
     )
+    command.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: the YAML's, or cuda unless the ranks share memory"
+    )
+    command.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "gradients", "all"),
+        help="what is in host memory: nothing, the optimizer's state, gradients as well, or shards, too",
+    )
     command.add_argument("--optimizer", choices=("adamw", "sgd", "sgd_momentum", "none"))
-    command.add_argument("--memory", metavar="SIZE", help="memory of one rank, such as 80GiB: says whether it fits")
+    command.add_argument(
+        "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
+    )
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
     command.set_defaults(run=_plan)
 

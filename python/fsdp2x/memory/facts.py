@@ -6,15 +6,17 @@ Everything here is counted by the engine's own ``Layout``; nothing is allocated 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import collect, transport
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.params import GroupParams, keeps_dtype
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
 from fsdp2x.runtime.state import UnitState, unit_states
@@ -24,6 +26,8 @@ from fsdp2x.wrap import AutoWrap, plan_units, should_auto_wrap
 ALIGN_BYTES = 64
 # What the engine reserves for the flag of a parameter behind the rows of a reduce segment.
 _FLAG_BYTES = 8
+# A limit below which every parameter is gathered packed.
+_EVERYTHING = 2**63
 
 
 def align_up(num_bytes: int, unit: int = ALIGN_BYTES) -> int:
@@ -42,6 +46,8 @@ class Ranks:
     replicas: int = 1
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
+    groups_gathers: bool = True  # many gathers are one operation, on a device; otherwise one gathers all, packed
+    max_reduce_buffers: int = 2  # packed units that may be on their way to their reduction, on a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,10 @@ class GroupFacts:
     staging_bytes: int = 0  # of all ranks, in what a device gathers packed
     reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
     offloads: bool = False  # shards and gradients are in host memory
+    keeps_shards: bool = False  # and the device has a copy of the shards
+    landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
+    keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
+    state_block_bytes: int = 0  # of it, one moment of all parameters
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
 
@@ -114,10 +124,13 @@ def _row_numel(shape: tuple, ranks: Ranks) -> int:
     return shape[0] * (end - begin) * shape[2]
 
 
-def _packed_itemsize(shape: tuple) -> int:
-    """The engine's ``ParamShape::packed``: half-precision gradients that are summed in fp32 stay as they are."""
-    compute, reduce = shape[4:6]
-    return compute.itemsize if compute.itemsize == 2 and reduce == torch.float32 else reduce.itemsize
+@dataclass(frozen=True)
+class Collectives:
+    """What of a unit's settings decides where a device's collectives read and write."""
+
+    gathers_packed: bool = False  # by a function of the user's, or with the inputs of extensions
+    reduces_aside: bool = False  # into memory that is not the gradients'
+    averages: bool = True  # divides while it sums
 
 
 def _count(
@@ -126,7 +139,8 @@ def _count(
     ranks: Ranks,
     reduces_unused: bool = False,
     small: GroupFacts | None = None,
-    offloads: bool = False,
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    collectives: Collectives = Collectives(),
 ) -> GroupFacts:
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     flag_bytes = align_up(len(shapes) * _FLAG_BYTES)
@@ -136,6 +150,12 @@ def _count(
     staged = trained if ranks.transport == "process_group" else reducible
     segment_bytes = _pool_bytes([_moved(shape, 5) for shape in reducible], ranks) + flag_bytes
     rows = sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in shapes)
+    offloads = offload.of_shards and ranks.has_streams
+    # A rank's reduced rows lie as the gradient pool does.
+    rows_are_pool = len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes)
+    reduced_bytes = _pool_bytes([_moved(shape, 5) for shape in trained], ranks)
+    averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
+    packs_all = collectives.gathers_packed or not ranks.groups_gathers
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -143,18 +163,23 @@ def _count(
         slot_bytes=layout.slot_bytes,
         scratch_bytes=layout.scratch_bytes,
         gather_segment_bytes=_pool_bytes([_moved(shape, 4) for shape in shapes if shape[6]], ranks),
-        reduce_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in trained], ranks) + flag_bytes,
+        reduce_segment_bytes=reduced_bytes + flag_bytes,
         replica_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in staged], ranks) + flag_bytes,
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
-        packed_bytes=sum(shape[0] * shape[1] * shape[2] * _packed_itemsize(shape) for shape in trained),
+        packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, segment_bytes if ranks.has_streams else 0),
-        staging_bytes=_C.packed_segment_bytes(layout, transport.PACK_BELOW_BYTES) * ranks.world,
-        reduces_in_place=len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes) and not offloads,
+        staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if packs_all else transport.PACK_BELOW_BYTES)
+        * ranks.world,
+        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
+        keeps_shards=offloads and offload.mode == "gradients",
+        landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
+        keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
+        state_block_bytes=sum(align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
     )
@@ -168,7 +193,8 @@ def group_facts(
     *,
     small_ranks: Ranks | None = None,
     reduces_unused: bool = False,
-    offloads: bool = False,
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    collectives: Collectives = Collectives(),
 ) -> GroupFacts:
     """Counts one group. ``small_ranks``: the smaller world that keeps the rows after forward."""
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
@@ -177,7 +203,7 @@ def group_facts(
     if small_ranks is not None:
         kept = [(*shape[:3], shape[4], shape[4], shape[4], shape[6]) for shape in shapes]
         small = _count(kept, [False] * len(kept), small_ranks)
-    return _count(shapes, trains, ranks, reduces_unused, small, offloads)
+    return _count(shapes, trains, ranks, reduces_unused, small, offload, collectives)
 
 
 # ---- from the units of a sharded model
@@ -188,9 +214,21 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     names = {id(module): name for name, module in model.named_modules()}
     states = unit_states(model)
     below = {id(inner) for state in states for inner in _below(state, states)}
-    units = tuple(_unit_of_state(state, names, is_root=id(state) not in below) for state in states)
+    common = _Common(
+        any(state.comm_memory is not None for state in states),
+        max((state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None), default=None),
+    )
+    units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
     sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
     return ModelFacts(model, units, _unsharded_bytes(model, sharded))
+
+
+@dataclass(frozen=True)
+class _Common:
+    """Settings that one unit makes for all of its root."""
+
+    registers_memory: bool
+    max_reduce_buffers: int | None
 
 
 def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
@@ -198,7 +236,7 @@ def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
     return [state for state in states if state is not outer and id(state.modules[0]) in inside]
 
 
-def _unit_of_state(state: UnitState, names: dict[int, str], *, is_root: bool) -> UnitFacts:
+def _unit_of_state(state: UnitState, names: dict[int, str], common: _Common, *, is_root: bool) -> UnitFacts:
     options = state.live_options()
     reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
     return UnitFacts(
@@ -208,7 +246,7 @@ def _unit_of_state(state: UnitState, names: dict[int, str], *, is_root: bool) ->
             frozenset(id(module) for param in group.params if param.param.requires_grad for module, _ in param.owners)
             for group in state.groups
         ),
-        groups=tuple(_group_of_state(state, group) for group in state.groups),
+        groups=tuple(_group_of_state(state, group, common) for group in state.groups),
         num_params=len(state.params),
         num_elements=sum(param.local_size.numel() for param in state.params),
         reshards_after_forward=reshards,
@@ -216,27 +254,51 @@ def _unit_of_state(state: UnitState, names: dict[int, str], *, is_root: bool) ->
     )
 
 
-def _group_of_state(state: UnitState, group: GroupParams) -> GroupFacts:
+def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
+    comms, options = state.comms, state.live_options()
     if state.post_forward_world is not None:
         small = post_forward_group(ranks, state.post_forward_world)
-        small_ranks = _ranks(small, state, group, replicas=1)
+        small_ranks = _ranks(small, state, group, common, replicas=1)
     return group_facts(
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
         state.mp_policy,
-        _ranks(ranks, state, group, ranks.replicas, _replicas_share(state, group)),
+        _ranks(ranks, state, group, common, ranks.replicas, _replicas_share(state, group)),
         small_ranks=small_ranks,
-        reduces_unused=state.live_options().reduce_unused_params,
-        offloads=group.offloads and _has_streams(group),
+        reduces_unused=options.reduce_unused_params,
+        offload=group.offload,
+        collectives=Collectives(
+            gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
+            reduces_aside=comms.reduce_scatter is not None
+            or comms.all_reduce_hook is not None
+            or common.registers_memory,
+            averages=options.divide_factor is None and not options.force_sum_reduction,
+        ),
     )
 
 
 def _ranks(
-    ranks: ShardGroup, state: UnitState, group: GroupParams, replicas: int, replicas_share: bool = False
+    ranks: ShardGroup,
+    state: UnitState,
+    group: GroupParams,
+    common: _Common,
+    replicas: int,
+    replicas_share: bool = False,
 ) -> Ranks:
-    name = _transport_of(state, group)
-    return Ranks(ranks.group, ranks.world, ranks.rank, name, replicas, _has_streams(group), replicas_share)
+    name, has_streams = _transport_of(state, group), _has_streams(group)
+    backend = "" if ranks.group is None else dist.get_backend_config(ranks.group)
+    return Ranks(
+        ranks.group,
+        ranks.world,
+        ranks.rank,
+        name,
+        replicas,
+        has_streams,
+        replicas_share,
+        groups_gathers=transport.groups_gathers(backend),
+        max_reduce_buffers=common.max_reduce_buffers or Ranks.max_reduce_buffers,
+    )
 
 
 def _has_streams(group: GroupParams) -> bool:
@@ -247,6 +309,8 @@ def _transport_of(state: UnitState, group: GroupParams) -> str:
     """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
     if group.engine is not None:
         return group.engine.transport_name
+    if _has_streams(group):
+        return "process_group"
     if state.transport == "process_group" or group.ranks.device.type != "cpu":
         return "process_group" if group.ranks.group is not None else "local"
     return "local" if group.ranks.world == 1 else "shm"
@@ -272,6 +336,7 @@ def facts_of_plan(
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
 ) -> ModelFacts:
     """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
 
@@ -298,7 +363,7 @@ def facts_of_plan(
                 name=", ".join(names[module] or "<root>" for module in modules),
                 modules=modules,
                 owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),
-                groups=(_group_of_plan(owned, policy, ranks, small),) if owned else (),
+                groups=(_group_of_plan(owned, policy, ranks, small, offload),) if owned else (),
                 num_params=len(owned),
                 num_elements=sum(one.param.numel() for one in owned),
                 reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
@@ -310,13 +375,18 @@ def facts_of_plan(
 
 
 def _group_of_plan(
-    owned: list[collect.OwnedParam], policy: MixedPrecisionPolicy, ranks: Ranks, small: Ranks | None
+    owned: list[collect.OwnedParam],
+    policy: MixedPrecisionPolicy,
+    ranks: Ranks,
+    small: Ranks | None,
+    offload: Offload,
 ) -> GroupFacts:
     params = [
         ParamFacts(one.owners[0][1], one.param.shape, 0, one.param.dtype, keeps_dtype(one.param, policy))
         for one in owned
     ]
-    return group_facts(params, [one.param.requires_grad for one in owned], policy, ranks, small_ranks=small)
+    trains = [one.param.requires_grad for one in owned]
+    return group_facts(params, trains, policy, ranks, small_ranks=small, offload=offload)
 
 
 def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
@@ -329,7 +399,7 @@ def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
     if reshard in (1, ranks.world):
         return None
     rank = ranks.rank % reshard
-    return Ranks(("after forward", ranks.key), reshard, rank, ranks.transport, has_streams=ranks.has_streams)
+    return replace(ranks, key=("after forward", ranks.key), world=reshard, rank=rank, replicas=1)
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:

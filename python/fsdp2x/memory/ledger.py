@@ -64,6 +64,7 @@ class HostLedger:
     """Shared memory of one host's ranks, or one rank's own: gather slots and reduce scratches of whole pages."""
 
     is_full = False
+    landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather, self._scratch = SlotLedger(mmap.PAGESIZE), SlotLedger(mmap.PAGESIZE)
@@ -127,6 +128,7 @@ class GroupLedger:
 
     overlaps = False
     is_full = False
+    landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather = SlotLedger(ALIGN_BYTES)
@@ -237,15 +239,15 @@ class _Buffers:
         self._owned.remove(number)
 
 
-# Packed units that may be on their way to their reduction; the engine's default.
-_MAX_REDUCE_BUFFERS = 2
-
-
 class DeviceLedger:
-    """A process group of an accelerator: slots, what is gathered packed, gradients in flight, reduced rows, uploads."""
+    """A process group of an accelerator: slots, what is gathered packed, gradients in flight, reduced rows, uploads.
+
+    And what the host keeps for units that offload: rows that have arrived and are not cast yet.
+    """
 
     overlaps = True
     may_wait = False  # collectives come in one order
+    landing_bytes = 0  # blocks of the host
 
     def __init__(self, ranks: Ranks) -> None:
         self._gather, self._staging, self._buffers, self._segments, self._uploads = (_Buffers() for _ in range(5))
@@ -253,10 +255,19 @@ class DeviceLedger:
         self._reducing: dict[GroupFacts, int] = {}
         self._in_flight: list[int] = []
         self._world = ranks.world
+        self._max_reduce_buffers = ranks.max_reduce_buffers
+        self._residents = _Buffers()
+        self._resident_groups: set[GroupFacts] = set()
+        self._landing: list[int] = []  # sizes of blocks whose rows are on their way
+        self._blocks: list[int] = []  # free ones
 
     def begin_gather(self, group: GroupFacts) -> None:
         self._slots[group] = self._gather.acquire(max(group.slot_bytes, 1))
-        if group.offloads and group.shard_pool_bytes:
+        if group.keeps_shards and group.shard_pool_bytes:
+            if group not in self._resident_groups:
+                self._resident_groups.add(group)
+                self._residents.acquire(group.shard_pool_bytes)
+        elif group.offloads and group.shard_pool_bytes:
             self._uploads.release(self._uploads.acquire(group.shard_pool_bytes))
         if self._world > 1 and group.gather_segment_bytes and group.staging_bytes:
             self._staging.release(self._staging.acquire(group.staging_bytes))
@@ -282,13 +293,27 @@ class DeviceLedger:
     @property
     def is_full(self) -> bool:
         """Whether all pending reductions are finished before the next one is begun."""
-        return len(self._in_flight) >= _MAX_REDUCE_BUFFERS
+        return len(self._in_flight) >= self._max_reduce_buffers
 
     def finish_reduce(self, group: GroupFacts) -> None:
         if group in self._reducing:
             self._segments.release(self._reducing.pop(group))
+        if group.offloads:
+            if len(self._landing) >= self._max_reduce_buffers:
+                self._land()
+            if group.landing_bytes in self._blocks:
+                self._blocks.remove(group.landing_bytes)
+            elif group.landing_bytes:
+                self.landing_bytes += group.landing_bytes
+            self._landing.append(group.landing_bytes)
+
+    def _land(self) -> None:
+        if size := self._landing.pop(0):
+            self._blocks.append(size)
 
     def end_backward(self) -> None:
+        while self._landing:
+            self._land()
         while self._in_flight:
             self._buffers.release(self._in_flight.pop())
 
@@ -311,6 +336,11 @@ class DeviceLedger:
     def scratch_bytes(self) -> int:
         others = (self._staging, self._buffers, self._segments, self._uploads)
         return sum(buffers.num_bytes for buffers in others)
+
+    @property
+    def resident_shard_bytes(self) -> int:
+        """The device's copies of shards that are the host's."""
+        return self._residents.num_bytes
 
 
 Ledger = HostLedger | GroupLedger | DeviceLedger

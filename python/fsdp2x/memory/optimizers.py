@@ -1,11 +1,15 @@
-"""Bytes of optimizer state on one rank: what is there, and what the first step will add."""
+"""Bytes of optimizer state on one rank: what is there, and what the first step will add; where they are."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.memory.facts import ModelFacts
+from fsdp2x.optim.host_moments import buffer_bytes
 from fsdp2x.runtime import torch_private
 
 # A float32 scalar that counts the steps, one for each parameter.
@@ -16,29 +20,54 @@ _STEP_BYTES = 4
 PLANNED = {"adamw": (2, 1), "sgd": (0, 0), "sgd_momentum": (1, 0), "none": (0, 0)}
 
 
-def planned_bytes(name: str, facts: ModelFacts) -> int:
+@dataclass(frozen=True)
+class StateBytes:
+    """An optimizer's state on one rank."""
+
+    total: int
+    on_host: int = 0  # of it, while its model is on an accelerator
+    step: int = 0  # device memory that a step takes for what is on the host
+
+
+def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
     """What one of ``PLANNED`` keeps on this rank, with moments in the dtype of the parameters."""
     num_moments, num_counters = PLANNED[name]
     groups = [group for unit in facts.units for group in unit.groups]
-    counters = num_counters * _STEP_BYTES * sum(group.num_trained for group in groups)
-    return counters + num_moments * sum(group.trained_bytes for group in groups)
+
+    def kept(of: list) -> int:
+        counters = num_counters * _STEP_BYTES * sum(group.num_trained for group in of)
+        return counters + num_moments * sum(group.trained_bytes for group in of)
+
+    brought = [group for group in groups if group.keeps_host_state and group.is_trainable]
+    return StateBytes(
+        kept(groups),
+        kept([group for group in groups if group.offloads or group.keeps_host_state]),
+        buffer_bytes([num_moments * group.state_block_bytes for group in brought]),
+    )
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer, is_on_host: Callable[[torch.Tensor], bool] = lambda param: False
+) -> StateBytes:
     """Bytes of this rank's state: of parameters that have one, its tensors; of others, those the first step makes.
+
+    ``is_on_host``: whether the state of a parameter is in host memory while its model is on an accelerator.
 
     Raises:
         ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam, AdamW or SGD).
     """
-    total = 0
+    total = on_host = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state.get(param)
+            kept = 0
             if state:
-                total += sum(_local_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+                kept = sum(_local_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
             elif param.requires_grad:
-                total += _first_state_bytes(optimizer, group, param)
-    return total
+                kept = _first_state_bytes(optimizer, group, param)
+            total += kept
+            on_host += kept if is_on_host(param) else 0
+    return StateBytes(total, on_host, getattr(optimizer, "host_step_bytes", 0))
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

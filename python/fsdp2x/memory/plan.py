@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.memory.facts import Ranks, facts_of_plan
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, readable, report_of
+from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.wrap import AutoWrap
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
@@ -35,6 +36,8 @@ def plan_memory(
     *,
     replicas: int = 1,
     transport: str = "process_group",
+    device: str | None = None,
+    offload: str = "none",
     optimizer: str = "adamw",
     auto_wrap: AutoWrap = None,
     reshard_after_forward: bool | int | None = None,
@@ -44,12 +47,13 @@ def plan_memory(
     """What ``memory_report`` would say on rank 0, which has the most rows, after ``fully_shard`` with these arguments.
 
     ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
-    groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``optimizer``: one of
-    adamw, sgd, sgd_momentum, none.
+    groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
+    with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
+    ``optimizer``: one of adamw, sgd, sgd_momentum, none.
 
     Raises:
-        ValueError: sizes that do not divide each other; what ``fully_shard`` refuses of ``auto_wrap`` and
-            ``reshard_after_forward``.
+        ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
+            what ``fully_shard`` refuses of ``auto_wrap`` and ``reshard_after_forward``.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
@@ -57,8 +61,20 @@ def plan_memory(
         raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
     if transport not in ("process_group", "shm"):
         raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
+    if offload not in OFFLOAD_MODES:
+        raise PlanError(f"offload: got {offload!r}, expected one of {', '.join(OFFLOAD_MODES)}")
+    device = device or ("cpu" if transport == "shm" else "cuda")
+    if device not in ("cuda", "cpu"):
+        raise PlanError(f"device: got {device!r}, expected cuda or cpu")
+    if device == "cuda" and transport == "shm":
+        raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
+    if offload == "optimizer" and device == "cuda" and optimizer == "sgd_momentum":
+        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
     world = world_size // replicas
-    ranks = Ranks("shards", world, 0, "local" if world == 1 else transport, replicas)
+    if device == "cuda":
+        ranks = Ranks("shards", world, 0, "process_group", replicas, has_streams=True)
+    else:
+        ranks = Ranks("shards", world, 0, "local" if world == 1 else transport, replicas)
     facts = facts_of_plan(
         model,
         ranks,
@@ -66,6 +82,7 @@ def plan_memory(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         ignored_params=ignored_params,
+        offload=Offload(offload),
     )
     return report_of(facts, planned_bytes(optimizer, facts))
 
@@ -84,6 +101,8 @@ class Request:
     reshard_after_forward: bool | int | None = None
     auto_wrap: bool | list[str] | None = None
     transport: str | None = None
+    device: str | None = None
+    offload: str | None = None
     optimizer: str | None = None
     memory_bytes: int | None = None
 
@@ -99,9 +118,9 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a rank's peak, without activations, is within the memory; None when none was given."""
+        """Whether a rank's peak on its device, without activations, is within the memory; None when none was given."""
         limit = self.request.memory_bytes
-        return None if limit is None else self.report.peak_bytes <= limit
+        return None if limit is None else self.report.device_peak_bytes <= limit
 
     def to_dict(self) -> dict[str, Any]:
         request = self.request
@@ -111,7 +130,10 @@ class Plan:
             "world_size": request.world_size,
             "policy": {
                 name: getattr(request, name)
-                for name in ("dtype", "param_dtype", "reduce_dtype", "reshard_after_forward", "auto_wrap", "optimizer")
+                for name in (
+                    *("dtype", "param_dtype", "reduce_dtype", "reshard_after_forward", "auto_wrap", "optimizer"),
+                    *("device", "offload"),
+                )
             },
             "memory_bytes": request.memory_bytes,
             "fits": self.fits,
@@ -122,9 +144,10 @@ class Plan:
         request, report = self.request, self.report
         computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
         head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
+        head += f", on {request.device}" + (f", offload {request.offload}" if request.offload != "none" else "")
         lines = [head, "", str(report)]
         if self.fits is not None:
-            room = request.memory_bytes - report.peak_bytes
+            room = request.memory_bytes - report.device_peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
             lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
         return "\n".join(lines)
@@ -140,9 +163,11 @@ def make_plan(request: Request) -> Plan:
     request = replace(
         request,
         dtype=request.dtype or _dtype_name(getattr(config, "dtype", None)) or "float32",
-        transport=request.transport or "process_group",
+        transport=request.transport or ("shm" if request.device == "cpu" else "process_group"),
+        offload=request.offload or "none",
         optimizer=request.optimizer or "adamw",
     )
+    request = replace(request, device=request.device or ("cpu" if request.transport == "shm" else "cuda"))
     model = _build_on_meta(config, getattr(torch, request.dtype))
     try:
         report = plan_memory(
@@ -150,6 +175,8 @@ def make_plan(request: Request) -> Plan:
             request.world_size,
             replicas=request.replicas,
             transport=request.transport,
+            device=request.device,
+            offload=request.offload,
             optimizer=request.optimizer,
             auto_wrap=request.auto_wrap,
             reshard_after_forward=request.reshard_after_forward,
@@ -203,7 +230,7 @@ def _read_hf_config(path: Path) -> Any:
 def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:
     from fsdp2x.train import parse_config
     from fsdp2x.train.dialects import translate_file
-    from fsdp2x.train.model import make_hf_config
+    from fsdp2x.train.model import make_hf_config, offload_mode
     from fsdp2x.train.strategy import plan_mesh
     from fsdp2x.train.tokenizer import make_tokenizer
 
@@ -219,15 +246,21 @@ def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:
         name = training.data.tokenizer
         config = make_hf_config(model.config, None if name == "characters" else make_tokenizer(name))
     mesh = plan_mesh(parallel, request.world_size, request.world_size)
-    on_cpu = "shm" if parallel.device == "cpu" else "process_group"
+    shares_memory = "shm" in (request.transport, parallel.transport)
+    device = request.device or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    optimizer = training.optimizer
     asked = {
         "dtype": model.dtype,
         "param_dtype": None if parallel.param_dtype == "auto" else parallel.param_dtype,
         "reduce_dtype": parallel.reduce_dtype,
         "reshard_after_forward": mesh.reshard_after_forward,
         "auto_wrap": parallel.auto_wrap,
-        "transport": on_cpu if parallel.transport == "auto" else parallel.transport,
-        "optimizer": training.optimizer.name,
+        "transport": parallel.transport
+        if parallel.transport != "auto"
+        else ("shm" if device == "cpu" else "process_group"),
+        "device": device,
+        "offload": offload_mode(parallel.offload),
+        "optimizer": "sgd_momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name,
     }
     missing = {name: value for name, value in asked.items() if getattr(request, name) is None}
     if request.replicas == 1:

@@ -10,11 +10,13 @@ from torch import nn
 
 from fsdp2x.memory.facts import ModelFacts, UnitFacts, facts_of_model
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
-from fsdp2x.memory.optimizers import optimizer_bytes
+from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.memory.steps import Replay, StepCounts
-from fsdp2x.runtime.state import unit_states
+from fsdp2x.runtime.offload import host_state
+from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.runtime.transport import has_streams
 
-_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes")
+_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class MemoryReport:
     ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
     ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
     scratches are kept for the next step.
+    Of units that offload, host and device together: ``resident_shard_bytes`` (the device's copies of shards that are
+    the host's) at rest, and ``landing_bytes`` (the host's blocks for gradients that it casts), kept for the next step;
+    while the optimizer steps ``optimizer_step_bytes`` (moments that are brought to the device). ``host_bytes`` is what
+    of all that is in host memory, so ``device_resting_bytes`` and ``device_peak_bytes`` are without it.
     ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this rank's part where the ranks of a host
     share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
     has them already.
@@ -89,6 +95,10 @@ class MemoryReport:
     scratch_bytes: int
     replica_bytes: int
     autograd_bytes: int
+    resident_shard_bytes: int
+    landing_bytes: int
+    optimizer_step_bytes: int
+    host_bytes: int
     traffic: Traffic
     measured: dict[str, int] | None = None
 
@@ -96,19 +106,30 @@ class MemoryReport:
     def resting_bytes(self) -> int:
         """What a rank holds between steps, besides slots and scratches that are kept for the next one."""
         held = self.shard_bytes + self.gradient_bytes + self.unsharded_bytes + self.after_forward_bytes
-        return held + (self.optimizer_bytes or 0)
+        return held + self.resident_shard_bytes + (self.optimizer_bytes or 0)
 
     @property
     def peak_bytes(self) -> int:
         """What a rank holds at most, without activations."""
-        transient = self.own_gather_slot_bytes + self.scratch_bytes + self.replica_bytes + self.autograd_bytes
-        return self.resting_bytes + transient
+        kept = self.own_gather_slot_bytes + self.scratch_bytes + self.replica_bytes + self.landing_bytes
+        return self.resting_bytes + kept + max(self.autograd_bytes, self.optimizer_step_bytes)
+
+    @property
+    def device_resting_bytes(self) -> int:
+        """``resting_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        return self.resting_bytes - (self.host_bytes - self.landing_bytes)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """``peak_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        return self.peak_bytes - self.host_bytes
 
     def to_dict(self) -> dict:
         """Everything as numbers, strings and lists, sums included."""
         result = asdict(self)
         result["traffic"]["total_bytes"] = self.traffic.total_bytes
-        return {**result, "resting_bytes": self.resting_bytes, "peak_bytes": self.peak_bytes}
+        sums = ("resting_bytes", "peak_bytes", "device_resting_bytes", "device_peak_bytes")
+        return {**result, **{name: getattr(self, name) for name in sums}}
 
     def __str__(self) -> str:
         head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
@@ -130,12 +151,17 @@ class MemoryReport:
             ("optimizer", self.optimizer_bytes, "" if self.optimizer_bytes is not None else "not asked for"),
             ("buffers, unsharded parameters", self.unsharded_bytes, ""),
             ("rows kept after forward", self.after_forward_bytes, ""),
+            ("copies of shards on the device", self.resident_shard_bytes, ""),
             ("at rest", self.resting_bytes, ""),
             ("gather slots", self.own_gather_slot_bytes, self._sharing()),
             ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
             ("waiting for the all-reduce", self.replica_bytes, ""),
+            ("gradients on their way to the host", self.landing_bytes, ""),
             ("gradients of autograd", self.autograd_bytes, ""),
+            ("moments of a step", self.optimizer_step_bytes, ""),
             ("peak, without activations", self.peak_bytes, ""),
+            ("of it in host memory", self.host_bytes, ""),
+            *([("of it on the device", self.device_peak_bytes, "")] if self.host_bytes else []),
             ("sent in a step", self.traffic.total_bytes, self._sent()),
         ]
         shown = [(name, readable(size or 0), note) for name, size, note in sizes if size or note or name == "at rest"]
@@ -173,16 +199,31 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     roots = {id(state.root): state.root for state in states if state.root is not None}
     stats = [root.stats() for root in roots.values()]
     measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
-    state_bytes = optimizer_bytes(optimizer) if optimizer is not None else None
+    state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None
     return report_of(facts_of_model(model), state_bytes, measured)
 
 
-def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, int] | None = None) -> MemoryReport:
+def _on_host(states: list[UnitState]) -> Callable[[torch.Tensor], bool]:
+    """Which parameters have their optimizer state in host memory, because they are there or were asked to."""
+    offloaded = {
+        id(param.param)
+        for state in states
+        for group in state.groups
+        if group.offloads and has_streams(group.ranks.device)
+        for param in group.params
+    }
+    return lambda param: id(param) in offloaded or host_state(param) is not None
+
+
+def report_of(facts: ModelFacts, state: StateBytes | None, measured: dict[str, int] | None = None) -> MemoryReport:
     """The report of a running or planned model."""
     replays = [Replay(root, units) for root, units in _trees(facts)]
     counts = [replay.run() for replay in replays]
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
+    offloaded = [group for group in groups if group.offloads]
+    landing_bytes = sum(replay.landing_bytes for replay in replays)
+    in_pools = sum(group.shard_pool_bytes + group.is_trainable * group.gradient_pool_bytes for group in offloaded)
     replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
 
     def total(of: Callable[[Replay], int]) -> int:
@@ -200,7 +241,7 @@ def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, in
         shard_bytes=sum(group.shard_pool_bytes for group in groups),
         pad_bytes=sum(group.shard_pad_bytes for group in groups),
         gradient_bytes=sum(group.gradient_pool_bytes for group in groups if group.is_trainable),
-        optimizer_bytes=state_bytes,
+        optimizer_bytes=None if state is None else state.total,
         unsharded_bytes=facts.unsharded_bytes,
         after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
         gather_slot_bytes=total(lambda replay: replay.gather_slot_bytes),
@@ -209,6 +250,10 @@ def report_of(facts: ModelFacts, state_bytes: int | None, measured: dict[str, in
         scratch_bytes=total(lambda replay: replay.scratch_bytes),
         replica_bytes=sum(group.replica_segment_bytes for group in replicated) + all_reduce_scratch_bytes(replicated),
         autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
+        resident_shard_bytes=total(lambda replay: replay.resident_shard_bytes),
+        landing_bytes=landing_bytes,
+        optimizer_step_bytes=0 if state is None else state.step,
+        host_bytes=in_pools + landing_bytes + (0 if state is None else state.on_host),
         traffic=Traffic(
             gathers=moved(lambda one: one.gathers),
             reductions=moved(lambda one: one.reductions),

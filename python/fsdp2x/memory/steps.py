@@ -111,6 +111,16 @@ class Replay:
         """This rank's memory for them: a part where ranks share it, none where it is out of the scratches' memory."""
         return sum(ledger.own_gather_slot_bytes for ledger in self._ledgers.values())
 
+    @property
+    def resident_shard_bytes(self) -> int:
+        """Copies on a device of shards that are the host's."""
+        return sum(ledger.resident_shard_bytes for ledger in self._ledgers.values())
+
+    @property
+    def landing_bytes(self) -> int:
+        """Host memory in which reduced rows arrive."""
+        return sum(ledger.landing_bytes for ledger in self._ledgers.values())
+
     # --- the order of things ---
 
     def _walk(self, root: nn.Module) -> Iterator[tuple[Event, _Unit, int]]:

@@ -205,7 +205,11 @@ class ParallelConfig:
         None, "which modules form units: null by the model's own plan, or class names, or false"
     )
     expert_units: list[str] = setting([], "class names of modules that become units of their own inside their layer")
-    offload: bool = setting(False, "keep shards and optimizer state in CPU memory (CPUOffloadPolicy)")
+    offload: bool | Literal["none", "optimizer", "gradients", "all"] = setting(
+        False,
+        "what a GPU's rank keeps in host memory: optimizer: AdamW's moments; gradients: these, and gradients; all, "
+        "or true: shards, too",
+    )
     accumulate: Literal["nothing", "reduce_scatter"] = setting(
         "nothing", "what backwards before a step's last one communicate; reduce_scatter takes less memory"
     )
@@ -344,3 +348,19 @@ class TrainConfig:
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        ours = self.optimizer.implementation in ("auto", "fsdp2x")
+        keeps_nothing = self.optimizer.name == "sgd" and self.optimizer.momentum == 0
+        require(
+            self.parallel.offload != "optimizer" or keeps_nothing or ours and self.optimizer.name == "adamw",
+            "parallel.offload",
+            self.parallel.offload,
+            "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",
+        )
+        require(
+            self.parallel.offload in (False, "none") or self.parallel.expert_parallel == 1,
+            "parallel.offload",
+            self.parallel.offload,
+            "none with parallel.expert_parallel, whose experts stay on the device",
+        )

@@ -254,9 +254,7 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
     """Arguments of `fsdp2x.fully_shard` beside the model and `auto_wrap`; collective, for it makes the mesh."""
     import fsdp2x
 
-    policy = fsdp2x.OffloadPolicy()
-    if config.offload:
-        policy = fsdp2x.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    policy = fsdp2x.HostOffloadPolicy(offload_mode(config.offload), pin_memory=device.type != "cpu")
     return {
         "mesh": plan.make(device.type),
         "mp_policy": fsdp2x.MixedPrecisionPolicy(
@@ -267,6 +265,11 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
         "transport": config.transport,
         "timeout": datetime.timedelta(seconds=config.timeout_s),
     }
+
+
+def offload_mode(setting: bool | str) -> str:
+    """The mode of `HostOffloadPolicy` that `parallel.offload` asks for."""
+    return {False: "none", True: "all"}.get(setting, setting)
 
 
 def _nearest(word: str, known: Any) -> str:
