@@ -21,6 +21,10 @@ POLICIES = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "bf16 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
 }
+# Both ways to have the gradients on the host.
+host_modes = pytest.mark.parametrize(
+    "offload", [OFFLOAD, fsdp2x.HostOffloadPolicy("gradients", pin_memory=False)], ids=["all", "gradients"]
+)
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}}
 LOOSE = {"rtol": 0.2, "atol": 2e-2}
 
@@ -173,10 +177,11 @@ def test_replicas_and_accumulation(ctx, accumulate):
 
 
 @distributed(world_sizes=(2,))
-def test_a_gradient_that_somebody_keeps(ctx):
+@host_modes
+def test_a_gradient_that_somebody_keeps(ctx, offload):
     only_fsdp2x(ctx)
     streams.install()
-    reference, model = pair(ctx)
+    reference, model = pair(ctx, offload_policy=offload)
     loss_of(model, ctx.rank, 0).backward()
     kept = {name: param.grad for name, param in model.named_parameters()}
     before = {name: grad.to_local().clone() for name, grad in kept.items()}
@@ -188,13 +193,14 @@ def test_a_gradient_that_somebody_keeps(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_missing_gradients_and_frozen_parameters(ctx):
+@host_modes
+def test_missing_gradients_and_frozen_parameters(ctx, offload):
     only_fsdp2x(ctx)
     recorder = streams.install()
     reference, model = Experts(), Experts()
     for one in (reference, model):
         one.experts[0].bias.requires_grad_(False)
-    shard(ctx, model, transport="streams", offload_policy=OFFLOAD)
+    shard(ctx, model, transport="streams", offload_policy=offload)
     for chosen in ((0, 1), (1, 1)):
         mean_of_ranks(
             reference, lambda m, rank, c=chosen: m(inputs(rank, width=WIDTH), c[rank]).square().mean(), ctx.world
@@ -206,12 +212,13 @@ def test_missing_gradients_and_frozen_parameters(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx):
+@host_modes
+def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx, offload):
     only_fsdp2x(ctx)
     recorder = streams.install()
     names = [f"blocks.{i}" for i in range(6)]
     reference = wide(6)
-    model = shard(ctx, copy.deepcopy(reference), names, transport="streams", offload_policy=OFFLOAD)
+    model = shard(ctx, copy.deepcopy(reference), names, transport="streams", offload_policy=offload)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
 
     def update(param):
@@ -234,10 +241,11 @@ def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx):
 
 
 @distributed(world_sizes=(4,))
-def test_rows_kept_in_a_smaller_world(ctx):
+@host_modes
+def test_rows_kept_in_a_smaller_world(ctx, offload):
     only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
-    reference, model = pair(ctx, reshard_after_forward=2)
+    reference, model = pair(ctx, reshard_after_forward=2, offload_policy=offload)
     for step in range(2):
         agree(ctx, reference, model, step)
         model.zero_grad()
@@ -247,10 +255,11 @@ def test_rows_kept_in_a_smaller_world(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_an_exception_leaves_nothing_owned(ctx):
+@host_modes
+def test_an_exception_leaves_nothing_owned(ctx, offload):
     only_fsdp2x(ctx)
     recorder = streams.install()
-    reference, model = pair(ctx)
+    reference, model = pair(ctx, offload_policy=offload)
     loss_of(model, ctx.rank, 0).backward()
     model.zero_grad()
 

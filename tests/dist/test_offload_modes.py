@@ -17,6 +17,7 @@ import streams
 from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import grads, only_fsdp2x, params, same, shard
+from checkpoints import shared_folder
 from streams import WIDTH, wide
 from test_offload import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, loss_of, num_of
 
@@ -59,7 +60,7 @@ def moments(optimizer) -> dict:
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("mp", POLICIES)
+@pytest.mark.parametrize("mp", ["fp32", "bf16", pytest.param("bf16 sums", marks=pytest.mark.full)])
 def test_trains_as_one_rank_would(ctx, mode, mp):
     only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=600)
@@ -80,22 +81,34 @@ def test_trains_as_one_rank_would(ctx, mode, mp):
     assert streams.races(recorder.entries) == []
 
 
+SETTINGS = {
+    "plain": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True, "weight_decay": 0.1}),
+    "bf16 moments": (torch.float32, {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 3}),
+    "stepped by torch's functions": (torch.float64, {"amsgrad": True}),
+}
+
+
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("settings", [{}, {"amsgrad": True, "weight_decay": 0.1}, {"moments_dtype": torch.bfloat16}])
-def test_every_mode_computes_the_same_bits(ctx, mode, settings):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_mode_computes_the_same_bits(ctx, mode, name):
     only_fsdp2x(ctx)
     recorder = streams.install()
-    model = wide()
+    dtype, settings = SETTINGS[name]
+    model = wide().to(dtype)
     results = []
     for one in ("none", mode):
         recorder.clear()  # memory of the first model's device may be the second one's host memory
         trained = sharded(ctx, model, one)
         groups = [{"params": list(trained.blocks.parameters()), "lr": 3e-2}]
         groups.append({"params": [*trained.norm.parameters(), *trained.head.parameters()]})
-        rounding = {"stochastic_rounding": True, "seed": 3} if "moments_dtype" in settings else {}
-        optimizer = OURS(groups, lr=1e-2, **settings, **rounding)
-        train(trained, optimizer, ctx, range(4))
+        optimizer = OURS(groups, lr=1e-2, **settings)
+        for step in range(4):
+            trained(inputs(ctx.rank, step, width=WIDTH).to(dtype)).square().mean().backward()
+            fsdp2x.clip_grad_norm_(trained.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
         results.append((params(trained), moments(optimizer)))
     same(results[1][0], results[0][0], "parameters")
     same(results[1][1], results[0][1], "moments")
@@ -257,6 +270,27 @@ def test_state_goes_in_and_out(ctx):
     for one, optimizer in zip((plain, offloaded), optimizers, strict=False):
         train(one, optimizer, ctx, range(5, 6))
     same(params(offloaded), params(plain), "parameters after the state was cleared")
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_checkpoint_goes_on_where_it_was(ctx, mode):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = wide()
+    with shared_folder() as folder:
+        trained = sharded(ctx, model, mode)
+        optimizer = OURS(trained.parameters(), lr=1e-2)
+        train(trained, optimizer, ctx, range(2))
+        fsdp2x.checkpoint.save(folder / "saved", trained, optimizer, step=2)
+        train(trained, optimizer, ctx, range(2, 4))
+        recorder.clear()
+        resumed = sharded(ctx, wide(), mode)
+        later = OURS(resumed.parameters(), lr=1e-2)
+        fsdp2x.checkpoint.load(folder / "saved", resumed, later)
+        train(resumed, later, ctx, range(2, 4))
+    same(params(resumed), params(trained), "parameters")
+    same(moments(later), moments(optimizer), "moments")
 
 
 @distributed(world_sizes=(2,))

@@ -227,7 +227,8 @@ class GroupParams(GroupNames):
         self._offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
-                mark(sharded.param, self._mark)
+                if not sharded.is_alias:
+                    mark(sharded.param, self._mark)
                 if not sharded.is_wrapper and not sharded.is_alias:
                     self._move_in(sharded, local, offset, fresh)
         return fresh
@@ -325,7 +326,7 @@ class GroupParams(GroupNames):
         ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
         collectives that gather in place want, and shards and gradients may stay on the host.
         """
-        if has_streams and self.offloads:
+        if has_streams:
             self._check_offload()
         self._whole_chunks = has_streams
         self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
@@ -346,10 +347,15 @@ class GroupParams(GroupNames):
 
     def _check_offload(self) -> None:
         for sharded in self.params:
-            if sharded.extension is None and not sharded.is_alias:
+            if self.offloads and sharded.extension is not None:
+                what = "has an all-gather of its own"
+            elif self.offloads and sharded.is_alias:
+                what = "is tied to another unit's"
+            elif self._mark is not None and sharded.is_wrapper:
+                what = "is a tensor subclass with memory of its own"
+            else:
                 continue
             name = sharded.fqn or sharded.owners[0][1]
-            what = "has an all-gather of its own" if sharded.extension is not None else "is tied to another unit's"
             raise NotImplementedError(
                 f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU; use OffloadPolicy() there"
             )
