@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from fsdp2x.lookup import named_params
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.offload import host_state
 
 from .agree import CheckpointError
 from .manifest import plain_name
@@ -76,6 +78,9 @@ class Restore:
         """Memory for one saved tensor: cut like its parameter where it has its shape."""
         param = self.params[name].detach()
         if tuple(shape) == tuple(param.shape) and len(shape) > 0:
+            if host_state(self.params[name]) is not None:
+                spec = torch_private.spec_with_dtype(torch_private.spec_of(param), dtype)
+                return torch_private.dtensor(torch.empty(param.to_local().shape, dtype=dtype), spec)
             return torch.empty_like(param, dtype=dtype)
         if isinstance(param, DTensor) and layout:
             placements = [_placement(text, name) for text in layout.split()]
