@@ -263,7 +263,7 @@ class Scatter(Custom):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor"])
+@pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor", "prefetch"])
 def test_settings_that_move_memory(ctx, setting):
     only_fsdp2x(ctx)
     import fsdp2x
@@ -271,6 +271,7 @@ def test_settings_that_move_memory(ctx, setting):
     offload = fsdp2x.CPUOffloadPolicy(pin_memory=False) if setting == "divisor" else fsdp2x.OffloadPolicy()
     model = shard(ctx, Stack(num=4, width=48), [f"blocks.{i}" for i in range(4)], transport="streams",
                   offload_policy=offload)  # fmt: skip
+    plain = fsdp2x.memory_report(model).to_dict()
     if setting == "all_gather":
         model.blocks[0].set_custom_all_gather(Gather())
     elif setting == "reduce_scatter":
@@ -279,8 +280,11 @@ def test_settings_that_move_memory(ctx, setting):
         model.set_all_reduce_hook(lambda rows: None)
     elif setting == "buffers":
         model.set_reduce_scatter_max_input_buffers(3)
+    elif setting == "prefetch":
+        model.set_backward_prefetch_bytes(40000)
     else:
         model.set_gradient_divide_factor(3.0)
+    assert fsdp2x.memory_report(model).to_dict() != plain
     check(model, run_stack)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.memory.facts import Ranks, facts_of_plan
+from fsdp2x.memory.facts import Ranks
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, readable, report_of
+from fsdp2x.memory.sources import facts_of_plan
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.wrap import AutoWrap
 

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from fsdp2x.memory.facts import ModelFacts, UnitFacts, facts_of_model
+from fsdp2x.memory.facts import ModelFacts, UnitFacts
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
+from fsdp2x.memory.sources import facts_of_model
 from fsdp2x.memory.steps import Replay, StepCounts
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.state import UnitState, unit_states

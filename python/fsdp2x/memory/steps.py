@@ -60,6 +60,7 @@ class Replay:
 
     def __init__(self, root: nn.Module, units: list[UnitFacts]) -> None:
         self._units = [_Unit(facts) for facts in units]
+        self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
@@ -186,8 +187,7 @@ class Replay:
         for event, unit, index in reversed(self._events):
             if event is Event.CLOSE and unit.has_hook:
                 self._unshard(unit)
-                if unit.index > 0 and not (before := self._order[unit.index - 1]).is_reduced:
-                    self._begin_unshard(before)
+                self._prefetch_backward(unit)
             elif event is Event.USE and unit.facts.groups[index] not in unit.open:
                 if not self._on_device:
                     self._finish_pending()
@@ -212,6 +212,23 @@ class Replay:
                 self._reshard(unit)
 
     # --- parameters ---
+
+    def _prefetch_backward(self, unit: _Unit) -> None:
+        """The unit before, and those before it while what is gathered and not used yet stays within the budget."""
+        ahead = 0
+        for position in range(unit.index, 0, -1):
+            before = self._order[position - 1]
+            if before is not unit and before.has_params and not before.is_reduced:
+                num_bytes = sum(group.slot_bytes for group in before.facts.groups)
+                if before.state == "sharded":
+                    if position != unit.index and ahead + num_bytes > self._prefetch_bytes:
+                        return
+                    self._begin_unshard(before)
+                    ahead += num_bytes
+                elif before.state == "gathering":
+                    ahead += num_bytes
+            if ahead >= self._prefetch_bytes:
+                return
 
     def _sources(self, unit: _Unit) -> list[GroupFacts]:
         return [group.small if unit.keeps_rows and group.small else group for group in unit.facts.groups]

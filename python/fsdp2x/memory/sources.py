@@ -1,0 +1,228 @@
+"""Where the facts of a memory plan come from: the units that run, or a model that is only planned. Nobody is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, group_facts
+from fsdp2x.runtime import collect, transport
+from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import Offload
+from fsdp2x.runtime.params import GroupParams, keeps_dtype
+from fsdp2x.runtime.shapes import ParamFacts
+from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.wrap import AutoWrap, plan_units, should_auto_wrap
+
+# ---- from the units of a sharded model
+
+
+def facts_of_model(model: nn.Module) -> ModelFacts:
+    """A sharded model, before or after its first forward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    states = unit_states(model)
+    below = {id(inner) for state in states for inner in _below(state, states)}
+    common = _Common(
+        any(state.comm_memory is not None for state in states),
+        max((state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None), default=None),
+    )
+    units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
+    sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
+    return ModelFacts(model, units, _unsharded_bytes(model, sharded))
+
+
+@dataclass(frozen=True)
+class _Common:
+    """Settings that one unit makes for all of its root."""
+
+    registers_memory: bool
+    max_reduce_buffers: int | None
+
+
+def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
+    inside = {id(module) for top in outer.modules for module in top.modules()}
+    return [state for state in states if state is not outer and id(state.modules[0]) in inside]
+
+
+def _unit_of_state(state: UnitState, names: dict[int, str], common: _Common, *, is_root: bool) -> UnitFacts:
+    options = state.live_options()
+    reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
+    return UnitFacts(
+        name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
+        modules=state.modules,
+        owners=tuple(
+            frozenset(id(module) for param in group.params if param.param.requires_grad for module, _ in param.owners)
+            for group in state.groups
+        ),
+        groups=tuple(_group_of_state(state, group, common) for group in state.groups),
+        num_params=len(state.params),
+        num_elements=sum(param.local_size.numel() for param in state.params),
+        reshards_after_forward=reshards,
+        reshards_after_backward=options.reshard_after_backward,
+        prefetch_bytes=state.prefetch_bytes,
+    )
+
+
+def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> GroupFacts:
+    ranks, small_ranks = group.ranks, None
+    comms, options = state.comms, state.live_options()
+    if state.post_forward_world is not None:
+        small = post_forward_group(ranks, state.post_forward_world)
+        small_ranks = _ranks(small, state, group, common, replicas=1)
+    return group_facts(
+        [param.facts for param in group.params],
+        [param.param.requires_grad for param in group.params],
+        state.mp_policy,
+        _ranks(ranks, state, group, common, ranks.replicas, _replicas_share(state, group)),
+        small_ranks=small_ranks,
+        reduces_unused=options.reduce_unused_params,
+        offload=group.offload,
+        collectives=Collectives(
+            gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
+            reduces_aside=comms.reduce_scatter is not None
+            or comms.all_reduce_hook is not None
+            or common.registers_memory,
+            averages=options.divide_factor is None and not options.force_sum_reduction,
+        ),
+    )
+
+
+def _ranks(
+    ranks: ShardGroup,
+    state: UnitState,
+    group: GroupParams,
+    common: _Common,
+    replicas: int,
+    replicas_share: bool = False,
+) -> Ranks:
+    name, has_streams = _transport_of(state, group), _has_streams(group)
+    backend = "" if ranks.group is None else dist.get_backend_config(ranks.group)
+    return Ranks(
+        ranks.group,
+        ranks.world,
+        ranks.rank,
+        name,
+        replicas,
+        has_streams,
+        replicas_share,
+        groups_gathers=transport.groups_gathers(backend),
+        max_reduce_buffers=common.max_reduce_buffers or Ranks.max_reduce_buffers,
+    )
+
+
+def _has_streams(group: GroupParams) -> bool:
+    return group.engine.has_streams if group.engine is not None else transport.has_streams(group.ranks.device)
+
+
+def _transport_of(state: UnitState, group: GroupParams) -> str:
+    """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
+    if group.engine is not None:
+        return group.engine.transport_name
+    if _has_streams(group):
+        return "process_group"
+    if state.transport == "process_group" or group.ranks.device.type != "cpu":
+        return "process_group" if group.ranks.group is not None else "local"
+    return "local" if group.ranks.world == 1 else "shm"
+
+
+def _replicas_share(state: UnitState, group: GroupParams) -> bool:
+    """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
+    if group.ranks.replicas == 1:
+        return False
+    if group.engine is not None:
+        return isinstance(group.engine.all_reduce, _C.HostAllReduce)
+    return state.transport != "process_group" and group.ranks.device.type == "cpu"
+
+
+# ---- from a model that is only planned
+
+
+def facts_of_plan(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    auto_wrap: AutoWrap = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+) -> ModelFacts:
+    """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
+
+    Raises:
+        ValueError: ``auto_wrap`` names no module; an int ``reshard_after_forward`` that does not divide the world.
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    ignored = set(ignored_params)
+    planned: set[nn.Module] = set()
+    names = {module: name for name, module in model.named_modules()}
+    found: list[UnitFacts] = []
+    sharded: set[tuple[int, str]] = set()
+    inner = plan_units(model, auto_wrap, ignored_params=ignored) if should_auto_wrap(model, auto_wrap) else []
+    plans = [(plan.modules, plan.reshard_after_forward) for plan in inner]
+    for modules, own in [*plans, ((model,), None)]:
+        wanted = reshard_after_forward if own is None else own
+        managed = collect.managed_modules(modules, planned.__contains__)
+        owned = collect.collect_params(managed, ignored)
+        planned.update(modules)
+        sharded.update((id(module), name) for one in owned for module, name in one.owners)
+        small = _small_ranks(wanted, ranks) if owned else None
+        found.append(
+            UnitFacts(
+                name=", ".join(names[module] or "<root>" for module in modules),
+                modules=modules,
+                owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),
+                groups=(_group_of_plan(owned, policy, ranks, small, offload),) if owned else (),
+                num_params=len(owned),
+                num_elements=sum(one.param.numel() for one in owned),
+                reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
+            )
+        )
+    position = {module: index for index, module in enumerate(model.modules())}
+    found.sort(key=lambda unit: min(position[module] for module in unit.modules))
+    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded))
+
+
+def _group_of_plan(
+    owned: list[collect.OwnedParam],
+    policy: MixedPrecisionPolicy,
+    ranks: Ranks,
+    small: Ranks | None,
+    offload: Offload,
+) -> GroupFacts:
+    params = [
+        ParamFacts(one.owners[0][1], one.param.shape, 0, one.param.dtype, keeps_dtype(one.param, policy))
+        for one in owned
+    ]
+    trains = [one.param.requires_grad for one in owned]
+    return group_facts(params, trains, policy, ranks, small_ranks=small, offload=offload)
+
+
+def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
+    if reshard is None or isinstance(reshard, bool):
+        return None
+    if not 1 <= reshard <= ranks.world or ranks.world % reshard:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.world}, not {reshard}"
+        )
+    if reshard in (1, ranks.world):
+        return None
+    rank = ranks.rank % reshard
+    return replace(ranks, key=("after forward", ranks.key), world=reshard, rank=rank, replicas=1)
+
+
+def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:
+    """Bytes of buffers, and of parameters other than the (id of module, name) in ``sharded``."""
+    tensors: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tensors.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
+        for name, param in module.named_parameters(recurse=False):
+            if (id(module), name) not in sharded:
+                tensors[id(param)] = param
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
