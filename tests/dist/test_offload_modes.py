@@ -1,6 +1,7 @@
 """HostOffloadPolicy: what each mode leaves on the device, that all of them train alike, and what they refuse."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp2x
 import streams
+from checkpoints import shared_folder
 from harness import distributed
 from models import STACK_UNITS, inputs
+from offloading import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, loss_of, num_of
 from reference import grads, only_fsdp2x, params, same, shard
-from checkpoints import shared_folder
 from streams import WIDTH, wide
-from test_offload import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, loss_of, num_of
 
 MODES = ("none", "optimizer", "gradients", "all")
 OURS = fsdp2x.optim.AdamW
@@ -236,7 +238,12 @@ def test_one_copy_of_the_moments_each_way(ctx):
             local = state[name].to_local()
             assert any(a <= local.data_ptr() < a + size for a, size in blocks) or not local.numel()
     order = [entry[:2] for entry in entries if entry[0] in ("transfer", "step")]
-    assert order[:4] == [("transfer", "copy_in"), ("step", "compute"), ("transfer", "copy_out"), ("transfer", "copy_in")]
+    assert order[:4] == [
+        ("transfer", "copy_in"),
+        ("step", "compute"),
+        ("transfer", "copy_out"),
+        ("transfer", "copy_in"),
+    ]
     assert streams.races(entries) == []
     for lane, event in (("compute", "arrived"), ("copy_out", "stepped"), ("copy_in", "left"), ("host", "left")):
         broken = streams.without_waits(entries, lane, f"moments {event}")
@@ -406,6 +413,45 @@ def test_policies(ctx):
     modes = [shard(ctx, wide(), STACK_UNITS, offload_policy=one)._get_fsdp_state().groups[0].offload.mode
              for one in (OFFLOAD, policy("all"), policy("optimizer"), CPUOffloadPolicy(pin_memory=False))]  # fmt: skip
     assert modes == ["all", "all", "optimizer", "all"]
+
+
+@distributed(world_sizes=(2,))
+def test_an_optimizer_from_before_sharding_and_new_parameters(ctx):
+    """The moments of an unsharded model, then parameters that are replaced: both end in blocks of the host."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    results = []
+    for mode in ("none", "optimizer"):
+        recorder.clear()
+        model = wide()
+        optimizer = OURS(model.parameters(), lr=1e-2)
+        model(inputs(0, width=WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model = shard(ctx, model, STACK_UNITS, transport="streams", offload_policy=policy(mode))
+        assert fsdp2x.rebind_optimizer(optimizer, model) == len(list(model.parameters()))
+        train(model, optimizer, ctx, range(2))
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = OURS(model.parameters(), lr=1e-2)
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, ctx, range(2, 4))
+        results.append((params(model), moments(optimizer)))
+    same(results[1], results[0], "parameters and moments")
+
+
+@distributed(world_sizes=(2,))
+def test_tensor_subclasses_keep_their_state_where_they_are(ctx):
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide()
+    weight = model.blocks[0].up.weight.detach()
+    model.blocks[0].up.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    gathers = {"fsdp_pre_all_gather": None, "fsdp_post_all_gather": None}
+    with mock.patch.multiple(TwoTensor, create=True, **gathers):
+        model = sharded(ctx, model, "optimizer")
+        with pytest.raises(NotImplementedError, match="weight' is a tensor subclass with memory of its own"):
+            loss_of(model, ctx.rank, 0)
 
 
 @distributed(world_sizes=(2,))
