@@ -57,8 +57,8 @@ def _local_bytes(param: Tensor, dtype: torch.dtype) -> int:
 
 
 def buffer_bytes(sizes: list[int]) -> int:
-    """Device memory that a step takes for blocks of these sizes."""
-    return max(sizes, default=0) * min(len(sizes), _NUM_BUFFERS)
+    """Device memory that a step takes for blocks of these sizes: the largest go first, and make the buffers."""
+    return sum(sorted(sizes, reverse=True)[:_NUM_BUFFERS])
 
 
 def step_bytes(wanted: list[Wanted]) -> int:
@@ -169,7 +169,12 @@ class HostMoments:
                 block.take_in(states, stepped)
                 blocks.append(block)
         for device in dict.fromkeys(_device_of(block) for block in blocks):
-            self._step_on(device, [block for block in blocks if _device_of(block) == device], states, stepped, run)
+            those = [block for block in blocks if _device_of(block) == device]
+            if transport.has_streams(device):
+                self._step_on(device, those, states, stepped, run)
+            else:  # the model was moved to the host: everything is there
+                ours = {id(one.param) for block in those for one in block.members} & stepped
+                run(self._selection(ours), states, those[0].steps)
 
     def _blocks_of(self, wanted: list[Wanted]) -> list[_Block]:
         members = _by_block(wanted)
@@ -189,9 +194,11 @@ class HostMoments:
             self._layers[device] = layer, layer.make_event("step began"), events
         layer, began, events = self._layers[device]
         compute, copy_in, copy_out = _C.Lane.compute, _C.Lane.copy_in, _C.Lane.copy_out
-        largest = max(block.memory.numel() for block in blocks)
+        blocks = sorted(blocks, key=lambda block: block.memory.numel(), reverse=True)
         num_buffers = min(len(blocks), _NUM_BUFFERS)
-        buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
+        buffers = [
+            torch.empty(block.memory.numel(), dtype=torch.uint8, device=device) for block in blocks[:num_buffers]
+        ]
         known = [block.memory for block in blocks if block.has_stepped]
         layer.note(_C.Lane.host, "moments", "", known, known)
         layer.record(began, compute)  # memory is new in the order of the compute lane

@@ -32,9 +32,9 @@ class HostOffloadPolicy(OffloadPolicy):
     Everything moves in one copy per unit each way, beside the compute.
 
     ``optimizer``: ``fsdp2x.optim.AdamW`` keeps its moments in one block of host memory per unit, brings them to the
-    device unit by unit while it steps (two units at a time), and takes them back; ``step`` returns when they are back.
-    It computes what it computes without offloading, bit for bit. Other optimizers would make their state on the device:
-    their ``step`` raises, unless they keep none (SGD without momentum).
+    device unit by unit while it steps (two units at a time, the largest first), and takes them back; ``step`` returns
+    when they are back. It computes what it computes without offloading, bit for bit. Other optimizers would make their
+    state on the device: their ``step`` raises, unless they keep none (SGD without momentum).
 
     ``gradients``: what DeepSpeed calls offloading the optimizer. The parameters that the optimizer sees are the host's,
     and so are ``.grad`` and, with any optimizer, the state: the step runs on the host. The device keeps a copy of the
