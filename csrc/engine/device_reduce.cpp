@@ -96,7 +96,7 @@ at::Tensor DeviceTransport::pool_to_pack(Group& group) {
   const bool is_plain = is_alone(group) && !group.calls.reduce_scatter && !group.calls.all_reduce_hook;
   const bool is_whole = group.averages() || group.divisor() == 1.0;
   // What is in a buffer already came without gradient sync: it is added to there.
-  if (!is_plain || !is_whole || group.offloads || mine.buffer >= 0) return {};
+  if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
   if (!mine.reduce->is_pool(group.layout)) return {};
   pybind11::gil_scoped_acquire gil;
   return group.gradients.take_pool(group.root().blocks).value_or(at::Tensor());

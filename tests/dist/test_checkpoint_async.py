@@ -12,7 +12,6 @@ from harness import distributed
 FORMS = ("sharded", "full", "per_rank")
 
 
-
 class Held:
     """Writers stop at their first write until `go`."""
 

@@ -65,8 +65,7 @@ def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_p
 
 @distributed
 def test_an_error_on_one_rank_is_raised_on_all_and_the_run_goes_on(ctx):
-    from fsdp2x.checkpoint import CheckpointError
-    from fsdp2x.checkpoint import saving
+    from fsdp2x.checkpoint import CheckpointError, saving
 
     def full(*args):
         raise OSError(28, "No space left on device", "rng")

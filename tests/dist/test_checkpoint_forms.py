@@ -1,4 +1,4 @@
-"""The three forms: what is saved loads at other world sizes, into fresh optimizers, and continues as if never stopped."""
+"""The three forms: what is saved loads at other world sizes, into fresh optimizers, and go on as if never stopped."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of saving, of one rank and of all: a whole checkpoint is always there, nothing is left over."""
+"""SIGKILL at random moments of saving, of one rank and of all: there is always a whole checkpoint, nothing is left."""
 
 import os
 import random
@@ -50,7 +50,7 @@ def save_until_killed(ctx, root, kill_after_s, victims, is_async):
 def check(tmp_path, seed, victims, is_async):
     root = tmp_path / "checkpoints"
     moment = random.Random(seed).uniform(0, LONGEST_S)
-    died = {victim: -signal.SIGKILL for victim in victims}
+    died = dict.fromkeys(victims, -signal.SIGKILL)
     outcomes = dist_run(save_until_killed, 2, root, moment, victims, is_async, expect_exit=died)
     for outcome in outcomes:
         if outcome.rank not in victims:
@@ -64,9 +64,7 @@ def check(tmp_path, seed, victims, is_async):
     loaded = training.load(root)
     assert known - is_async <= loaded.step <= known + 1
     values = {float(v) for tensor in training.model.state_dict().values() for v in tensor.unique()}
-    values |= {
-        float(v) for s in training.optimizer.state.values() for tensor in s.values() for v in tensor.unique()
-    }
+    values |= {float(v) for s in training.optimizer.state.values() for tensor in s.values() for v in tensor.unique()}
     assert values == {float(loaded.step)}
     training.save(root, step=loaded.step + 10, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{loaded.step + 10:06d}"]

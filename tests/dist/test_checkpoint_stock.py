@@ -55,14 +55,14 @@ def test_ours_reads_stock(ctx, flat):
         training = Training()
         loaded = checkpoint.load(folder, training.model, training.optimizer)
         assert (loaded.step, loaded.form, loaded.world_size) == (None, "sharded", None)
-        for (name, mine), theirs in zip(
-            training.model.named_parameters(), stock.model.parameters(), strict=True
-        ):
+        for (name, mine), theirs in zip(training.model.named_parameters(), stock.model.parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
             moments, other = training.optimizer.state.get(mine, {}), stock.optimizer.state.get(theirs, {})
             assert moments.keys() == other.keys()
             for key in moments:
-                mine_, theirs_ = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (moments[key], other[key]))
+                mine_, theirs_ = (
+                    t.full_tensor() if hasattr(t, "full_tensor") else t for t in (moments[key], other[key])
+                )
                 assert torch.equal(mine_, theirs_), (name, key)
         training.number, training.schedule = 3, stock.schedule
         training.schedule.optimizer = training.optimizer

@@ -33,7 +33,12 @@ def test_two_agents(tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
         command += [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
         command += [f"--log-dir={tmp_path / str(node)}", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FSDP2X_HOST": f"host{node}", "PYTHONPATH": path_of_tests()}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "FSDP2X_HOST": f"host{node}",
+            "PYTHONPATH": path_of_tests(),
+        }
         agents.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

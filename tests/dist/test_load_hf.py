@@ -247,9 +247,12 @@ def test_adapters(ctx):
 
     with shared_folder(ctx, write) as folder:
         plain = PeftModel.from_pretrained(build("llama"), folder)
-        model = fsdp2x.fully_shard(get_peft_model(meta("llama", tie_word_embeddings=False), LoraConfig(
-            r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.0
-        )))
+        model = fsdp2x.fully_shard(
+            get_peft_model(
+                meta("llama", tie_word_embeddings=False),
+                LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
+            )
+        )
         report = fsdp2x.load_hf(model, folder / "model.safetensors", **QUIET)
         assert len(report.missing_keys) == 8 and all("lora_" in name for name in report.missing_keys)
         fresh = {name: value for name, value in whole(model).items() if "lora_" in name}
@@ -321,7 +324,9 @@ class Counted(nn.Module):
 
 @distributed(world_sizes=(2,))
 def test_what_nobody_initialises(ctx):
-    with shared_folder(ctx, lambda folder: save_file({"weight": torch.ones(3)}, folder / "model.safetensors")) as folder:
+    with shared_folder(
+        ctx, lambda folder: save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    ) as folder:
         with torch.device("meta"):
             model = shard(ctx, Counted())
         with refuses("no file holds scale, and .*Counted does not initialise them"):
@@ -332,7 +337,7 @@ def test_what_nobody_initialises(ctx):
 def test_reads_half_and_keeps_half(ctx):
     """Bytes that left the file, and private memory: the shard and less than the largest tensor."""
     rows, columns, num = 2048, 1024, 6
-    tensors = {str(i): torch.full((rows, columns), float(i)) for i in range(num)}
+    names = {f"{i}.weight": str(i) for i in range(num)}
     whole_bytes = num * rows * columns * 4
 
     def io_bytes():
@@ -342,8 +347,10 @@ def test_reads_half_and_keeps_half(ctx):
         text = Path("/proc/self/status").read_text()
         return int(text.split(f"{field}:")[1].split()[0])
 
-    with shared_folder(ctx, lambda folder: save_file(tensors, folder / "model.safetensors")) as folder:
-        del tensors
+    def write(folder: Path) -> None:
+        save_file({str(i): torch.full((rows, columns), float(i)) for i in range(num)}, folder / "model.safetensors")
+
+    with shared_folder(ctx, write) as folder:
         for dtype in (torch.float32, torch.bfloat16):
             with torch.device("meta"):
                 model = nn.Sequential(*(nn.Linear(columns, rows, bias=False, dtype=dtype) for _ in range(num)))
@@ -351,7 +358,6 @@ def test_reads_half_and_keeps_half(ctx):
                 shard(ctx, linear)
             shard(ctx, model)
             dist.barrier()
-            names = {f"{i}.weight": str(i) for i in range(num)}
             with mock.patch("fsdp2x.hf.targets.hf_base", lambda model: (model, names.__getitem__)):
                 with open("/proc/self/clear_refs", "w") as file:
                     file.write("5")  # forget the peak
@@ -363,7 +369,8 @@ def test_reads_half_and_keeps_half(ctx):
             assert whole_bytes // 2 <= read < whole_bytes * 0.55
             shard_kib = whole_bytes // 2 // 1024 * dtype.itemsize // 4
             assert peak < shard_kib + rows * columns * 4 // 1024, f"{peak} KiB above the start, shard {shard_kib} KiB"
-            same(dict(zip("012345", whole(model).values(), strict=True)), {
-                str(i): torch.full((rows, columns), float(i), dtype=dtype) for i in range(num)
-            })
+            same(
+                dict(zip("012345", whole(model).values(), strict=True)),
+                {str(i): torch.full((rows, columns), float(i), dtype=dtype) for i in range(num)},
+            )
             del model

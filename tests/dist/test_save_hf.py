@@ -68,7 +68,9 @@ def test_round_trip(ctx, name):
                 cls = getattr(transformers, config.architectures[0])
                 again, info = cls.from_pretrained(out, output_loading_info=True)
                 assert not info["missing_keys"] and not info["unexpected_keys"] and again.dtype == dtype
-            names = {"config.json", "model.safetensors"} | ({"generation_config.json"} if again.can_generate() else set())
+            names = {"config.json", "model.safetensors"} | (
+                {"generation_config.json"} if again.can_generate() else set()
+            )
             assert {file.name for file in out.iterdir()} == names
 
 
@@ -168,7 +170,7 @@ def test_adapters(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_adapter_only_round_trip(ctx):
-    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16; the base is never written."""
+    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16; the base is not written."""
     from peft import PeftModel
 
     with shared_folder(ctx) as folder:
@@ -185,7 +187,10 @@ def test_adapter_only_round_trip(ctx):
         assert not report.missing_keys and not report.unexpected_keys
         fsdp2x.save_hf(model, folder / "out", dtype=torch.float32)
         same(tensors(folder / "out"), tensors(folder / "adapter"))
-        assert {file.name for file in (folder / "out").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        assert {file.name for file in (folder / "out").iterdir()} == {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+        }
         plain = PeftModel.from_pretrained(build("llama", dtype=torch.bfloat16), folder / "out")
         got = {name: value for name, value in fsdp2x.full_tensors(model) if "lora_" not in name}
         same(got, {name: param.detach() for name, param in plain.named_parameters() if "lora_" not in name})

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -13,6 +12,7 @@ from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import full, grads, mean_of_ranks, only_fsdp2x, params, same, shard
 from streams import WIDTH, Experts, record_of_steps, step, wide
+
 
 def mesh_of(kind: str, world: int):
     if kind == "1d":
@@ -34,9 +34,7 @@ def test_trains_as_one_rank_would(ctx, pack_below, policy, with_twins):
     ours = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams", **options)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (reference, ours)]
     for number in range(3):
-        mean_of_ranks(
-            reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world
-        )
+        mean_of_ranks(reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world)
         step(ours, ctx, number)
         close = {"rtol": 1e-4, "atol": 1e-6} if policy == "fp32" else {"rtol": 0.2, "atol": 2e-2}
         same(grads(ours), grads(reference), f"gradients of step {number}", **close)
@@ -171,7 +169,7 @@ def test_events_order_every_access(ctx, reshard):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("accumulate", ["no_sync", "no_all_reduce"])
 def test_replicas_and_accumulation(ctx, accumulate):
-    """HSDP: the all-reduce has a lane of its own, overlaps the next unit's reduction, and follows its reduce-scatter."""
+    """HSDP: the all-reduce has a lane of its own, overlaps the next unit's reduction, and follows its own."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     reference = wide()
@@ -195,7 +193,9 @@ def test_replicas_and_accumulation(ctx, accumulate):
     assert streams.races(recorder.entries) == []
     num = {name: sum(e[0].startswith(name) for e in recorder.entries) for name in ("reduce_scatter", "all_reduce")}
     assert num == {"reduce_scatter": 4 if accumulate == "no_sync" else 12, "all_reduce": 4}
-    reduced = [e[2] for e in streams.on(recorder.entries, "reduce", "all_reduce") if e[0].startswith(("reduce_", "all_"))]
+    reduced = [
+        e[2] for e in streams.on(recorder.entries, "reduce", "all_reduce") if e[0].startswith(("reduce_", "all_"))
+    ]
     last = reduced[-8:]
     assert last == [name for name in ("blocks.2", "blocks.1", "blocks.0", "<root>") for _ in range(2)]
     broken = [e for e in recorder.entries if not (e[0] == "wait" and e[1] == "all_reduce")]
@@ -359,9 +359,7 @@ def test_optimizer_in_backward_runs_behind_its_reduction(ctx):
         param.register_post_accumulate_grad_hook(update)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(3):
-        mean_of_ranks(
-            reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world
-        )
+        mean_of_ranks(reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world)
         plain.step()
         step(model, ctx, number)
     same(params(model), params(reference), "parameters", rtol=1e-4, atol=1e-6)
@@ -375,9 +373,7 @@ def test_rows_kept_in_a_smaller_world(ctx):
     reference = wide()
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams", reshard_after_forward=2)
     for number in range(2):
-        mean_of_ranks(
-            reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world
-        )
+        mean_of_ranks(reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world)
         step(model, ctx, number)
         same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
         model.zero_grad()

@@ -69,10 +69,11 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def train(dtype: torch.dtype, shard_dim: int, optimizer_class, options: dict) -> str:
-    import fsdp2x
-    from fsdp2x.runtime import torch_private
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import Shard
+
+    import fsdp2x
+    from fsdp2x.runtime import torch_private
 
     model = Bag(dtype)
 

@@ -120,7 +120,11 @@ def test_profile_snapshot_report_and_loggers(ctx):
 @distributed
 def test_a_window_that_outlasts_the_run_is_written(ctx):
     with shared_folder(ctx) as folder:
-        run(settings(folder / "text", folder / "run", train={"steps": 2}, logging={"profile_start": 2, "profile_end": 9}))
+        run(
+            settings(
+                folder / "text", folder / "run", train={"steps": 2}, logging={"profile_start": 2, "profile_end": 9}
+            )
+        )
         assert (folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-2.json").exists()
 
 

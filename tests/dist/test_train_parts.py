@@ -87,9 +87,16 @@ def test_tiled_mlp(ctx):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("change", [{"model": {"grouped_gemm": True}}, {"model": {"expert_patch": True}},
-                                    {"parallel": {"expert_units": ["Qwen3MoeExperts"]}}, {"parallel": {"expert_parallel": 2}}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"grouped_gemm": True}},
+        {"model": {"expert_patch": True}},
+        {"parallel": {"expert_units": ["Qwen3MoeExperts"]}},
+        {"parallel": {"expert_parallel": 2}},
+    ],
+    ids=str,
+)
 def test_mixture_of_experts(ctx, change):
     with shared_folder(ctx) as folder:
         _, plain = numbers(folder, "plain", model={"config": MOE})
