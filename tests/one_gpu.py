@@ -51,7 +51,7 @@ def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Ten
 
 def needs_kernels() -> None:
     """Skips where the extension was built without nvcc: torch's operations stand in for its kernels, piece by piece."""
-    if not _C.DeviceSteps().has_kernels:
+    if not _C.has_device_kernels():
         pytest.skip("fsdp2x was built without CUDA kernels: build it where nvcc is, with CUDA=ON")
 
 

@@ -1,6 +1,8 @@
 // Names of device transports and layers in fsdp2x._C; no decisions.
 #include "bind/device.hpp"
 
+#include "bind/own.hpp"
+#include "engine/device_kernels.hpp"
 #include "engine/device_transport.hpp"
 #include "engine/recording_layer.hpp"
 
@@ -8,8 +10,6 @@ namespace fsdp2x {
 namespace {
 
 namespace py = pybind11;
-
-PyRef own(const py::handle& object) { return object.is_none() ? PyRef() : PyRef::borrow(object.ptr()); }
 
 std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRange>& ranges) {
   std::vector<std::pair<uintptr_t, size_t>> result;
@@ -26,6 +26,7 @@ std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 void bind_device(py::module_& m) {
+  m.def("has_device_kernels", [] { return DeviceKernels(/*with_twins=*/false).exist(); });
   py::enum_<Lane>(m, "Lane")
       .value("compute", Lane::compute)
       .value("copy_in", Lane::copy_in)
@@ -75,8 +76,9 @@ void bind_device(py::module_& m) {
       .def(py::init([](const py::object& all_gather, const py::object& all_gather_group,
                        const py::object& reduce_scatter, const py::object& reduce_scatter_scaled,
                        const py::object& allocate, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes) {
-             DeviceCollectives collectives{own(all_gather), own(all_gather_group), own(reduce_scatter),
-                                           own(reduce_scatter_scaled), own(allocate)};
+             DeviceCollectives collectives{own_unless_none(all_gather), own_unless_none(all_gather_group),
+                                           own_unless_none(reduce_scatter), own_unless_none(reduce_scatter_scaled),
+                                           own_unless_none(allocate)};
              return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes);
            }),
            py::arg("all_gather"), py::arg("all_gather_group"), py::arg("reduce_scatter"),

@@ -31,8 +31,7 @@ void bind_optim(py::module_& m) {
       py::arg("seed"), py::arg("on_device"));
   py::class_<DeviceSteps>(m, "DeviceSteps")
       .def(py::init<bool>(), py::arg("with_twins") = false)
-      .def_property_readonly("num_plans", &DeviceSteps::num_plans)
-      .def_property_readonly("has_kernels", [](const DeviceSteps& self) { return self.kernels().exist(); });
+      .def_property_readonly("num_plans", &DeviceSteps::num_plans);
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",

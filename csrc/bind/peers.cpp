@@ -7,7 +7,6 @@
 namespace fsdp2x {
 
 void bind_peers(py::module_& m) {
-  m.def("has_device_kernels", [] { return DeviceKernels(/*with_twins=*/false).exist(); });
   // Its methods are what DeviceTransport takes as collectives.
   py::class_<PeerCollectives, std::shared_ptr<PeerCollectives>>(m, "PeerCollectives")
       .def(py::init([](int rank, int world, const py::function& share, double timeout_seconds, bool with_twins) {

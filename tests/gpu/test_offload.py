@@ -75,7 +75,7 @@ def test_trains_as_without_offloading(ctx, mode, policy):
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
 def test_16_bit_parameters_keep_their_rounding(ctx, moments_dtype):
     only_fsdp2x(ctx)
-    if not _C.DeviceSteps().has_kernels:
+    if not _C.has_device_kernels():
         pytest.skip("built without kernels for CUDA")
     model = Stack(width=WIDTH, hidden=96).bfloat16()
     results = []

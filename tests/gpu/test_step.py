@@ -113,8 +113,8 @@ def test_our_adamw_has_the_bits_of_the_cpu(ctx, moments):
             one.grad = other.grad.cuda()
         for optimizer in optimizers:
             optimizer.step()
-    assert optimizers[0]._on_device.num_plans == (1 if _C.DeviceSteps().has_kernels else 0)
-    exact = {} if _C.DeviceSteps().has_kernels else {"rtol": 1e-2, "atol": 1e-4}
+    assert optimizers[0]._on_device.num_plans == (1 if _C.has_device_kernels() else 0)
+    exact = {} if _C.has_device_kernels() else {"rtol": 1e-2, "atol": 1e-4}
     same([param.detach().cpu() for param in there], [param.detach() for param in here], "parameters", **exact)
 
 
