@@ -397,7 +397,10 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
   if (running.buffer >= 0) layer_->record(*buffers_[running.buffer].ready, running.lane);
   // Users' hooks, an optimizer in backward for one, run where the gradient is complete.
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (wanted[i]) group.gradients.attach(i, targets[i]);
+    if (!wanted[i]) continue;
+    group.gradients.attach(i, targets[i]);
+    // It was taken in the order of the compute lane, and must not go back before that has waited for this one.
+    if (targets[i].foreign.defined()) foreign_sums_.push_back(std::move(targets[i].foreign));
   }
   group.gradients.release_if_unused(group.root().blocks);
 }
@@ -435,6 +438,7 @@ void DeviceTransport::close_scratch(Group& group) {
 
 void DeviceTransport::end_backward() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) join(lane);
+  foreign_sums_.clear();
   while (!downloads_.empty()) land(*downloads_.front().second);
   if (offloads_) host_waits_for(Lane::copy_in);  // gathers of this backward have read the shards
   shards_may_change();

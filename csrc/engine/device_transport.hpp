@@ -167,6 +167,7 @@ class DeviceTransport final : public Transport {
   bool offloads_ = false;                                           // some group does
   std::deque<std::pair<std::shared_ptr<Unit>, Group*>> downloads_;  // oldest first
   std::deque<int> in_flight_;                              // buffers_ whose reduction is enqueued, oldest first
+  std::vector<at::Tensor> foreign_sums_;                   // of this backward, added to gradients that are not ours
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
   std::map<std::vector<bool>, at::Tensor> flags_;          // on the device, as floats
   std::map<uint32_t, PerGroup> groups_;

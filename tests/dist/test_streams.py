@@ -1,6 +1,7 @@
 """The device transport without a device: which lane does what, who waits for whom, and that the events suffice."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import streams
+from fsdp2x.runtime import spec
 from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import full, grads, mean_of_ranks, only_fsdp2x, params, same, shard
@@ -200,6 +202,27 @@ def test_replicas_and_accumulation(ctx, accumulate):
     assert last == [name for name in ("blocks.2", "blocks.1", "blocks.0", "<root>") for _ in range(2)]
     broken = [e for e in recorder.entries if not (e[0] == "wait" and e[1] == "all_reduce")]
     assert streams.races(broken), "not found: an all-reduce of rows that are not reduced over the shards"
+
+
+@distributed(world_sizes=(1, 2))
+def test_sums_for_gradients_of_others_outlive_their_lane(ctx):
+    """They are memory of the compute lane that the reduce lane works in: freed when compute has waited for that."""
+    only_fsdp2x(ctx)
+    streams.install()
+    sums, original = [], spec.add_to_foreign
+
+    def add(param, local) -> None:
+        sums.append(torch._C._WeakTensorRef(local))
+        assert not any(one.expired() for one in sums)
+        original(param, local)
+
+    with mock.patch.object(spec, "add_to_foreign", add):
+        model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        step(model, ctx, 0)
+    assert len(sums) == len(list(model.parameters()))
+    assert all(one.expired() for one in sums)
 
 
 @distributed(world_sizes=(2,))
