@@ -110,6 +110,14 @@ def without_waits(entries: list[tuple], lane: str, event: str) -> list[tuple]:
     return [entry for entry in entries if not (entry[0] == "wait" and entry[1] == lane and event in entry[2])]
 
 
+def every_wait_is_needed(entries: list[tuple], kinds: dict[tuple[str, str], str]) -> None:
+    """Without any one kind of wait, (lane, event): what would go wrong, the record has a race."""
+    for (lane, event), why in kinds.items():
+        broken = without_waits(entries, lane, event)
+        assert len(broken) < len(entries), (lane, event)
+        assert races(broken), f"not found: {why}"
+
+
 def on(entries: list[tuple], *lanes: str) -> list[tuple]:
     """The operations on some lanes, without records and waits: (operation, lane, subject)."""
     return [entry[:3] for entry in entries if entry[1] in lanes and entry[0] not in ("record", "wait")]

@@ -29,6 +29,15 @@ def on_gpu(ctx, model: nn.Module, mode: str, units=STACK_UNITS, **options) -> nn
     return shard(ctx, copy.deepcopy(model), units, mesh=mesh, offload_policy=policy, **options)
 
 
+def measured(ctx, mode: str) -> tuple[int, nn.Module, fsdp2x.optim.AdamW]:
+    """The device's bytes before there was a large model, and that model."""
+    torch.cuda.set_device(0)
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
+    return base, model, fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 def train(model, optimizer, ctx, steps, width: int = WIDTH) -> list[torch.Tensor]:
     losses = []
     for step in steps:
@@ -97,11 +106,7 @@ def test_16_bit_parameters_keep_their_rounding(ctx, moments_dtype):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_device_holds_what_the_report_says(ctx, mode):
     only_fsdp2x(ctx)
-    torch.cuda.set_device(0)
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
-    model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
-    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)
+    base, model, optimizer = measured(ctx, mode)
     plan = fsdp2x.memory_report(model, optimizer)
     for step in range(3):
         train(model, optimizer, ctx, range(step, step + 1), width=1024)
@@ -153,11 +158,7 @@ def test_copies_of_a_step(ctx):
 @pytest.mark.parametrize("mode", MODES)
 def test_sleep_and_wake(ctx, mode):
     only_fsdp2x(ctx)
-    torch.cuda.set_device(0)
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
-    model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
-    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)
+    base, model, optimizer = measured(ctx, mode)
     losses = train(model, optimizer, ctx, (0, 0), width=1024)
     awake = torch.cuda.memory_allocated() - base
     fsdp2x.sleep(model, optimizer)

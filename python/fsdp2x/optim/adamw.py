@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from fsdp2x.optim.host_moments import HostMoments, Wanted, step_bytes
+from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
 from fsdp2x.optim.moments import place_in_whole, zeros_like_all
 from fsdp2x.runtime import torch_private
@@ -155,8 +155,7 @@ class AdamW(torch.optim.AdamW):
         if on_host:
             self._host_moments.step(self.state, on_host, self._run)
             ours = {id(one.param) for one in on_host}
-            nobody = torch.empty(0)
-            self._run(lambda _, params: [nobody if id(p) in ours else p for p in params], self.state, self._on_device)
+            self._run(selection(lambda param: id(param) not in ours), self.state, self._on_device)
         else:
             self._run(lambda _, params: params, self.state, self._on_device)
         return loss

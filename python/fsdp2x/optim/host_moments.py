@@ -138,13 +138,18 @@ class _Block:
         return found
 
 
+def selection(is_chosen: Callable[[Tensor], bool]) -> Callable[[int, list[Tensor]], list[Tensor]]:
+    """Exchanges parameters that are not chosen for a tensor without a gradient: the others keep their numbers."""
+    nobody = torch.empty(0)
+    return lambda group, params: [param if is_chosen(param) else nobody for param in params]
+
+
 class HostMoments:
     """All blocks of one optimizer, and the lanes they travel on."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._layers: dict[torch.device, Any] = {}
-        self._nobody = torch.empty(0)  # has no gradient
 
     def take_in(self, states: dict[Tensor, dict[str, Any]], wanted: list[Wanted]) -> None:
         """After a state was loaded: the moments of marked parameters move to the host."""
@@ -159,8 +164,8 @@ class HostMoments:
     ) -> None:
         """Steps the marked parameters that have a gradient, block by block.
 
-        ``run(select, states, device_steps)`` steps what ``select(group, params)`` leaves of each group of parameters:
-        the others are exchanged for a tensor without a gradient, so that every parameter keeps its number.
+        ``run(select, states, device_steps)`` steps what ``select(group, params)``, a ``selection``, leaves of each
+        group of parameters.
         """
         stepped = {id(one.param) for one in wanted if one.param.grad is not None}
         blocks = []
@@ -174,7 +179,7 @@ class HostMoments:
                 self._step_on(device, those, states, stepped, run)
             else:  # the model was moved to the host: everything is there
                 ours = {id(one.param) for block in those for one in block.members} & stepped
-                run(self._selection(ours), states, those[0].steps)
+                run(selection(lambda param, ours=ours: id(param) in ours), states, those[0].steps)
 
     def _blocks_of(self, wanted: list[Wanted]) -> list[_Block]:
         members = _by_block(wanted)
@@ -214,7 +219,8 @@ class HostMoments:
                 layer.record(events["moments arrived"][k], copy_in)
                 layer.wait(compute, events["moments arrived"][k])
                 ours = {id(one.param) for one in block.members} & stepped
-                run(self._selection(ours), block.on_device(buffer, states, stepped), block.steps)
+                chosen = selection(lambda param, ours=ours: id(param) in ours)
+                run(chosen, block.on_device(buffer, states, stepped), block.steps)
                 layer.note(compute, "step", block.name, [buffer], [buffer])
                 layer.record(events["moments stepped"][k], compute)
                 layer.wait(copy_out, events["moments stepped"][k])
@@ -226,9 +232,6 @@ class HostMoments:
                 layer.wait(compute, events["moments arrived"][k])
                 layer.wait(compute, events["moments left"][k])
                 layer.synchronize(events["moments left"][k])
-
-    def _selection(self, ours: set[int]) -> Callable[[int, list[Tensor]], list[Tensor]]:
-        return lambda group, params: [param if id(param) in ours else self._nobody for param in params]
 
 
 def _device_of(block: _Block) -> torch.device:
