@@ -118,9 +118,13 @@ def every_wait_is_needed(entries: list[tuple], kinds: dict[tuple[str, str], str]
         assert races(broken), f"not found: {why}"
 
 
+# Entries that are no work of a lane: for records of order and of memory only.
+MARKS = ("record", "wait", "take", "give_back")
+
+
 def on(entries: list[tuple], *lanes: str) -> list[tuple]:
-    """The operations on some lanes, without records and waits: (operation, lane, subject)."""
-    return [entry[:3] for entry in entries if entry[1] in lanes and entry[0] not in ("record", "wait")]
+    """The operations on some lanes, without marks: (operation, lane, subject)."""
+    return [entry[:3] for entry in entries if entry[1] in lanes and entry[0] not in MARKS]
 
 
 # The model that tests of the transport train.

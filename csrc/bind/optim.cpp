@@ -19,16 +19,17 @@ void bind_optim(py::module_& m) {
   m.def(
       "adamw_step",
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
-         bool bf16_moments, const py::object& stochastic, uint64_t seed, DeviceSteps* on_device) {
+         bool bf16_moments, const py::object& stochastic, uint64_t seed, DeviceSteps* on_device,
+         const std::optional<at::Tensor>& grad_scale) {
         std::vector<AdamWGroup> groups;
         for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
           groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
         }
         return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed},
-                          on_device);
+                          on_device, grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("bf16_moments"), py::arg("stochastic"),
-      py::arg("seed"), py::arg("on_device"));
+      py::arg("seed"), py::arg("on_device"), py::arg("grad_scale"));
   py::class_<DeviceSteps>(m, "DeviceSteps")
       .def(py::init<bool>(), py::arg("with_twins") = false)
       .def_property_readonly("num_plans", &DeviceSteps::num_plans);
@@ -36,14 +37,14 @@ void bind_optim(py::module_& m) {
   m.def(
       "sgd_step",
       [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer,
-         DeviceSteps* on_device) {
+         DeviceSteps* on_device, const std::optional<at::Tensor>& grad_scale) {
         std::vector<SgdGroup> groups;
         for (const auto& [params, lr, momentum, dampening, weight_decay, nesterov, maximize] : tuples) {
           groups.push_back({own(params), lr, momentum, dampening, weight_decay, nesterov, maximize});
         }
-        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device);
+        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device, grad_scale.value_or(at::Tensor()));
       },
-      py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"));
+      py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"), py::arg("grad_scale"));
   py::class_<DeviceClip>(m, "DeviceClip")
       .def(py::init<bool>(), py::arg("with_twins") = false)
       .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })

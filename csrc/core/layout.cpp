@@ -166,6 +166,17 @@ std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
   return copies;
 }
 
+std::vector<Copy> Layout::segments_to_slot(size_t segment_bytes) const {
+  std::vector<Copy> copies;
+  for (int rank = 0; rank < world_; ++rank) {
+    for (Copy copy : segment_to_slot(rank)) {
+      copy.src_offset += static_cast<size_t>(rank) * segment_bytes;
+      copies.push_back(copy);
+    }
+  }
+  return copies;
+}
+
 std::vector<Copy> Layout::gradient_to_segments(size_t param, DType grad) const {
   if (param >= params_.size() || !params_[param].shape.trainable) {
     throw Error("layout: parameter " + std::to_string(param) + " of " + std::to_string(params_.size()) +

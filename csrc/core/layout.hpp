@@ -104,6 +104,8 @@ class Layout {
   const std::vector<Copy>& shard_to_segment() const { return shard_to_segment_; }
   // Segment of `source_rank` (offset from that segment's start) -> the gather slot. Pads are left out.
   std::vector<Copy> segment_to_slot(int source_rank) const;
+  // The segments of all ranks, laid end to end every `segment_bytes` -> the gather slot.
+  std::vector<Copy> segments_to_slot(size_t segment_bytes) const;
   // Whole unsharded gradient of parameter `param` (contiguous, dtype `grad`) -> the W reduce segments laid end to
   // end, with the cast. Pads are not written: zero the buffer once.
   std::vector<Copy> gradient_to_segments(size_t param, DType grad) const;

@@ -167,14 +167,7 @@ CopyPlan plan_cast_to_slot(const Layout& layout) { return plan_copies(layout.sha
 CopyPlan plan_cast_to_segment(const Layout& layout) { return plan_copies(layout.shard_to_segment()); }
 
 CopyPlan plan_copy_out(const Layout& layout, size_t segment_bytes) {
-  std::vector<CopySegment> segments;
-  for (int rank = 0; rank < layout.world(); ++rank) {
-    for (const Copy& copy : layout.segment_to_slot(rank)) {
-      segments.push_back(segment_of(copy));
-      segments.back().src_offset += static_cast<int64_t>(static_cast<size_t>(rank) * segment_bytes);
-    }
-  }
-  return make_plan(std::move(segments));
+  return plan_copies(layout.segments_to_slot(segment_bytes));
 }
 
 CopyPlan plan_all_gather_peer(const Layout& layout) {

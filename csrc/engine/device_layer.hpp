@@ -81,6 +81,8 @@ class DeviceLayer {
   virtual void synchronize(DeviceEvent& event) = 0;
   // nullopt: the current stream.
   virtual std::optional<c10::Stream> stream(Lane lane) = 0;
+  // The stream in whose order torch's allocator gives memory now; nullopt: there is only one order.
+  virtual std::optional<c10::Stream> current_stream() { return std::nullopt; }
 
   // --- kernels, on the current lane; one launch each where the device has them as kernels of ours ---
   // Casts into the slot or the staging, and copies out of the staging.
@@ -140,6 +142,7 @@ class TorchLayer final : public DeviceLayer {
   void wait(Lane lane, DeviceEvent& event) override;
   void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane lane) override;
+  std::optional<c10::Stream> current_stream() override { return current(); }
 
  protected:
   Lane enter(Lane lane) override { return std::exchange(lane_, lane); }

@@ -26,8 +26,8 @@ DeviceTransport::Upload DeviceTransport::open_upload(Group& group, bool pools_st
   Upload target;
   if (!group.offloads() || group.pool.nbytes() == 0) return target;
   if (group.offload == Offload::everything) {
-    target.id = uploads_.acquire(group.pool.nbytes(), group.name, &target.is_new);
-    target.buffer = &uploads_[target.id];
+    mine.upload = uploads_.acquire(group.pool.nbytes(), group.name, &target.is_new);
+    target.buffer = &uploads_[mine.upload];
     return target;
   }
   if (mine.resident < 0) mine.resident = residents_.acquire(group.pool.nbytes(), group.name, &target.is_new);
@@ -52,11 +52,6 @@ void DeviceTransport::upload(Group& group, const Upload& target, Lane lane) {
   per_group(group).resident_is_current = target.stays_current;
   // Who waits for copy_in waits for all uploads.
   if (lane != Lane::copy_in) layer_->wait(Lane::copy_in, *buffer.ready);
-}
-
-void DeviceTransport::close_upload(const Upload& target, Lane lane) {
-  layer_->record(*target.buffer->free, lane);
-  if (target.id >= 0) uploads_.release(target.id);
 }
 
 void DeviceTransport::shards_may_change() {
@@ -106,8 +101,7 @@ void DeviceTransport::download(Group& group, const Running& running, std::vector
   }
   layer_->record(*mine.downloaded, Lane::copy_out);
   if (running.segment >= 0) {
-    layer_->record(*segments_[running.segment].free, Lane::copy_out);
-    segments_.release(running.segment);
+    retire_segment(running.segment, running.number, Lane::copy_out);
   }
   if (running.buffer >= 0) layer_->record(*buffers_[running.buffer].ready, Lane::copy_out);
   mine.download = std::move(download);

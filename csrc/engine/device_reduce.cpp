@@ -4,10 +4,6 @@
 //   reduce                                        wait packed | reduce-scatter | buffer.ready | rows -> .grad | done
 //   all_reduce  (replicas, hooks)                                    wait buffer.ready | all-reduce | rows -> .grad |
 //   done
-//
-// Gradients die on the compute lane, where they were born: they are packed there, so the allocator needs no record of
-// other streams. A reduction buffer is written again two units later, when `ready` has long passed. One rank alone
-// packs into its gradient pool, where nothing else is to be done with them.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -23,15 +19,9 @@ namespace fsdp2x {
 
 namespace {
 
-// Patterns of flags that are kept on the device. A model that uses other parameters in every step makes many.
-constexpr size_t kMaxFlagPatterns = 64;
-
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t bytes) {
   return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(torch_dtype(type));
 }
-
-// No other rank has gradients of these parameters.
-bool is_alone(const Group& group) { return group.layout.world() == 1 && !group.has_replicas(); }
 
 std::vector<MemoryRange> range_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
@@ -49,105 +39,6 @@ void DeviceTransport::note_rows(const char* operation, const Group& group, const
   if (layer_->is_recorder()) layer_->note(operation, group.name, range_of(input), range_of(output));
 }
 
-// --- packing, on the compute lane ---
-
-void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
-  Scratch& scratch = group.scratch;
-  if (scratch.posted) finish_reduce(group, /*flush=*/true);
-  PerGroup& mine = per_group(group);
-  if (!scratch.open) {
-    mine.reduce = &mine.plans.of(group);
-    std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
-    scratch.open = true;
-    ++num_scratches_;
-  }
-  if (!mine.reduce->layout->params()[i].shape.trainable) {
-    throw Error(
-        "fsdp2x: '" + group.params[i].fqn() +
-        "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
-  }
-  if (mine.held[i].defined()) pack_held(group, /*for_reduction=*/false);  // the second one is added
-  mine.held[i] = gradient;
-}
-
-void DeviceTransport::settle(Group& group) {
-  if (group.scratch.open && !group.scratch.posted) pack_held(group, /*for_reduction=*/false);
-}
-
-void DeviceTransport::open_buffer(Group& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.buffer >= 0) return;
-  // With the buffer that is packed now, no more than the limit.
-  if (in_flight_.size() >= max_reduce_buffers_) group.root().finish_pending();
-  while (in_flight_.size() >= max_reduce_buffers_) {
-    const ProfileRange range(group.unit->ranges.post_backward_rs_wait);
-    buffers_.release(in_flight_.front());
-    in_flight_.pop_front();
-  }
-  bool is_new = false;
-  const auto world = static_cast<size_t>(group.layout.world());
-  mine.buffer = buffers_.acquire(mine.reduce->segment_bytes * world, group.name, &is_new);
-  layer_->wait(Lane::compute, *buffers_[mine.buffer].ready);
-  if (group.calls.all_reduce_hook) buffers_[mine.buffer].memory.zero_();  // the user sees what lies between the rows
-}
-
-at::Tensor DeviceTransport::pool_to_pack(Group& group) {
-  const PerGroup& mine = per_group(group);
-  const bool is_plain = is_alone(group) && !group.calls.reduce_scatter && !group.calls.all_reduce_hook;
-  const bool is_whole = group.averages() || group.divisor() == 1.0;
-  // What is in a buffer already came without gradient sync: it is added to there.
-  if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
-  if (!mine.reduce->is_pool(group.layout)) return {};
-  pybind11::gil_scoped_acquire gil;
-  return group.gradients.take_pool(group.root().blocks).value_or(at::Tensor());
-}
-
-at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
-  PerGroup& mine = per_group(group);
-  const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
-  if (!has_held && !for_reduction) return {};
-  const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
-  if (!pool.defined()) open_buffer(group);
-  const at::Tensor buffer = pool.defined() ? pool : buffers_[mine.buffer].memory;
-  const Layout& layout = *mine.reduce->layout;
-  std::vector<PackItem> items;
-  std::vector<at::Tensor> alive;
-  for (size_t i = 0; i < mine.held.size(); ++i) {
-    uint8_t& filled = group.scratch.filled[i];
-    if (!mine.held[i].defined()) {
-      if (for_reduction && !filled && layout.params()[i].shape.trainable) items.push_back({.param = i});
-      continue;
-    }
-    at::Tensor dense = std::exchange(mine.held[i], at::Tensor()).contiguous();
-    if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
-    items.push_back({i, engine_dtype(dense.scalar_type()), dense.const_data_ptr(), dense.nbytes(), filled != 0});
-    filled = 1;
-    alive.push_back(std::move(dense));
-  }
-  if (!items.empty()) layer_->pack(*mine.reduce, items, buffer);
-  if (for_reduction && !is_alone(group)) {
-    const at::Tensor& flags = flags_of(group);
-    layer_->copy(mine.reduce->flags_to_segments, flags.const_data_ptr(), buffer.data_ptr());
-  }
-  return buffer;
-}
-
-const at::Tensor& DeviceTransport::flags_of(const Group& group) {
-  std::vector<bool> pattern(group.scratch.filled.begin(), group.scratch.filled.end());
-  const Layout& layout = *groups_.at(group.index).reduce->layout;
-  for (size_t i = 0; i < pattern.size(); ++i) {
-    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) pattern[i] = true;
-  }
-  if (const auto found = flags_.find(pattern); found != flags_.end()) return found->second;
-  if (flags_.size() >= kMaxFlagPatterns) flags_.clear();  // freed in the order of the compute lane, which reads them
-  const std::vector<float> values(pattern.begin(), pattern.end());
-  const at::Tensor flags =
-      at::from_blob(const_cast<float*>(values.data()), {static_cast<int64_t>(values.size())}, at::kFloat);
-  return flags_
-      .emplace(std::move(pattern), flags.to(layer_->device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true))
-      .first->second;
-}
-
 // --- the collective ---
 
 at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
@@ -159,6 +50,7 @@ at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
   if (is_plain && stays && group.layout.world() > 1 && mine.reduce->is_pool(group.layout)) {
     pybind11::gil_scoped_acquire gil;
     if (const auto pool = group.gradients.take_pool(group.root().blocks)) {
+      follow_blocks(Lane::reduce);
       return pool->narrow(0, 0, static_cast<int64_t>(bytes));
     }
   }
@@ -219,7 +111,8 @@ void DeviceTransport::begin_reduce(Group& group) {
     call_reduce_scatter(group, typed(running.rows, type, 0, plan.segment_bytes), input, running);
   }
   layer_->record(*buffer.ready, running.lane);
-  in_flight_.push_back(std::exchange(mine.buffer, -1));
+  running.number = ++num_reductions_;
+  in_flight_.push_back({running.number, std::exchange(mine.buffer, -1), {}});
   if (group.has_replicas()) {
     reduce_over_replicas(group, running);
   } else if (group.calls.all_reduce_hook) {
@@ -227,6 +120,8 @@ void DeviceTransport::begin_reduce(Group& group) {
     running.lane = Lane::all_reduce;
   }
   mine.running = std::move(running);
+  // While this one runs behind it, the compute lane waits for the one before.
+  retire_reductions(group, reductions_beside());
 }
 
 void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input,
@@ -274,8 +169,7 @@ void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
     }
     const LaneScope scope(*layer_, running.lane);
     layer_->add(rows, typed(partial.memory, type, 0, rows.nbytes()));
-    layer_->record(*partial.free, running.lane);
-    segments_.release(std::exchange(mine.partial, -1));
+    retire_segment(std::exchange(mine.partial, -1), running.number, running.lane);
   }
   if (!group.options().requires_all_reduce) {
     keep_partial(group, running);
@@ -387,12 +281,12 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
     }
     items.push_back({i, targets[i].data, targets[i].accumulate});
   }
+  if (is_new) follow_blocks(running.lane);
   if (is_new && running.lane != Lane::compute) follow_compute(running.lane);
   const LaneScope scope(*layer_, running.lane);
   if (!items.empty()) layer_->write_rows(*running.plan, items, running.rows, running.divisor);
   if (running.segment >= 0) {
-    layer_->record(*segments_[running.segment].free, running.lane);
-    segments_.release(running.segment);
+    retire_segment(running.segment, running.number, running.lane);
   }
   if (running.buffer >= 0) layer_->record(*buffers_[running.buffer].ready, running.lane);
   // Users' hooks, an optimizer in backward for one, run where the gradient is complete.
@@ -402,7 +296,7 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
     // It was taken in the order of the compute lane, and must not go back before that has waited for this one.
     if (targets[i].foreign.defined()) foreign_sums_.push_back(std::move(targets[i].foreign));
   }
-  group.gradients.release_if_unused(group.root().blocks);
+  if (group.gradients.release_if_unused(group.root().blocks)) gave_blocks_[static_cast<size_t>(running.lane)] = true;
 }
 
 void DeviceTransport::abandon_reduce(Group& group) {
@@ -436,16 +330,22 @@ void DeviceTransport::close_scratch(Group& group) {
   --num_scratches_;
 }
 
-void DeviceTransport::end_backward() {
+void DeviceTransport::end_reductions() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) join(lane);
   foreign_sums_.clear();
+  gave_blocks_.fill(false);
+  for (const InFlight& one : in_flight_) {
+    buffers_.release(one.buffer, /*has_waited=*/true);
+    for (const int segment : one.segments) segments_.release(segment, /*has_waited=*/true);
+  }
+  in_flight_.clear();
+}
+
+void DeviceTransport::end_backward() {
   while (!downloads_.empty()) land(*downloads_.front().second);
   if (offloads_) host_waits_for(Lane::copy_in);  // gathers of this backward have read the shards
   shards_may_change();
-  while (!in_flight_.empty()) {
-    buffers_.release(in_flight_.front());
-    in_flight_.pop_front();
-  }
+  end_reductions();
   note_optimizer(/*with_shards=*/false);
 }
 

@@ -98,22 +98,28 @@ std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
 }
 
 template <class Job, class Kernel>
-void run_all(const std::vector<Job>& jobs, KeptPlans<typename Job::Segment>& plans, Kernel kernel) {
-  const std::vector<Launch<Job>> launches = launches_of(jobs);
+void run_all(const std::vector<Job>& jobs, const at::Tensor& grad_scale, KeptPlans<typename Job::Segment>& plans,
+             Kernel kernel) {
+  std::vector<Launch<Job>> launches = launches_of(jobs);
   for (size_t i = 0; i < launches.size(); ++i) {
     const DeviceScope scope(launches[i].device);
+    at::Tensor scale;  // freed in the order of the stream that reads it
+    if (grad_scale.defined()) {
+      scale = grad_scale.to(launches[i].device, at::kFloat);
+      launches[i].args.grad_scale = scale.const_data_ptr<float>();
+    }
     kernel(plans.list(i, launches[i].segments, launches[i].device), launches[i].args, scope.stream());
   }
 }
 
 }  // namespace
 
-void DeviceSteps::run(const std::vector<DeviceAdamWJob>& jobs) {
-  if (!jobs.empty()) run_all(jobs, adamw_plans_, kernels_->adamw);
+void DeviceSteps::run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor& grad_scale) {
+  if (!jobs.empty()) run_all(jobs, grad_scale, adamw_plans_, kernels_->adamw);
 }
 
-void DeviceSteps::run(const std::vector<DeviceSgdJob>& jobs) {
-  if (!jobs.empty()) run_all(jobs, sgd_plans_, kernels_->sgd);
+void DeviceSteps::run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale) {
+  if (!jobs.empty()) run_all(jobs, grad_scale, sgd_plans_, kernels_->sgd);
 }
 
 }  // namespace fsdp2x

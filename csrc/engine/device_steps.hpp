@@ -42,9 +42,9 @@ class DeviceSteps {
   explicit DeviceSteps(bool with_twins) : kernels_(with_twins) {}
 
   const DeviceKernels& kernels() const { return kernels_; }
-  // Enqueue one step on the current streams.
-  void run(const std::vector<DeviceAdamWJob>& jobs);
-  void run(const std::vector<DeviceSgdJob>& jobs);
+  // Enqueue one step on the current streams. `grad_scale`: undefined, or one number that all gradients count times of.
+  void run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor& grad_scale);
+  void run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale);
   // How many plans were built so far.
   size_t num_plans() const { return adamw_plans_.num_built() + sgd_plans_.num_built(); }
 

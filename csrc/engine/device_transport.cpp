@@ -1,7 +1,7 @@
 // The transport on an accelerator: gathers. Reductions are in device_reduce.cpp.
 //
 //   compute   .. use of slot | free ............................ wait ready | use of slot ..
-//   copy_in            wait free | cast own rows | copied
+//   copy_in            wait for the compute lane | cast own rows | copied
 //   gather                              wait copied | all-gathers in one launch, copy-out | ready
 #include "engine/device_transport.hpp"
 
@@ -37,12 +37,18 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
     : collectives_(std::move(collectives)),
       layer_(std::move(layer)),
       pack_below_bytes_(pack_below_bytes),
-      slots_("slot", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      staging_("staging", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      buffers_("reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      segments_("segment", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      uploads_("uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }),
-      residents_("resident shards", layer_, [this](size_t bytes) { return allocate(bytes); }) {
+      slots_(
+          "slot", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), slot_tally_),
+      staging_(
+          "staging", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+      buffers_(
+          "reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+      segments_(
+          "segment", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+      uploads_(
+          "uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+      residents_(
+          "resident shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), resident_tally_) {
   for (size_t lane = 0; lane < kNumLanes; ++lane) {
     lane_events_.push_back(layer_->make_event(lane_name(static_cast<Lane>(lane))));
   }
@@ -63,6 +69,15 @@ void DeviceTransport::join(Lane lane) {
   layer_->wait(Lane::compute, event);
 }
 
+void DeviceTransport::follow_blocks(Lane lane) {
+  for (const Lane other : {Lane::reduce, Lane::all_reduce}) {
+    if (other == lane || !gave_blocks_[static_cast<size_t>(other)]) continue;
+    DeviceEvent& event = *lane_events_[static_cast<size_t>(other)];
+    layer_->record(event, other);
+    layer_->wait(lane, event);
+  }
+}
+
 DeviceTransport::PerGroup& DeviceTransport::per_group(const Group& group) { return groups_.at(group.index); }
 
 void DeviceTransport::register_group(Group& group) {
@@ -78,6 +93,7 @@ void DeviceTransport::register_group(Group& group) {
   mine.held.resize(group.params.size());
   mine.offload = group.offload;
   if (group.offloads()) mine.downloaded = layer_->make_event(group.name + ".downloaded");
+  group.gradients.set_blocks_stay(group.offloads());
   offloads_ = offloads_ || group.offloads();
   // A segment may be the pool itself, with the flags behind it.
   group.gradients.reserve(Group::segment_bytes(group.layout));
@@ -101,9 +117,12 @@ void DeviceTransport::follow_compute(Lane lane) {
 }
 
 void DeviceTransport::begin_forward(const PyRef& after) {
+  if (!in_flight_.empty()) end_reductions();  // of a backward that raised
   // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
   note_optimizer(/*with_shards=*/true);
   shards_may_change();
+  // Gathers that follow an event alone cannot have memory that the compute lane has just given back.
+  for (DeviceBuffers* buffers : {&slots_, &staging_, &uploads_}) buffers->set_keeps(keeps() || after);
   if (!after) {
     follow_compute(Lane::copy_in);
     return;
@@ -169,10 +188,9 @@ void DeviceTransport::enqueue_gather(Group& group) {
   const Upload uploaded = open_upload(group, pools_stand_still);
   if (uploaded.buffer != nullptr) pool = uploaded.buffer->data();
   DeviceBuffer* staging = nullptr;
-  int staging_id = -1;
   if (!is_local(group) && plan.segment_bytes > 0) {
-    staging_id = staging_.acquire(plan.segment_bytes * world, group.name, &staging_is_new);
-    staging = &staging_[staging_id];
+    mine.staging = staging_.acquire(plan.segment_bytes * world, group.name, &staging_is_new);
+    staging = &staging_[mine.staging];
   }
   if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) follow_compute(copy_lane);
   layer_->wait(copy_lane, *mine.pool_event);
@@ -193,7 +211,7 @@ void DeviceTransport::enqueue_gather(Group& group) {
   }
   layer_->record(*slot.ready, copy_lane);
   if (uploaded.buffer != nullptr) {
-    close_upload(uploaded, copy_lane);
+    layer_->record(*uploaded.buffer->free, copy_lane);
     if (!pools_stand_still) host_waits_for(copy_lane);  // the user may write to the shards next
   }
   if (is_local(group)) return;
@@ -204,10 +222,12 @@ void DeviceTransport::enqueue_gather(Group& group) {
     if (staging != nullptr) layer_->copy(gather.copy_out, staging->data(), slot.data());
   }
   layer_->record(*slot.ready, gather_lane);
-  if (staging != nullptr) {
-    layer_->record(*staging->free, gather_lane);
-    staging_.release(staging_id);
-  }
+  if (staging != nullptr) layer_->record(*staging->free, gather_lane);
+}
+
+void DeviceTransport::close_gather(PerGroup& mine) {
+  if (mine.staging >= 0) staging_.release(std::exchange(mine.staging, -1), /*has_waited=*/true);
+  if (mine.upload >= 0) uploads_.release(std::exchange(mine.upload, -1), /*has_waited=*/true);
 }
 
 DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, const PerGroup& mine,
@@ -229,7 +249,7 @@ DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, con
 
 void DeviceTransport::call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
   pybind11::gil_scoped_acquire gil;
-  const std::pair<void*, void*> key(slot.data(), staging == nullptr ? nullptr : staging->data());
+  const std::pair key(group.gather.slot.id, mine.staging);
   TensorLists once;  // a user's collective may keep what it is given
   if (mine.in_one_piece) {
     once = make_lists(group, mine, slot, staging);
@@ -269,6 +289,7 @@ void DeviceTransport::finish_gather(Group& group) {
   PerGroup& mine = per_group(group);
   DeviceBuffer& slot = slots_[group.gather.slot.id];
   layer_->wait(Lane::compute, *slot.ready);
+  close_gather(mine);
   mine.is_finished = true;
   note_use(group, slot);
 }
@@ -279,42 +300,47 @@ void DeviceTransport::note_use(const Group& group, const DeviceBuffer& slot) {
 
 void DeviceTransport::release_gather(Group& group) {
   const int id = group.gather.slot.id;
-  if (id < 0) return;
   PerGroup& mine = per_group(group);
+  if (id < 0) {  // an exception came before there was one
+    join(Lane::copy_in);
+    return close_gather(mine);
+  }
   DeviceBuffer& slot = slots_[id];
   if (mine.is_finished) {
     note_use(group, slot);
   } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
     layer_->wait(Lane::compute, *slot.ready);
+    close_gather(mine);
   }
   layer_->record(*slot.free, Lane::compute);
   group.gather = GatherSlot();
   if (group.options().keep_unsharded_storage) {
     group.gather.kept.id = id;
   } else {
-    slots_.release(id);
+    slots_.release(id, /*has_waited=*/true);
   }
 }
 
 void DeviceTransport::release_idle() {
+  end_reductions();
   for (auto& [index, mine] : groups_) {
-    pybind11::gil_scoped_acquire gil;
-    mine.lists.clear();  // views keep their memory
     mine.resident_is_current = false;
     if (mine.resident >= 0) residents_.release(std::exchange(mine.resident, -1));
   }
   for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_, &residents_}) {
     buffers->drop_idle();
   }
+  tally_.peak = tally_.bytes;
+  slots_.forget_peak();
 }
 
 TransportStats DeviceTransport::stats() const {
   TransportStats stats;
   stats.gather_slots_owned = slots_.num_owned();
-  stats.gather_slot_bytes = slots_.bytes();
+  stats.gather_slot_bytes = slots_.keeps() ? slots_.bytes() : slots_.peak_owned_bytes();
   stats.peak_gather_bytes = slots_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
-  stats.scratch_bytes = staging_.bytes() + buffers_.bytes() + segments_.bytes() + uploads_.bytes();
+  stats.scratch_bytes = tally_.peak;
   stats.resident_shard_bytes = residents_.bytes();
   stats.num_allocations = slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() +
                           segments_.num_allocations() + uploads_.num_allocations() + residents_.num_allocations();

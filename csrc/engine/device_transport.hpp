@@ -3,6 +3,7 @@
 // lane, so libnccl is not linked and patches, counters and custom groups see them.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <map>
 #include <memory>
@@ -51,7 +52,10 @@ class DeviceTransport final : public Transport {
   bool has_streams() const override { return true; }
   void publish_progress(uint64_t) override {}
   void release_idle() override;
-  void set_max_reduce_buffers(size_t num) override { max_reduce_buffers_ = num; }
+  void set_max_reduce_buffers(size_t num) override {
+    max_reduce_buffers_ = num;
+    counts_bytes_ = false;
+  }
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
 
@@ -59,13 +63,20 @@ class DeviceTransport final : public Transport {
   using TensorLists = std::pair<PyRef, PyRef>;  // outputs, inputs
   // A reduction that is enqueued and not attached.
   struct Running {
-    at::Tensor rows;   // this rank's segment; undefined: kept as a partial sum
-    int segment = -1;  // in segments_; else `rows` is in `buffer`, or the group's gradient pool
-    int buffer = -1;   // in buffers_: one rank alone, whose packed gradients are its rows
+    at::Tensor rows;      // this rank's segment; undefined: kept as a partial sum
+    int segment = -1;     // in segments_; else `rows` is in `buffer`, or the group's gradient pool
+    int buffer = -1;      // in buffers_: one rank alone, whose packed gradients are its rows
+    uint64_t number = 0;  // of the reduction in in_flight_; 0: in none
     ReducePlan* plan = nullptr;
     Lane lane = Lane::reduce;
     double divisor = 1.0;    // left to divide by
     bool is_certain = true;  // every trainable parameter has a gradient here, or is reduced as zeros
+  };
+  // What a reduction holds until the compute lane has waited for it.
+  struct InFlight {
+    uint64_t number = 0;
+    int buffer = -1;            // in buffers_
+    std::vector<int> segments;  // in segments_, once nobody on the host needs them
   };
   // Reduced rows of a group that offloads, on their way to the host.
   struct Download {
@@ -88,14 +99,16 @@ class DeviceTransport final : public Transport {
   struct PerGroup {
     const Gather& running_gather() const { return in_one_piece ? packed : gather; }
     Gather gather;
-    Gather packed;                                         // for collectives that gather in one piece
-    CopyProgram own_rows;                                  // one rank alone: its pool -> the slot
-    std::map<std::pair<void*, void*>, TensorLists> lists;  // by slot and staging memory
-    std::unique_ptr<DeviceEvent> pool_event;               // the pool was written, by the compute lane
-    bool in_one_piece = false;                             // of the running gather
-    bool is_finished = false;                              // the compute lane has waited for it
-    at::Tensor pool;                                       // the group's shard pool, for records
-    std::weak_ptr<Unit> unit;                              // likewise
+    Gather packed;                                     // for collectives that gather in one piece
+    CopyProgram own_rows;                              // one rank alone: its pool -> the slot
+    std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
+    std::unique_ptr<DeviceEvent> pool_event;           // the pool was written, by the compute lane
+    bool in_one_piece = false;                         // of the running gather
+    int staging = -1;                                  // likewise, in staging_
+    int upload = -1;                                   // likewise, in uploads_
+    bool is_finished = false;                          // the compute lane has waited for it
+    at::Tensor pool;                                   // the group's shard pool, for records
+    std::weak_ptr<Unit> unit;                          // likewise
     ReducePlans plans;
     ReducePlan* reduce = nullptr;  // of the open scratch
     std::vector<at::Tensor> held;  // gradients that are not packed yet
@@ -110,11 +123,15 @@ class DeviceTransport final : public Transport {
     std::unique_ptr<DeviceEvent> downloaded;
   };
 
+  // Whether memory is kept for the next borrower: where it is dear.
+  bool keeps() const { return static_cast<bool>(collectives_.allocate); }
   PerGroup& per_group(const Group& group);
   // Work that `lane` is given next comes after everything the compute lane has been given.
   void follow_compute(Lane lane);
   // The compute lane goes on behind everything that `lane` has been given.
   void join(Lane lane);
+  // `lane` is given a block of gradients next, and others may have used it last: see gave_blocks_.
+  void follow_blocks(Lane lane);
   void note_use(const Group& group, const DeviceBuffer& slot);
   void note_rows(const char* operation, const Group& group, const at::Tensor& input, const at::Tensor& output);
   at::Tensor allocate(size_t bytes);
@@ -124,14 +141,33 @@ class DeviceTransport final : public Transport {
   void call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
   TensorLists make_lists(const Group& group, const PerGroup& mine, const DeviceBuffer& slot,
                          const DeviceBuffer* staging) const;
+  // Gives back what a gather needed besides its slot; the compute lane has waited for it.
+  void close_gather(PerGroup& mine);
   void note_collective(const std::string& name, const Group& group, const TensorLists& lists);
 
+  // Packing (device_pack.cpp).
+  // No other rank has gradients of these parameters.
+  static bool is_alone(const Group& group);
   void open_buffer(Group& group);
+  // How many reductions may be on their way when `bytes` of gradients are packed for one more, and beside the backward
+  // that goes on behind that: as many as was asked for (set_reduce_scatter_max_input_buffers). Otherwise two between
+  // two units, so that the network has no gap, where that does not raise the peak: in the place of the slot that the
+  // unit has just given back, or where both are within what the largest unit needs; and one beside the next unit.
+  size_t reductions_before(const Group& group, size_t bytes) const;
+  size_t reductions_beside() const { return counts_bytes_ ? 1 : max_reduce_buffers_; }
+  // The compute lane goes on behind all reductions, whose buffers are given back.
+  void end_reductions();
+  // Gives back the buffers of the oldest reductions until `num` are left; the compute lane waits for them.
+  void retire_reductions(Group& group, size_t num);
+  // Rows that are attached, by the lane that is given to do that: their memory goes with the reduction's buffer.
+  void retire_segment(int id, uint64_t reduction, Lane lane);
   // The gradient pool, where a rank that is alone packs its gradients; undefined: into a buffer.
   at::Tensor pool_to_pack(Group& group);
   // Returns where to; undefined if there was nothing to pack.
   at::Tensor pack_held(Group& group, bool for_reduction);
   const at::Tensor& flags_of(const Group& group);
+
+  // Reducing and attaching (device_reduce.cpp).
   at::Tensor rows_for(Group& group, Running& running);
   void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input, Running& running);
   void reduce_over_replicas(Group& group, Running& running);
@@ -143,14 +179,12 @@ class DeviceTransport final : public Transport {
   // The device's copy of a pool, for one gather.
   struct Upload {
     DeviceBuffer* buffer = nullptr;  // null: the pool is the device's
-    int id = -1;                     // in uploads_, to be released; else the group keeps it
     bool is_current = false;         // holds the shards already
     bool stays_current = false;      // for the next gather
     bool is_new = false;
   };
   Upload open_upload(Group& group, bool pools_stand_still);
   void upload(Group& group, const Upload& target, Lane lane);
-  void close_upload(const Upload& target, Lane lane);
   void shards_may_change();
   void host_waits_for(Lane lane);
   void download(Group& group, const Running& running, std::vector<uint8_t> wanted);
@@ -161,12 +195,20 @@ class DeviceTransport final : public Transport {
   std::shared_ptr<DeviceLayer> layer_;
   size_t pack_below_bytes_;
   size_t max_reduce_buffers_ = 2;
+  bool counts_bytes_ = true;
+  size_t largest_reduction_ = 0;  // of all so far, in bytes
+  MemoryTally tally_;             // of what comes and goes, slots aside
+  MemoryTally slot_tally_, resident_tally_;
   DeviceBuffers slots_, staging_, buffers_, segments_;
   DeviceBuffers uploads_;                                           // shard pools that lie on the host
   DeviceBuffers residents_;                                         // likewise, kept by their groups
   bool offloads_ = false;                                           // some group does
   std::deque<std::pair<std::shared_ptr<Unit>, Group*>> downloads_;  // oldest first
-  std::deque<int> in_flight_;                              // buffers_ whose reduction is enqueued, oldest first
+  std::deque<InFlight> in_flight_;                                  // reductions that are enqueued, oldest first
+  uint64_t num_reductions_ = 0;
+  // Lanes on which blocks of gradients were given back in this backward: of gradients that hooks took at once, as an
+  // optimizer in backward does. Whoever takes such a block next may be on another lane: groups differ in theirs.
+  std::array<bool, kNumLanes> gave_blocks_{};
   std::vector<at::Tensor> foreign_sums_;                   // of this backward, added to gradients that are not ours
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
   std::map<std::vector<bool>, at::Tensor> flags_;          // on the device, as floats

@@ -30,15 +30,19 @@ at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
     ++num_allocations_;
     return allocate(bytes, memory);
   }
-  at::Tensor block = std::move(found->second);
+  at::Tensor block = std::move(found->second.memory);
   free_.erase(found);
   return block;
 }
 
-void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory) {
+void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory, bool stays) {
   if (!keeps_) return;
   const Kind kind = kind_of(block.nbytes(), memory);
-  free_.emplace(kind, std::move(block));
+  free_.emplace(kind, Block{std::move(block), stays});
+}
+
+void BlockPool::end_loans() {
+  std::erase_if(free_, [](const auto& one) { return !one.second.stays; });
 }
 
 Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
@@ -145,19 +149,20 @@ void Gradients::attach(size_t param, const GradientTarget& target) {
   if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(sharded)) (*hook)(sharded);
 }
 
-void Gradients::release_if_unused(BlockPool& blocks) {
-  if (!block_.defined()) return;
+bool Gradients::release_if_unused(BlockPool& blocks) {
+  if (!block_.defined()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
-    if (params_[i].sharded().grad().is_same(entries_[i].tensor) || held_elsewhere(entries_[i])) return;
+    if (params_[i].sharded().grad().is_same(entries_[i].tensor) || held_elsewhere(entries_[i])) return false;
   }
   for (Entry& entry : entries_) {
     if (entry.tensor.defined() && entry.in_block) {
       point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, memory_.device());
     }
   }
-  blocks.give_back(std::move(block_), memory_);
+  blocks.give_back(std::move(block_), memory_, blocks_stay_);
   block_ = at::Tensor();
+  return true;
 }
 
 void Gradients::forget() {

@@ -16,14 +16,17 @@
 
 namespace fsdp2x {
 
-// Free blocks of all units of one root, by size and kind of memory, kept for the next step unless a transport keeps
-// nothing either.
+// Free blocks of all units of one root, by size and kind of memory. Those of the host are kept for the next step,
+// unless a transport keeps nothing either; those of a device only until its lanes have met again, at the end of a
+// backward: their allocator keeps memory itself, and has it for activations meanwhile.
 class BlockPool {
  public:
   at::Tensor take(size_t bytes, const at::TensorOptions& memory);
-  // `memory`: as it was taken.
-  void give_back(at::Tensor block, const at::TensorOptions& memory);
+  // `memory`: as it was taken. `stays`: beyond the next end_loans.
+  void give_back(at::Tensor block, const at::TensorOptions& memory, bool stays = true);
   void clear() { free_.clear(); }
+  // Frees those that are not kept: everything that was done with them is in the order of the compute lane now.
+  void end_loans();
   void keep_nothing() { keeps_ = false; }
   size_t num_allocations() const { return num_allocations_; }
 
@@ -31,8 +34,13 @@ class BlockPool {
   using Kind = std::tuple<c10::DeviceType, bool, size_t>;  // pinned or not, bytes
   static Kind kind_of(size_t bytes, const at::TensorOptions& memory);
 
+  struct Block {
+    at::Tensor memory;
+    bool stays = true;
+  };
+
   bool keeps_ = true;
-  std::multimap<Kind, at::Tensor> free_;
+  std::multimap<Kind, Block> free_;
   size_t num_allocations_ = 0;
 };
 
@@ -52,6 +60,8 @@ class Gradients {
   Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
             PyRef add_to_foreign);
 
+  // Whether its blocks are kept between steps.
+  void set_blocks_stay(bool stay) { blocks_stay_ = stay; }
   // The pool takes at least so many bytes, from its next block on.
   void reserve(size_t bytes) { block_bytes_ = std::max(block_bytes_, bytes); }
   // The whole pool to write this step's gradients into, when no parameter has a gradient and nobody holds the last
@@ -62,7 +72,8 @@ class Gradients {
   // Makes the written gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks.
   void attach(size_t param, const GradientTarget& target);
   // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
-  void release_if_unused(BlockPool& blocks);
+  // Returns whether it was given back now.
+  bool release_if_unused(BlockPool& blocks);
   // After parameters moved or changed their dtype: forget every gradient tensor.
   void forget();
   uint64_t num_python_calls() const { return num_python_calls_; }
@@ -90,6 +101,7 @@ class Gradients {
   std::vector<Param>& params_;
   at::TensorOptions memory_;
   size_t block_bytes_;
+  bool blocks_stay_ = true;
   PyRef make_gradient_;
   PyRef add_to_foreign_;
   uint64_t num_python_calls_ = 0;

@@ -10,6 +10,7 @@
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
+#include "engine/gradient_stream.hpp"
 #include "engine/root.hpp"
 #include "engine/unit.hpp"
 
@@ -166,13 +167,24 @@ void Group::cancel_gather() {
 }
 
 void Group::attach_accumulator_hooks() {
+  const std::optional<c10::Stream> current = current_stream(device);
   for (size_t i = 0; i < params.size(); ++i) {
     Param& param = params[i];
-    if (param.accumulator || !param.unsharded().requires_grad()) continue;
+    if (!param.unsharded().requires_grad()) continue;
+    if (param.accumulator) {
+      // It belongs to the stream it was made on. A model that has moved to another one gets a new one, unless a graph
+      // that lives has this one, and with it our hook.
+      if (!current || param.accumulator->input_metadata(0).stream() == *current) continue;
+      if (param.accumulator.use_count() > 1) continue;
+      param.accumulator = nullptr;
+    }
     param.accumulator = torch::autograd::impl::grad_accumulator(param.unsharded());
     auto hook = [weak = unit->weak_from_this(), this, i](const torch::autograd::variable_list& outputs,
                                                          const torch::autograd::variable_list&) {
-      if (const auto owner = weak.lock()) pack_gradient(i);
+      if (const auto owner = weak.lock()) {
+        const GradientStream scope(owner->backward_stream, params[i]);
+        pack_gradient(i);
+      }
       return outputs;
     };
     param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));

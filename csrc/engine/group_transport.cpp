@@ -38,13 +38,7 @@ GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return
 void GroupTransport::register_group(Group& group) {
   group.index = num_groups_++;
   PerGroup& mine = per_group(group);
-  for (int rank = 0; rank < group.layout.world(); ++rank) {
-    for (Copy copy : group.layout.segment_to_slot(rank)) {
-      copy.src_offset += static_cast<size_t>(rank) * group.layout.gather_segment_bytes();
-      mine.segments_to_slot.push_back(copy);
-    }
-  }
-  mine.segments_to_slot = joined(std::move(mine.segments_to_slot));
+  mine.segments_to_slot = joined(group.layout.segments_to_slot(group.layout.gather_segment_bytes()));
 }
 
 at::Tensor GroupTransport::take(size_t bytes) {

@@ -247,20 +247,25 @@ DeviceSgdJob device_job(const SgdJob& job) {
 
 // Takes what lies on a device out of `jobs`.
 template <class Job>
-void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps) {
+void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps, const at::Tensor& grad_scale) {
   const auto lies_on_host = [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); };
   if (std::all_of(jobs.begin(), jobs.end(), lies_on_host)) return;
   const auto first = std::stable_partition(jobs.begin(), jobs.end(), lies_on_host);
   std::vector<decltype(device_job(*first))> moved;
   for (auto job = first; job != jobs.end(); ++job) moved.push_back(device_job(*job));
-  steps.run(moved);
+  steps.run(moved, grad_scale);
   for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
   jobs.erase(first, jobs.end());
 }
 
 template <class Job>
-void run_all(std::vector<Job>& jobs, DeviceSteps* on_device) {
-  if (on_device != nullptr) run_on_device(jobs, *on_device);
+void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& grad_scale) {
+  if (on_device != nullptr) run_on_device(jobs, *on_device, grad_scale);
+  if (grad_scale.defined() && !jobs.empty()) {
+    // The sign is what the kernels multiply gradients with, and exact.
+    const auto scale = static_cast<float>(grad_scale.item<double>());
+    for (Job& job : jobs) job.step.sign *= scale;
+  }
   {
     const ReleaseGil released;
     std::vector<int64_t> numels;
@@ -289,7 +294,7 @@ LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
 }  // namespace
 
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state, const Bf16Rules& bf16,
-                    DeviceSteps* on_device) {
+                    DeviceSteps* on_device, const at::Tensor& grad_scale) {
   std::vector<AdamWJob> jobs;
   std::vector<size_t> first_numbers;
   size_t num_params = 0;
@@ -313,7 +318,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     return true;
   });
   count_steps(jobs);
-  run_all(jobs, on_device);
+  run_all(jobs, on_device, grad_scale);
   return left_over;
 }
 
@@ -332,7 +337,8 @@ std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int
   return tensors;
 }
 
-LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device) {
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device,
+                  const at::Tensor& grad_scale) {
   static PyObject* const buffer_name = interned("momentum_buffer");
   std::vector<SgdJob> jobs;
   LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
@@ -357,7 +363,7 @@ LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject
     jobs.push_back(std::move(job));
     return true;
   });
-  run_all(jobs, on_device);
+  run_all(jobs, on_device, grad_scale);
   return left_over;
 }
 

@@ -52,13 +52,16 @@ struct Bf16Rules {
 // `bf16.stochastic(group, index)` tells where the parameter's local elements lie in the whole parameter: (first, run,
 // stride), see cpu::Rounding.
 // `on_device`: steps what lies on a device; null: left over.
+// `grad_scale`: undefined, or one f64 number: the step is that of gradients times it (rounded to float), which stay as
+// they are. The host waits for a number on a device only if there is something to step on the host.
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state, const Bf16Rules& bf16,
-                    DeviceSteps* on_device);
+                    DeviceSteps* on_device, const at::Tensor& grad_scale);
 
 // Zeros, each tensor with a storage of its own, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 
 // As adamw_step; `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
-LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device);
+LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device,
+                  const at::Tensor& grad_scale);
 
 }  // namespace fsdp2x

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "engine/device_kernels.hpp"
 #include "engine/uploaded_plan.hpp"
 
 namespace fsdp2x {
@@ -36,6 +37,7 @@ bool names(const auto& part, size_t param) {
 }  // namespace
 
 void PlanRunner::copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const {
+  const DeviceScope scope(device_);
   using Image = UploadedPlan<cuda::CopySegment>;
   if (!program.prepared) program.prepared = std::make_shared<Image>(cuda::plan_copies(program.copies), device_);
   const auto& image = *static_cast<const Image*>(program.prepared.get());
@@ -43,6 +45,7 @@ void PlanRunner::copy(const CopyProgram& program, const void* src, void* dst, cu
 }
 
 void PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const {
+  const DeviceScope scope(device_);
   std::vector<DType> types;
   for (const ParamPlace& place : plan.layout->params()) types.push_back(place.shape.reduce);
   for (const PackItem& item : items) {
@@ -67,6 +70,7 @@ void PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void
 
 void PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
                             cuda::Stream stream) const {
+  const DeviceScope scope(device_);
   Prepared& prepared = prepared_of(plan);
   if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout, /*src_offset=*/0), device_);
   cuda::PeerTable source;

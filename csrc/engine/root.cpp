@@ -74,6 +74,9 @@ void Root::begin_forward(Unit* unit) {
   release_unused_gradients();
   const PyRef after = std::exchange(post_optimizer_event, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
+  // An optimizer on a stream of its own may still read gradients: then their memory serves this step's reductions,
+  // which come behind it, and nobody else.
+  if (!after) blocks.end_loans();
 }
 
 void Root::end_forward() {
@@ -276,6 +279,7 @@ void Root::flush() {
     for (const auto& group : unit->groups) group->scratch.reduced_this_backward = false;
   }
   for (const auto& transport : transports_) transport->end_backward();
+  blocks.end_loans();
 }
 
 void Root::reset() {
@@ -291,8 +295,8 @@ void Root::reset() {
 
 void Root::release_idle() {
   release_unused_gradients();
-  blocks.clear();
   for (const auto& transport : transports_) transport->release_idle();
+  blocks.clear();
 }
 
 void Root::release_unused_gradients() {

@@ -50,6 +50,15 @@ at::Tensor tensor_without_memory(at::IntArrayRef sizes, at::ScalarType dtype, at
   return tensor_over(at::DataPtr(nullptr, device), sizes, dtype, device);
 }
 
+at::Tensor tensor_over_storage(const at::Storage& storage, const at::Tensor& memory) {
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  impl.set_nbytes(memory.nbytes());
+  point_storage(impl, memory.data_ptr(), memory.device());
+  at::Tensor tensor = at::empty({0}, memory.options());
+  tensor.set_(storage, 0, memory.sizes());
+  return tensor;
+}
+
 void point_storage(c10::StorageImpl& storage, void* data, at::Device device) {
   storage.set_data_ptr_noswap(at::DataPtr(data, device));
 }

@@ -19,6 +19,9 @@ at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef
 // A contiguous tensor whose storage has its final size but no memory yet.
 at::Tensor tensor_without_memory(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 
+// All of `memory`, through `storage`, which does not own it: other tensors over `storage` see it, too.
+at::Tensor tensor_over_storage(const at::Storage& storage, const at::Tensor& memory);
+
 // Points `storage` at memory it does not own: whoever calls this keeps the memory alive and detaches in time.
 void point_storage(c10::StorageImpl& storage, void* data, at::Device device);
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "engine/gradient_stream.hpp"
 #include "engine/root.hpp"
 
 namespace fsdp2x {
@@ -137,6 +138,7 @@ void Unit::pre_backward() {
   if (phase_ == Phase::backward) return;
   const ProfileRange range(ranges.pre_backward);
   phase_ = Phase::backward;
+  backward_stream = current_stream(device);
   armed = true;
   root->begin_backward();
   if (options.unshard_in_backward) unshard();

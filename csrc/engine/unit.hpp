@@ -85,6 +85,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool armed = false;                   // took part in a forward under grad since its last synchronised backward
   std::vector<size_t> forward_indices;  // positions in the root's forward order, last call last
   uint64_t backward_position = 0;
+  std::optional<c10::Stream> backward_stream;  // where its last backward began; null on the CPU
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
 
  private:

@@ -326,8 +326,10 @@ class FSDPModule(_TorchFSDPModule):
         state.remake_transports("memory")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many packed units may be in flight to their reduction on a device, by default 2; the largest of all units
-        counts. On the CPU one waits at most, always.
+        """How many packed units may be in flight to their reduction on a device; the largest of all units counts.
+
+        By default two between two units, where that does not raise the peak of memory, and one beside backward. On the
+        CPU one waits at most, always.
 
         Raises:
             ValueError: not a positive int.

@@ -86,8 +86,9 @@ def profile(
 def memory_of(model: nn.Module) -> list[dict]:
     """What the engine has for ``model`` now: ``{"kind", "unit", "address", "bytes"}``, in bytes, largest first.
 
-    Kinds: "shard pool"; "gradient pool"; and of what is lent again and again, with its last user as the unit: "slot",
-    "staging", "reduce buffer", "segment", "free". Empty for what shared memory lends, which is no allocator's.
+    Kinds: "shard pool"; "gradient pool"; and of what is lent now, or kept to be lent again, with its last user as the
+    unit: "slot", "staging", "reduce buffer", "segment", "uploaded shards", "resident shards", "free". Nothing of what
+    shared memory lends, which is no allocator's; of a device only what is in use, between steps hardly anything.
     """
     found, roots = [], {}
     for state in unit_states(model):

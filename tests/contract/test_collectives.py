@@ -145,6 +145,10 @@ def test_checkpoints_outside_the_units(ctx, reentrant):
 
 @distributed(world_sizes=(2,))
 def test_a_unit_called_twice(ctx):
+    try:
+        count(functools.partial(Twice(), inputs(0)))
+    except IndexError:
+        pytest.skip("CommDebugMode of this torch fails on modules that run twice in a forward, sharded or not")
     ours, stock = both(ctx, Twice, ("block", "other"), lambda model: counts_of(ctx, model))
     assert ours == stock
     assert [found["reduce_scatter"] for found in ours] == [2] * 3  # the root has no parameter of its own

@@ -53,9 +53,14 @@ def test_the_next_step_is_right_after_an_exception(ctx, moment, reshard, transpo
     reference = Failing()
     model = shard(ctx, Failing(), STACK_UNITS, transport=transport, reshard_after_forward=reshard)
     twin = shard_stock(reference, STACK_UNITS, reshard_after_forward=reshard)
+    stock_recovers = hasattr(twin, "reset_iter_state")
+    if ctx.impl == "torch" and not stock_recovers:
+        pytest.skip("this stock has no reset_iter_state")
     for each in (model, twin):
         step(ctx, each, 0)
         each.zero_grad()
+        if each is twin and not stock_recovers:
+            continue  # what an iteration that failed must not change, one that was left out has not
         each.fail = moment
         with pytest.raises(KeyError, match=f"in {moment}"):
             step(ctx, each, 1)

@@ -94,7 +94,7 @@ def test_one_upload_per_group_and_forward(ctx):
     model = sharded(ctx, wide(), "gradients", reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, ctx, range(2))
-    allocations = model._get_fsdp_state().root.stats()["transport_allocations"]
+    resident = model._get_fsdp_state().root.stats()["resident_shard_bytes"]
     recorder.clear()
     train(model, optimizer, ctx, range(2, 4))
     entries = recorder.entries
@@ -102,7 +102,7 @@ def test_one_upload_per_group_and_forward(ctx):
     assert len(uploads) == 2 * 4 == len(transfers(entries, "copy_out"))  # three blocks and the root, two steps
     assert len({tuple(entry[4]) for entry in uploads}) == 4, "each has its place"
     stats = model._get_fsdp_state().root.stats()
-    assert stats["transport_allocations"] == allocations and stats["resident_shard_bytes"] > 0
+    assert stats["resident_shard_bytes"] == resident > 0
     # Two forwards before a backward, and one for evaluation: whoever wrote to the parameters in between.
     for write in (lambda p: p.data.mul_(0.5), lambda p: p.detach().to_local().mul_(0.5)):
         reference = copy_of(model)

@@ -55,6 +55,21 @@ def test_one_copy_of_the_moments_each_way(ctx):
 
 
 @distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
+def test_steps_that_clip(ctx, mode):
+    """max_grad_norm, wherever gradients and moments are, has the bits of clipping first."""
+    only_fsdp2x(ctx)
+    streams.install()
+    model = wide()
+    plain, offloaded = (sharded(ctx, model, one) for one in ("none", mode))
+    train(plain, OURS(plain.parameters(), lr=1e-2), ctx, range(3), max_norm=0.1)
+    optimizer = OURS(offloaded.parameters(), lr=1e-2, max_grad_norm=0.1)
+    train(offloaded, optimizer, ctx, range(3), max_norm=None)
+    assert optimizer.grad_norm > 0.1
+    same(params(offloaded), params(plain), "parameters")
+
+
+@distributed(world_sizes=(2,))
 def test_state_goes_in_and_out(ctx):
     """torch's state dict, DCP's, and a cleared state; the moments end where they belong."""
     only_fsdp2x(ctx)

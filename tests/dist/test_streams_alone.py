@@ -28,7 +28,7 @@ def test_a_unit_is_two_casts_and_a_pack(ctx, policy):
     recorder = streams.install()
     model = shard(ctx, wide(), STACK_UNITS, transport="streams", mp_policy=POLICIES[policy])
     entries = record_of_steps(ctx, recorder, model, num=1)
-    marks = ("record", "wait", "use", "optimizer")
+    marks = (*streams.MARKS, "use", "optimizer")
     assert {entry[1] for entry in entries if entry[0] not in marks} == {"copy_in", "compute"}
     count = {name: sum(entry[0] == name for entry in entries) for name in {entry[0] for entry in entries} - {*marks}}
     # The root stays gathered between forward and backward.
@@ -117,3 +117,20 @@ def test_an_optimizer_in_backward(ctx):
             step(model, ctx, number)
         results.append([full(param) for param in model.parameters()])
     same(results[1], results[0], "weights")
+
+
+@distributed(world_sizes=(1,))
+def test_memory_that_an_optimizer_in_backward_gave_back(ctx):
+    """The next unit may take it on another lane: sums that are divided have one of their own."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(4), [f"blocks.{i}" for i in range(4)], transport="streams")
+    for number in (1, 3):
+        model.blocks[number].set_gradient_divide_factor(2.0)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    entries = record_of_steps(ctx, recorder, model, num=2)
+    assert {entry[1] for entry in entries if entry[0] in ("pack", "write_rows")} == {"compute", "reduce"}
+    blocks = [{address for address, _ in entry[4]} for entry in entries if entry[0] in ("pack", "write_rows")]
+    assert any(one & other for i, one in enumerate(blocks) for other in blocks[:i]), "no memory was used again"
+    assert streams.races(entries) == []

@@ -57,8 +57,8 @@ def unsharded_steps(trainer, config):
         tokens = stream.next_batch()
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
         grads = grads or {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
         numbers.append((loss.item(), norm.item(), schedule.advance()))
         optimizer.step()
         optimizer.zero_grad()

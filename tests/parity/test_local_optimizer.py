@@ -55,7 +55,11 @@ def test_steps_and_states(ctx, name):
     twin = shard_stock(Stack(), STACK_UNITS)
     expected = TWINS.get(name, OPTIMIZERS[name])(twin.parameters())
     loose = {} if ctx.world <= 2 and name not in TWINS else {"rtol": 1e-5, "atol": 1e-6}
-    same(losses, train(ctx, twin, expected), **loose)
+    try:
+        stock_losses = train(ctx, twin, expected)
+    except NotImplementedError as error:  # Rprop writes with a mask, which DTensors of torch 2.11 do not know
+        pytest.skip(f"DTensors of this torch cannot be stepped by {name} themselves: {error}")
+    same(losses, stock_losses, **loose)
     same(params(model), params(twin), **loose)
     mine, theirs = (full(one.state_dict()["state"]) for one in (optimizer, expected))
     same(mine, theirs, **loose)

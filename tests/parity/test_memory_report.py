@@ -277,7 +277,8 @@ def test_settings_that_move_memory(ctx, setting):
     elif setting == "reduce_scatter":
         model.blocks[0].set_custom_reduce_scatter(Scatter())
     elif setting == "hook":
-        model.set_all_reduce_hook(lambda rows: None)
+        for module in (model, *model.blocks):
+            module.set_all_reduce_hook(lambda rows: None)
     elif setting == "buffers":
         model.set_reduce_scatter_max_input_buffers(3)
     elif setting == "prefetch":

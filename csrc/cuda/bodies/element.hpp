@@ -17,8 +17,9 @@
 
 namespace fsdp2x::cuda {
 
-inline constexpr int kThreads = 256;    // of a block
-inline constexpr int kVectorNumel = 8;  // whole 16-byte words of every type, and a block of random bits
+inline constexpr int kThreads = 256;         // of a block
+inline constexpr int kVectorNumel = 8;       // whole 16-byte words of every type, and a block of random bits
+inline constexpr int kFloatVectorNumel = 4;  // one word of floats
 inline constexpr int kWordBytes = 16;
 static_assert(kTileNumel % kVectorNumel == 0 && kVectorNumel == kRoundingBlock);
 
@@ -204,6 +205,14 @@ FSDP2X_HOST_DEVICE void walk(TileRange range, int64_t first_vector, bool use_vec
   const int64_t num_vectors = (range.end - first_vector) / V;
   for (int64_t v = thread; v < num_vectors; v += kThreads) step.template run<V>(first_vector + v * V);
   for (int64_t i = first_vector + num_vectors * V + thread; i < range.end; i += kThreads) step.template run<1>(i);
+}
+
+// `walk` over what is written as `type`: a word at a time where that is 32 bits wide, so that the threads of a warp
+// write whole sectors of memory. Of two words that a thread writes in turn each fills half a sector.
+template <class Step>
+FSDP2X_HOST_DEVICE void walk_written(DType type, TileRange range, bool use_vectors, int thread, Step& step) {
+  if (type == DType::f32) return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, step);
+  walk<kVectorNumel>(range, range.begin, use_vectors, thread, step);
 }
 
 // The range of tile `tile` of a segment whose elements start at one of its own tiles.

@@ -44,7 +44,16 @@ FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
 }
 
-template <bool kStochastic>
+// Ranges of floats alone are stepped a word at a time, as `walk_written` says, by a stepper that knows the types.
+template <class Stepper, class FloatStepper>
+FSDP2X_HOST_DEVICE void walk_steps(bool all_floats, TileRange range, bool use_vectors, int thread,
+                                   const Stepper& stepper, const FloatStepper& float_stepper) {
+  if (all_floats) return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, float_stepper);
+  walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
+}
+
+// `kFloats`: parameter, gradient and moments are f32.
+template <bool kStochastic, bool kFloats>
 struct AdamWStepper {
   const AdamWSegment& segment;
   const void* grad;
@@ -54,14 +63,17 @@ struct AdamWStepper {
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
+    const DType param_type = kFloats ? DType::f32 : segment.param_type;
+    const DType grad_type = kFloats ? DType::f32 : segment.grad_type;
+    const DType moment_type = kFloats ? DType::f32 : segment.moment_type;
     const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
     float p[N], g[N], m[N], v[N], largest[N] = {};
-    load<float, N>(segment.grad_type, grad, i, g);
-    load<float, N>(segment.param_type, segment.param, i, p);
-    load<float, N>(segment.moment_type, segment.exp_avg, i, m);
-    load<float, N>(segment.moment_type, segment.exp_avg_sq, i, v);
+    load<float, N>(grad_type, grad, i, g);
+    load<float, N>(param_type, segment.param, i, p);
+    load<float, N>(moment_type, segment.exp_avg, i, m);
+    load<float, N>(moment_type, segment.exp_avg_sq, i, v);
     const bool amsgrad = segment.max_exp_avg_sq != nullptr;
-    if (amsgrad) load<float, N>(segment.moment_type, segment.max_exp_avg_sq, i, largest);
+    if (amsgrad) load<float, N>(moment_type, segment.max_exp_avg_sq, i, largest);
     // torch interpolates from the nearer end.
     const bool from_average = step.weight < 0.5f;
     const float coefficient = from_average ? step.weight : step.weight - 1.0f;
@@ -78,12 +90,12 @@ struct AdamWStepper {
       const float denominator = sqrtf(second) / step.root + step.eps;
       p[k] = p[k] * step.decay + step.minus_size * m[k] / denominator;
     }
-    store_rounded<N, kStochastic>(segment.param_type, segment.param, i, p, rounding, Draw::param, number);
-    store_rounded<N, kStochastic>(segment.moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
-    store_rounded<N, kStochastic>(segment.moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
+    store_rounded<N, kStochastic>(param_type, segment.param, i, p, rounding, Draw::param, number);
+    store_rounded<N, kStochastic>(moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
+    store_rounded<N, kStochastic>(moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
     if (amsgrad) {
-      store_rounded<N, kStochastic>(segment.moment_type, segment.max_exp_avg_sq, i, largest, rounding, Draw::exp_avg_sq,
+      store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, largest, rounding, Draw::exp_avg_sq,
                                     number);
     }
     if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
@@ -92,24 +104,30 @@ struct AdamWStepper {
 
 template <bool kStochastic>
 struct AdamWBody {
+  static constexpr int kBlocks = kStochastic ? 2 : 4;
   AdamWList list;
   AdamWArgs args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const AdamWSegment segment = list.segments[list.tile_segments[tile]];
     const void* base = args.grads[segment.source];
     if (base == nullptr) return;
-    const AdamWStepper<kStochastic> stepper = {segment, at(base, segment.grad_offset), args.steps[segment.group],
-                                               args.grad_scale == nullptr ? 1.0f : *args.grad_scale, args.rounding};
+    const AdamWStepper<kStochastic, false> stepper = {segment, at(base, segment.grad_offset), args.steps[segment.group],
+                                                      args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
+                                                      args.rounding};
+    const bool all_floats =
+        segment.param_type == DType::f32 && segment.grad_type == DType::f32 && segment.moment_type == DType::f32;
     const bool use_vectors =
         is_word_aligned(stepper.grad) && is_word_aligned(segment.param) && is_word_aligned(segment.exp_avg) &&
         is_word_aligned(segment.exp_avg_sq) && is_word_aligned_or_null(segment.max_exp_avg_sq) &&
         is_word_aligned_or_null(segment.shadow) && (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
+    walk_steps(all_floats, range, use_vectors, thread, stepper,
+               AdamWStepper<false, true>{segment, stepper.grad, stepper.step, stepper.grad_scale, {}});
   }
 };
 
-template <bool kStochastic>
+// `kFloats`: parameter, gradient and buffer are f32.
+template <bool kStochastic, bool kFloats>
 struct SgdStepper {
   const SgdSegment& segment;
   const void* grad;
@@ -120,13 +138,16 @@ struct SgdStepper {
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
+    const DType param_type = kFloats ? DType::f32 : segment.param_type;
+    const DType grad_type = kFloats ? DType::f32 : segment.grad_type;
+    const DType buffer_type = kFloats ? DType::f32 : segment.buffer_type;
     const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
     const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
     const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
     float p[N], g[N], b[N] = {};
-    load<float, N>(segment.grad_type, grad, i, g);
-    load<float, N>(segment.param_type, segment.param, i, p);
-    if (later) load<float, N>(segment.buffer_type, segment.buffer, i, b);
+    load<float, N>(grad_type, grad, i, g);
+    load<float, N>(param_type, segment.param, i, p);
+    if (later) load<float, N>(buffer_type, segment.buffer, i, b);
     FSDP2X_UNROLL
     for (int k = 0; k < N; ++k) {
       float d = g[k] * step.sign * grad_scale;
@@ -137,9 +158,9 @@ struct SgdStepper {
       }
       p[k] = fmaf(step.minus_lr, d, p[k]);
     }
-    store_rounded<N, kStochastic>(segment.param_type, segment.param, i, p, rounding, Draw::param, number);
+    store_rounded<N, kStochastic>(param_type, segment.param, i, p, rounding, Draw::param, number);
     if (momentum != SgdMomentum::none) {
-      store_rounded<N, kStochastic>(segment.buffer_type, segment.buffer, i, b, rounding, Draw::exp_avg, number);
+      store_rounded<N, kStochastic>(buffer_type, segment.buffer, i, b, rounding, Draw::exp_avg, number);
     }
     if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
   }
@@ -147,13 +168,14 @@ struct SgdStepper {
 
 template <bool kStochastic>
 struct SgdBody {
+  static constexpr int kBlocks = kStochastic ? 2 : 4;
   SgdList list;
   SgdArgs args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const SgdSegment segment = list.segments[list.tile_segments[tile]];
     const void* base = args.grads[segment.source];
     if (base == nullptr) return;
-    const SgdStepper<kStochastic> stepper = {
+    const SgdStepper<kStochastic, false> stepper = {
         segment,
         at(base, segment.grad_offset),
         args.steps[segment.group],
@@ -164,7 +186,10 @@ struct SgdBody {
                              is_word_aligned_or_null(segment.buffer) && is_word_aligned_or_null(segment.shadow) &&
                              (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
+    const bool all_floats =
+        segment.param_type == DType::f32 && segment.grad_type == DType::f32 && segment.buffer_type == DType::f32;
+    walk_steps(all_floats, range, use_vectors, thread, stepper,
+               SgdStepper<false, true>{segment, stepper.grad, stepper.step, stepper.momentum, stepper.grad_scale, {}});
   }
 };
 

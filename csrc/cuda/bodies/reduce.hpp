@@ -78,7 +78,7 @@ struct ReduceBody {
       use_vectors = use_vectors && is_word_aligned(at(sources.base[rank], segment.src_offset));
     }
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kVectorNumel>(range, range.begin, use_vectors, thread, step);
+    walk_written(segment.dst, range, use_vectors, thread, step);
     return step.seen;
   }
 
@@ -122,7 +122,7 @@ struct SquareBody {
     const void* src = targets.base[segment.target];
     SquareStep<A> step = {src, segment.dst, Seen()};
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kVectorNumel>(range, range.begin, is_word_aligned(src), thread, step);
+    walk_written(segment.dst, range, is_word_aligned(src), thread, step);  // in the order of a reduction
     return step.seen;
   }
 
@@ -155,6 +155,7 @@ struct ScaleStep {
 
 template <bool kHasF64>
 struct ScaleBody {
+  static constexpr int kBlocks = 4;
   ReduceList list;
   TargetTable targets;
   const double* factor;
@@ -164,7 +165,7 @@ struct ScaleBody {
     void* data = targets.base[segment.target];
     const ScaleStep<A> step = {data, segment.dst, static_cast<A>(*factor)};
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kVectorNumel>(range, range.begin, is_word_aligned(data), thread, step);
+    walk_written(segment.dst, range, is_word_aligned(data), thread, step);
   }
 
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {

@@ -14,9 +14,16 @@ namespace fsdp2x::cuda {
 template <class Body>
 constexpr bool kFitsParameters = sizeof(Body) <= 4096;  // more takes a driver of CUDA 12.1 or later
 
+// Blocks that share a multiprocessor: a body that says how many gets no more registers than leave room for them.
+template <class Body>
+constexpr int kBlocks = 1;
+template <class Body>
+requires requires { Body::kBlocks; }
+constexpr int kBlocks<Body> = Body::kBlocks;
+
 // The body stays in parameter space: indexing its tables must not copy them to every thread's stack.
 template <class Body>
-__global__ void __launch_bounds__(kThreads) run_tiles(const __grid_constant__ Body body) {
+__global__ void __launch_bounds__(kThreads, kBlocks<Body>) run_tiles(const __grid_constant__ Body body) {
   body.run(blockIdx.x, static_cast<int>(threadIdx.x));
 }
 

@@ -42,7 +42,8 @@ class Ranks:
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
     groups_gathers: bool = True  # many gathers are one operation, on a device; otherwise one gathers all, packed
-    max_reduce_buffers: int = 2  # packed units that may be on their way to their reduction, on a device
+    registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
+    max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
 
 
 @dataclass(frozen=True, eq=False)

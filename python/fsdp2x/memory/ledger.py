@@ -63,7 +63,6 @@ def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
 class HostLedger:
     """Shared memory of one host's ranks, or one rank's own: gather slots and reduce scratches of whole pages."""
 
-    is_full = False
     landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
@@ -127,7 +126,6 @@ class GroupLedger:
     """A process group on the CPU: nothing is kept, and a reduction is waited for at once."""
 
     overlaps = False
-    is_full = False
     landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
@@ -206,98 +204,166 @@ class GroupLedger:
         return self._gather.peak_bytes
 
 
-class _Buffers:
-    """Device memory that is lent again and again, in steps of a sixteenth, so that like units fit each other."""
+class Tally:
+    """Bytes that come and go, and the most there were at once; ``whole`` counts them as well."""
 
-    def __init__(self) -> None:
-        self._capacities: list[int] = []
+    def __init__(self, whole: Tally | None = None) -> None:
+        self._whole = whole
+        self._now = self.peak_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self._now += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        if self._whole is not None:
+            self._whole.add(num_bytes)
+
+
+class _Buffers:
+    """Device memory that is lent: of torch's allocator for as long as it is owned, or registered memory, which is kept.
+
+    What is kept comes in steps of a sixteenth, so that like units fit each other.
+    """
+
+    def __init__(self, keeps: bool, tally: Tally) -> None:
+        self._keeps, self._tally = keeps, tally
+        self._capacities: dict[int, int] = {}  # of all that have memory
         self._owned: set[int] = set()
+        self._num_acquired = 0
         self.peak_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._capacities)
+        return sum(self._capacities.values())
 
     def acquire(self, num_bytes: int) -> int:
         power = 1 << max(num_bytes - 1, 0).bit_length()
         rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES))
         fitting = [
             (capacity, number)
-            for number, capacity in enumerate(self._capacities)
+            for number, capacity in self._capacities.items()
             if number not in self._owned and num_bytes <= capacity <= 2 * rounded
         ]
         if fitting:
             number = min(fitting)[1]
         else:
-            number = len(self._capacities)
-            self._capacities.append(rounded)
+            number = self._num_acquired
+            self._num_acquired += 1
+            self._capacities[number] = rounded if self._keeps else num_bytes
+            self._tally.add(self._capacities[number])
         self._owned.add(number)
         self.peak_bytes = max(self.peak_bytes, sum(self._capacities[owned] for owned in self._owned))
         return number
 
+    def capacity(self, number: int) -> int:
+        return self._capacities[number]
+
     def release(self, number: int) -> None:
         self._owned.remove(number)
+        if not self._keeps:
+            self._tally.add(-self._capacities.pop(number))
 
 
 class DeviceLedger:
     """A process group of an accelerator: slots, what is gathered packed, gradients in flight, reduced rows, uploads.
 
-    And what the host keeps for units that offload: rows that have arrived and are not cast yet.
+    And what the host keeps for units that offload: rows that have arrived and are not cast yet. ``whole`` counts what a
+    step holds of the device at once, with what its caller adds.
     """
 
     overlaps = True
     may_wait = False  # collectives come in one order
     landing_bytes = 0  # blocks of the host
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._gather, self._staging, self._buffers, self._segments, self._uploads = (_Buffers() for _ in range(5))
+    def __init__(self, ranks: Ranks, whole: Tally) -> None:
+        self._keeps = ranks.registers_memory
+        self._tally = Tally(whole)
+        self._gather = _Buffers(self._keeps, Tally(whole))
+        pools = (_Buffers(self._keeps, self._tally) for _ in range(4))
+        self._staging, self._buffers, self._segments, self._uploads = pools
         self._slots: dict[GroupFacts, int] = {}
+        self._gathering: dict[GroupFacts, list[tuple[_Buffers, int]]] = {}  # what a gather needs besides its slot
         self._reducing: dict[GroupFacts, int] = {}
-        self._in_flight: list[int] = []
+        self._in_flight: list[tuple[GroupFacts, list[tuple[_Buffers, int]]]] = []
         self._world = ranks.world
-        self._max_reduce_buffers = ranks.max_reduce_buffers
-        self._residents = _Buffers()
+        self._counts_bytes = ranks.max_reduce_buffers is None
+        self._max_reduce_buffers = ranks.max_reduce_buffers or 2
+        self._largest_reduction = 0
+        self._residents = _Buffers(self._keeps, Tally())
         self._resident_groups: set[GroupFacts] = set()
         self._landing: list[int] = []  # sizes of blocks whose rows are on their way
         self._blocks: list[int] = []  # free ones
 
     def begin_gather(self, group: GroupFacts) -> None:
         self._slots[group] = self._gather.acquire(max(group.slot_bytes, 1))
+        aside = self._gathering[group] = []
         if group.keeps_shards and group.shard_pool_bytes:
             if group not in self._resident_groups:
                 self._resident_groups.add(group)
                 self._residents.acquire(group.shard_pool_bytes)
         elif group.offloads and group.shard_pool_bytes:
-            self._uploads.release(self._uploads.acquire(group.shard_pool_bytes))
+            aside.append((self._uploads, self._uploads.acquire(group.shard_pool_bytes)))
         if self._world > 1 and group.gather_segment_bytes and group.staging_bytes:
-            self._staging.release(self._staging.acquire(group.staging_bytes))
+            aside.append((self._staging, self._staging.acquire(group.staging_bytes)))
 
     def finish_gather(self, group: GroupFacts) -> None:
-        pass
+        for buffers, number in self._gathering.pop(group, ()):
+            buffers.release(number)
 
     def release_gather(self, group: GroupFacts) -> None:
+        self.finish_gather(group)
         self._gather.release(self._slots.pop(group))
 
     def open_scratch(self, group: GroupFacts) -> None:
         pass  # gradients are packed when they are reduced
 
     def begin_reduce(self, group: GroupFacts) -> None:
-        if self._world == 1 and group.ranks.replicas == 1 and group.reduces_in_place:
-            return  # packed into the gradient pool
-        while self.is_full:
-            self._buffers.release(self._in_flight.pop(0))
-        self._in_flight.append(self._buffers.acquire(group.reduce_segment_bytes * self._world))
+        if self.packs_into_pool(group):
+            return
+        number = self._buffers.acquire(group.reduce_segment_bytes * self._world)
+        self._in_flight.append((group, [(self._buffers, number)]))
+
+    def take_rows(self, group: GroupFacts) -> None:
+        """Where the collective writes to, if not into the gradient pool; after the gradients are packed and freed."""
         if self._world > 1 and not group.reduces_in_place:
             self._reducing[group] = self._segments.acquire(group.reduce_segment_bytes)
 
+    def packs_into_pool(self, group: GroupFacts) -> bool:
+        """Whether gradients are packed into the gradient pool: of one rank alone."""
+        return self._world == 1 and group.ranks.replicas == 1 and group.reduces_in_place
+
+    def reductions_before(self, group: GroupFacts) -> int:
+        """How many reductions may be on their way when the gradients of ``group`` are packed for one more."""
+        if self.packs_into_pool(group):
+            return len(self._in_flight)
+        most = self._max_reduce_buffers - 1
+        num_bytes = group.reduce_segment_bytes * self._world
+        self._largest_reduction = max(self._largest_reduction, num_bytes)
+        takes_place_of_slot = group not in self._slots and num_bytes <= group.slot_bytes + group.slot_bytes // 8
+        if not self._counts_bytes or takes_place_of_slot:
+            return most
+        in_flight = sum(buffers.capacity(number) for _, ((buffers, number), *_) in self._in_flight)
+        return most if in_flight + num_bytes <= self._largest_reduction else 0
+
     @property
-    def is_full(self) -> bool:
-        """Whether all pending reductions are finished before the next one is begun."""
-        return len(self._in_flight) >= self._max_reduce_buffers
+    def reductions_beside(self) -> int:
+        """How many may be while backward goes on."""
+        return 1 if self._counts_bytes else self._max_reduce_buffers
+
+    def has_more_reductions(self, num: int) -> bool:
+        return len(self._in_flight) > num
+
+    def retire_reductions(self, num: int) -> None:
+        while self.has_more_reductions(num):
+            for buffers, number in self._in_flight.pop(0)[1]:
+                buffers.release(number)
 
     def finish_reduce(self, group: GroupFacts) -> None:
         if group in self._reducing:
-            self._segments.release(self._reducing.pop(group))
+            lent = (self._segments, self._reducing.pop(group))
+            if held := [held for owner, held in self._in_flight if owner is group]:
+                held[-1].append(lent)
+            else:
+                self._segments.release(lent[1])
         if group.offloads:
             if len(self._landing) >= self._max_reduce_buffers:
                 self._land()
@@ -314,19 +380,18 @@ class DeviceLedger:
     def end_backward(self) -> None:
         while self._landing:
             self._land()
-        while self._in_flight:
-            self._buffers.release(self._in_flight.pop())
+        self.retire_reductions(0)
 
     def needs_empty_reduction(self, group: GroupFacts) -> bool:
         return group.reduces_unused
 
     @property
     def gather_slot_bytes(self) -> int:
-        return self._gather.num_bytes
+        return self._gather.num_bytes if self._keeps else self._gather.peak_bytes
 
     @property
     def own_gather_slot_bytes(self) -> int:
-        return self._gather.num_bytes
+        return self.gather_slot_bytes
 
     @property
     def peak_gather_bytes(self) -> int:
@@ -334,8 +399,7 @@ class DeviceLedger:
 
     @property
     def scratch_bytes(self) -> int:
-        others = (self._staging, self._buffers, self._segments, self._uploads)
-        return sum(buffers.num_bytes for buffers in others)
+        return self._tally.peak_bytes
 
     @property
     def resident_shard_bytes(self) -> int:
@@ -346,8 +410,8 @@ class DeviceLedger:
 Ledger = HostLedger | GroupLedger | DeviceLedger
 
 
-def make_ledger(ranks: Ranks) -> Ledger:
-    """The ledger of the transport that these ranks share."""
+def make_ledger(ranks: Ranks, whole: Tally) -> Ledger:
+    """The ledger of the transport that these ranks share; ``whole``: see ``DeviceLedger``."""
     if ranks.transport != "process_group":
         return HostLedger(ranks)
-    return DeviceLedger(ranks) if ranks.has_streams else GroupLedger(ranks)
+    return DeviceLedger(ranks, whole) if ranks.has_streams else GroupLedger(ranks)

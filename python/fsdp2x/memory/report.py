@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from fsdp2x.memory.facts import ModelFacts, UnitFacts
+from fsdp2x.memory.facts import GroupFacts, ModelFacts, UnitFacts
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.memory.sources import facts_of_model
@@ -64,7 +64,9 @@ class MemoryReport:
     ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
     ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
     ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
-    scratches are kept for the next step.
+    scratches are kept for the next step. On a device they are not: there they, gradients and activations take turns in
+    the same memory, and ``step_bytes`` is the most that they hold at once beyond ``gradient_bytes``, all of a step's
+    schedule considered; it is None elsewhere, where everything adds up.
     Of units that offload, host and device together: ``resident_shard_bytes`` (the device's copies of shards that are
     the host's) at rest, and ``landing_bytes`` (the host's blocks for gradients that it casts), kept for the next step;
     while the optimizer steps ``optimizer_step_bytes`` (moments that are brought to the device). ``host_bytes`` is what
@@ -99,6 +101,7 @@ class MemoryReport:
     resident_shard_bytes: int
     landing_bytes: int
     optimizer_step_bytes: int
+    step_bytes: int | None
     host_bytes: int
     traffic: Traffic
     measured: dict[str, int] | None = None
@@ -112,8 +115,11 @@ class MemoryReport:
     @property
     def peak_bytes(self) -> int:
         """What a rank holds at most, without activations."""
-        kept = self.own_gather_slot_bytes + self.scratch_bytes + self.replica_bytes + self.landing_bytes
-        return self.resting_bytes + kept + max(self.autograd_bytes, self.optimizer_step_bytes)
+        held = self.resting_bytes + self.replica_bytes + self.landing_bytes
+        if self.step_bytes is not None:
+            return held + max(self.step_bytes, self.optimizer_step_bytes)
+        kept = self.own_gather_slot_bytes + self.scratch_bytes
+        return held + kept + max(self.autograd_bytes, self.optimizer_step_bytes)
 
     @property
     def device_resting_bytes(self) -> int:
@@ -159,6 +165,7 @@ class MemoryReport:
             ("waiting for the all-reduce", self.replica_bytes, ""),
             ("gradients on their way to the host", self.landing_bytes, ""),
             ("gradients of autograd", self.autograd_bytes, ""),
+            ("of slots to autograd at once, beyond gradients", self.step_bytes or 0, ""),
             ("moments of a step", self.optimizer_step_bytes, ""),
             ("peak, without activations", self.peak_bytes, ""),
             ("of it in host memory", self.host_bytes, ""),
@@ -254,6 +261,7 @@ def report_of(facts: ModelFacts, state: StateBytes | None, measured: dict[str, i
         resident_shard_bytes=total(lambda replay: replay.resident_shard_bytes),
         landing_bytes=landing_bytes,
         optimizer_step_bytes=0 if state is None else state.step,
+        step_bytes=_step_bytes(replays, groups),
         host_bytes=in_pools + landing_bytes + (0 if state is None else state.on_host),
         traffic=Traffic(
             gathers=moved(lambda one: one.gathers),
@@ -264,6 +272,13 @@ def report_of(facts: ModelFacts, state: StateBytes | None, measured: dict[str, i
         ),
         measured=measured,
     )
+
+
+def _step_bytes(replays: list[Replay], groups: list[GroupFacts]) -> int | None:
+    if not all(replay.is_on_device for replay in replays):
+        return None
+    gradients = sum(group.gradient_pool_bytes for group in groups if group.is_trainable and not group.offloads)
+    return sum(replay.device_bytes for replay in replays) - gradients
 
 
 def _trees(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:

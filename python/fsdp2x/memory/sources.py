@@ -112,7 +112,8 @@ def _ranks(
         has_streams,
         replicas_share,
         groups_gathers=transport.groups_gathers(backend),
-        max_reduce_buffers=common.max_reduce_buffers or Ranks.max_reduce_buffers,
+        registers_memory=common.registers_memory,
+        max_reduce_buffers=common.max_reduce_buffers,
     )
 
 

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, UnitFacts
-from fsdp2x.memory.ledger import DeviceLedger, Ledger, make_ledger
+from fsdp2x.memory.ledger import DeviceLedger, Ledger, Tally, make_ledger
 
 # The first step prefetches nothing in forward; after a few no ledger grows any more.
 _MAX_STEPS = 8
@@ -62,15 +62,17 @@ class Replay:
         self._units = [_Unit(facts) for facts in units]
         self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
+        self._whole = Tally()  # what a device holds at once: slots, buffers, gradients of autograd and reduced ones
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
-                self._ledgers.setdefault(ranks.key, make_ledger(ranks))
+                self._ledgers.setdefault(ranks.key, make_ledger(ranks, self._whole))
         # A device finishes reductions when it needs their buffers, not when gradients come.
-        self._on_device = all(isinstance(ledger, DeviceLedger) for ledger in self._ledgers.values())
+        self.is_on_device = all(isinstance(ledger, DeviceLedger) for ledger in self._ledgers.values())
         self._overlaps = all(ledger.overlaps for ledger in self._ledgers.values())
         self._events = list(self._walk(root))
         self._last: list[_Unit] = []
         self._pending: list[tuple[_Unit, GroupFacts]] = []
+        self._pools: set[GroupFacts] = set()  # whose gradient pool has memory, on the device
 
     def run(self) -> StepCounts:
         """Plays steps; returns what the last one moved."""
@@ -80,6 +82,8 @@ class Replay:
             self._reductions: list[GroupFacts] = []
             self._forward()
             self._backward()
+            self._whole.add(-sum(group.gradient_pool_bytes for group in self._pools))
+            self._pools.clear()
             now = [(one.gather_slot_bytes, one.scratch_bytes, one.peak_gather_bytes) for one in self._ledgers.values()]
             if now == before:
                 break
@@ -121,6 +125,11 @@ class Replay:
     def landing_bytes(self) -> int:
         """Host memory in which reduced rows arrive."""
         return sum(ledger.landing_bytes for ledger in self._ledgers.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that a device holds at once of slots, buffers and gradients."""
+        return self._whole.peak_bytes
 
     # --- the order of things ---
 
@@ -189,7 +198,7 @@ class Replay:
                 self._unshard(unit)
                 self._prefetch_backward(unit)
             elif event is Event.USE and unit.facts.groups[index] not in unit.open:
-                if not self._on_device:
+                if not self.is_on_device:
                     self._finish_pending()
                 self._open_scratch(unit, unit.facts.groups[index])
             elif event is Event.OPEN and unit.has_node:
@@ -259,23 +268,44 @@ class Replay:
 
     def _open_scratch(self, unit: _Unit, group: GroupFacts) -> None:
         self._ledger(group).open_scratch(group)
+        self._whole.add(group.gradient_bytes)
         unit.open.append(group)
 
     def _post(self, unit: _Unit, group: GroupFacts) -> None:
-        if self._ledger(group).is_full:
-            self._finish_pending()
-        self._ledger(group).begin_reduce(group)
+        ledger = self._ledger(group)
+        if isinstance(ledger, DeviceLedger):
+            self._retire(ledger, ledger.reductions_before(group))
+            if ledger.packs_into_pool(group):
+                self._take_pool(group)
+        ledger.begin_reduce(group)
+        self._whole.add(-group.gradient_bytes)  # packed
+        if isinstance(ledger, DeviceLedger):
+            if group.reduces_in_place:
+                self._take_pool(group)
+            ledger.take_rows(group)
+            self._retire(ledger, ledger.reductions_beside)
         self._reductions.append(group)
         self._pending.append((unit, group))
 
+    def _retire(self, ledger: DeviceLedger, num: int) -> None:
+        if ledger.has_more_reductions(num):
+            self._finish_pending()
+            ledger.retire_reductions(num)
+
+    def _take_pool(self, group: GroupFacts) -> None:
+        if group not in self._pools and not group.offloads:
+            self._pools.add(group)
+            self._whole.add(group.gradient_pool_bytes)
+
     def _finish_pending(self) -> None:
         for unit, group in self._pending:
+            self._take_pool(group)
             self._ledger(group).finish_reduce(group)
             unit.open.remove(group)
         self._pending.clear()
 
     def _flush(self) -> None:
-        if not self._on_device:
+        if not self.is_on_device:
             self._finish_pending()
         reduced = set(self._reductions)
         for unit in reversed(self._units):

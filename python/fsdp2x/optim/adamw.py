@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
 from fsdp2x.optim.moments import place_in_whole, zeros_like_all
@@ -46,6 +47,11 @@ class AdamW(torch.optim.AdamW):
     for each unit. A step brings them to the device block by block, with the copies of two beside the compute, takes
     them back, and returns when they are there; its numbers are those of a step without offloading.
 
+    With ``max_grad_norm`` a step is that of gradients clipped as by ``fsdp2x.clip_grad_norm_``, whose two passes over
+    them it saves: it reads the factor where the norm was computed, without the host waiting for a device. The gradients
+    stay as they are, and ``grad_norm`` is their norm before clipping, a plain tensor of no dimensions. The step is
+    then collective.
+
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; ``lr`` and ``betas`` may
             be tensors of one element.
@@ -57,6 +63,8 @@ class AdamW(torch.optim.AdamW):
         stochastic_rounding: round what is stored in bfloat16, parameters and moments, stochastically instead of to
             nearest even. Only where a kernel steps.
         seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
+        max_grad_norm: clip the gradients of all groups together to this 2-norm; None (default): they are used as they
+            are.
 
     Raises:
         NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state; in ``step``,
@@ -84,8 +92,10 @@ class AdamW(torch.optim.AdamW):
         moments_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        max_grad_norm: float | None = None,
     ) -> None:
         refuse_unsupported("AdamW", {"capturable": capturable, "differentiable": differentiable})
+        check_max_grad_norm("AdamW", max_grad_norm)
         if moments_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(
                 f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype}, expected None, torch.float32 or torch.bfloat16"
@@ -98,6 +108,7 @@ class AdamW(torch.optim.AdamW):
         if not 0 <= seed < 2**64:
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
+        self.max_grad_norm, self.grad_norm = max_grad_norm, None
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
         self._on_device = _C.DeviceSteps()
         self._host_moments = HostMoments()
@@ -111,11 +122,12 @@ class AdamW(torch.optim.AdamW):
         for group in state["param_groups"]:
             refuse_unsupported("AdamW", group)
         super().__setstate__(state)
+        self.__dict__.setdefault("grad_norm", None)
         self._on_device = _C.DeviceSteps()
         self._host_moments = HostMoments()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments_dtype", "stochastic_rounding", "seed")
+        own = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_places": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,16 +163,23 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
+        run = functools.partial(self._run, measure_in_step("AdamW", self))
         on_host = self._wanted_on_host()
         if on_host:
-            self._host_moments.step(self.state, on_host, self._run)
+            self._host_moments.step(self.state, on_host, run)
             ours = {id(one.param) for one in on_host}
-            self._run(selection(lambda param: id(param) not in ours), self.state, self._on_device)
+            run(selection(lambda param: id(param) not in ours), self.state, self._on_device)
         else:
-            self._run(lambda _, params: params, self.state, self._on_device)
+            run(lambda _, params: params, self.state, self._on_device)
         return loss
 
-    def _run(self, select: Callable[[int, list[Tensor]], list[Tensor]], states: dict, on_device) -> None:
+    def _run(
+        self,
+        grad_scale: Tensor | None,
+        select: Callable[[int, list[Tensor]], list[Tensor]],
+        states: dict,
+        on_device: _C.DeviceSteps,
+    ) -> None:
         """Steps the parameters that ``select`` leaves in place."""
         left_over = _C.adamw_step(
             [_settings(group, select(number, group["params"])) for number, group in enumerate(self.param_groups)],
@@ -170,9 +189,10 @@ class AdamW(torch.optim.AdamW):
             self._place_of if self.stochastic_rounding else None,
             self.seed,
             on_device,
+            grad_scale,
         )
         for group, params in by_group(self.param_groups, left_over):
-            self._step_by_torch(group, params, states)
+            self._step_by_torch(group, params, states, grad_scale)
 
     def _wanted_on_host(self) -> list[Wanted]:
         """The moments that belong to the host."""
@@ -221,14 +241,16 @@ class AdamW(torch.optim.AdamW):
             self._places[spec] = place_in_whole(param)
         return self._places[spec]
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor], states: dict) -> None:
+    def _step_by_torch(
+        self, group: dict[str, Any], params: list[Tensor], states: dict, grad_scale: Tensor | None
+    ) -> None:
         columns: list[list[Tensor]] = [[], [], [], [], []]
         rounded = []
         for param in params:
-            refuse_sparse("AdamW", param.grad)
+            refuse_sparse("optim.AdamW", param.grad)
             state = states[param]
             moments = [state[name] for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])]
-            _, grad, *_ = tensors = local_tensors([param, param.grad, *moments])
+            _, grad, *_ = tensors = local_tensors([param, scaled(param.grad, grad_scale), *moments])
             if self.stochastic_rounding and torch.bfloat16 in {tensor.dtype for tensor in tensors}:
                 raise NotImplementedError(
                     f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2x.optim.local import local_tensor
+from fsdp2x.optim.local import local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
@@ -40,12 +40,56 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive.
-        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True.
+        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"fsdp2x.clip_grad_norm_: norm_type is {norm_type}, expected a positive number or inf")
+    gradients, norm, factor = _measure("clip_grad_norm_", params, float(max_norm), norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"fsdp2x.clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
+            "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
+        )
+    for index in gradients.multiply(factor):
+        grad = params[index].grad
+        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local.mul_(factor.to(local.device))
+    return norm
+
+
+def check_max_grad_norm(name: str, value: float | None) -> None:
+    """Raises ValueError for a largest norm that is not positive."""
+    if value is not None and not value > 0:
+        raise ValueError(f"fsdp2x.optim.{name}: max_grad_norm is {value}, expected None, a positive number or inf")
+
+
+def measure_in_step(name: str, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Sets the ``grad_norm`` of ``optimizer``; returns what its step multiplies gradients with (f64), if anything.
+
+    Collective where its parameters are sharded. Neither this nor the step changes the gradients.
+    """
+    if optimizer.max_grad_norm is None:
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    _, optimizer.grad_norm, factor = _measure(f"optim.{name}", params, float(optimizer.max_grad_norm), 2.0)
+    return factor
+
+
+def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
+    """``grad`` times ``factor``, if there is one, for functions of torch."""
+    if factor is None:
+        return grad
+    if not isinstance(grad, DTensor):
+        return grad * factor.to(grad.device)
+    return torch_private.dtensor(scaled(local_tensor(grad), factor), torch_private.spec_of(grad))
+
+
+def _measure(
+    caller: str, params: list[Tensor], max_norm: float, norm_type: float
+) -> tuple[_C.LocalGradients, Tensor, Tensor]:
+    """The local gradients, their norm over all ranks (see ``clip_grad_norm_``), and the factor that clips them, f64."""
     on_device = _kernels_for(params)
     gradients = _C.LocalGradients(params, on_device)
     buckets = _Buckets(norm_type)
@@ -62,26 +106,18 @@ def clip_grad_norm_(
                 buckets.index(torch_private.spec_of(tensor))
         slow = [param.grad for param in params if param.grad is not None]
     for grad in slow:
+        refuse_sparse(caller, grad)
         buckets.add_gradient(grad)
     device = gradients.device or (params[0].device if params else torch.device("cpu"))
     total = buckets.total(device)
     dtype = torch.float64 if gradients.any_double else torch.float32
     if norm_type == 2.0 and on_device.serves(device):
-        norm, factor = on_device.clip_numbers(total, float(max_norm), dtype is torch.float64)
+        norm, factor = on_device.clip_numbers(total, max_norm, dtype is torch.float64)
     else:
         norm = total if math.isinf(norm_type) else total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
         norm = norm.to(dtype)
-        factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double()
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"fsdp2x.clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
-            "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
-        )
-    for index in gradients.multiply(factor):
-        grad = params[index].grad
-        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device))
-    return norm
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).double()
+    return gradients, norm, factor
 
 
 # What the kernels of a device keep for the parameters that were clipped together, by the first of them: gone with it.

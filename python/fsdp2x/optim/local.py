@@ -60,7 +60,7 @@ def local_tensors(tensors: list[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def refuse_sparse(name: str, grad: Tensor) -> None:
-    """Raises RuntimeError for a sparse gradient."""
+def refuse_sparse(caller: str, grad: Tensor) -> None:
+    """Raises RuntimeError for a sparse gradient; ``caller``: the function of fsdp2x."""
     if grad.layout is not torch.strided:
-        raise RuntimeError(f"fsdp2x.optim.{name}: a gradient has layout {grad.layout}, expected torch.strided")
+        raise RuntimeError(f"fsdp2x.{caller}: a gradient has layout {grad.layout}, expected torch.strided")

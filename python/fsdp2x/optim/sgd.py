@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd as torch_sgd
 
+from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
 from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
@@ -27,6 +28,9 @@ class SGD(torch.optim.SGD):
             ``weight_decay`` may be tensors of one element.
         foreach, fused: accepted for compatibility and without a meaning: every step is fused.
         differentiable: must be False.
+        max_grad_norm: clip the gradients of all groups together to this 2-norm within the step, as ``AdamW`` does:
+            they stay as they are, ``grad_norm`` is their norm before, and the step is collective; None (default):
+            they are used as they are.
 
     Raises:
         NotImplementedError: ``differentiable``, here, in a group, or in a loaded state.
@@ -46,8 +50,11 @@ class SGD(torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         refuse_unsupported("SGD", {"differentiable": differentiable})
+        check_max_grad_norm("SGD", max_grad_norm)
+        self.max_grad_norm, self.grad_norm = max_grad_norm, None
         self._on_device = _C.DeviceSteps()
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
@@ -59,28 +66,33 @@ class SGD(torch.optim.SGD):
         for group in state["param_groups"]:
             refuse_unsupported("SGD", group)
         super().__setstate__(state)
+        self.__dict__.setdefault("grad_norm", None)
         self._on_device = _C.DeviceSteps()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
         settings = [_settings(group) for group in self.param_groups]
-        left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device)
+        grad_scale = measure_in_step("SGD", self)
+        left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device, grad_scale)
         for group, params in by_group(self.param_groups, left_over):
-            self._step_by_torch(group, params)
+            self._step_by_torch(group, params, grad_scale)
         return loss
 
     def _make_buffer(self, group: int, index: int) -> None:
         param = self.param_groups[group]["params"][index]
         self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor], grad_scale: Tensor | None) -> None:
         targets, grads, buffers, specs = [], [], [], []
         for param in params:
-            refuse_sparse("SGD", param.grad)
+            refuse_sparse("optim.SGD", param.grad)
             buffer = self.state[param].get("momentum_buffer") if group["momentum"] != 0 else None
-            target, grad, local = local_tensors([param, param.grad, buffer])
+            target, grad, local = local_tensors([param, scaled(param.grad, grad_scale), buffer])
             targets.append(target)
             grads.append(grad)
             buffers.append(local)

@@ -45,7 +45,9 @@ class HostOffloadPolicy(OffloadPolicy):
 
     Attributes:
         mode: one of the above.
-        pin_memory: page-lock what is copied, so that copies overlap; needs an accelerator.
+        pin_memory: page-lock what is copied, so that copies overlap; needs an accelerator. torch takes page-locked
+            memory in powers of two, up to twice what ``memory_report`` counts; later versions than 2.11 do not with
+            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` in the environment.
 
     Raises:
         ValueError: another ``mode``.

@@ -125,8 +125,13 @@ def decay_groups(model: torch.nn.Module) -> dict[str, bool]:
     return {name: parameter.ndim >= 2 for name, parameter in model.named_parameters()}
 
 
-def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, decays: dict[str, bool]) -> torch.optim.Optimizer:
-    """An optimizer over the trainable parameters in two groups: ours, or one of torch's loops."""
+def make_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, decays: dict[str, bool], max_grad_norm: float | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer over the trainable parameters in two groups: ours, or one of torch's loops.
+
+    Ours clips in its steps if there is a largest norm; torch's know nothing of it.
+    """
     import fsdp2x
 
     groups: list[dict[str, Any]] = [
@@ -140,7 +145,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, decays: dict
     if not groups:
         raise ValueError("the model has no parameter with requires_grad=True: nothing to train")
     ours = config.implementation in ("auto", "fsdp2x")
-    options: dict[str, Any] = {} if ours else TORCH_LOOPS[config.implementation]
+    options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
         make = fsdp2x.optim.SGD if ours else torch.optim.SGD
         return make(groups, lr=config.lr, momentum=config.momentum, **options)

@@ -82,7 +82,7 @@ class Trainer:
         self.optimizer = self.schedule = None
         if self.training:
             self.model.train()
-            self.optimizer = make_optimizer(self.model, config.optimizer, made.decays)
+            self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
         self.stream = BlockStream(
             self.blocks,
@@ -257,12 +257,8 @@ class Trainer:
             loss_sum += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.skipped = self.scaler is not None and not self.scaler.unscale(parameters)
-        grad_norm = None
-        if config.train.clip is not None and not self.skipped:
-            grad_norm = float(fsdp2x.clip_grad_norm_(parameters, config.train.clip))
         lr = self.schedule.advance()
-        if not self.skipped:
-            self.optimizer.step()
+        grad_norm = None if self.skipped else self._update(parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.scaler is not None:
@@ -271,6 +267,19 @@ class Trainer:
         if mean != mean and not self.skipped:
             raise RuntimeError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
         return mean, grad_norm, lr
+
+    def _update(self, parameters: list[torch.nn.Parameter]) -> float | None:
+        """Steps with clipped gradients; returns their norm before, if they are clipped."""
+        import fsdp2x
+
+        clip, norm = self.config.train.clip, None
+        clips_itself = getattr(self.optimizer, "max_grad_norm", None) is not None
+        if clip is not None and not clips_itself:
+            norm = fsdp2x.clip_grad_norm_(parameters, clip)
+        self.optimizer.step()
+        if clips_itself:
+            norm = self.optimizer.grad_norm
+        return None if norm is None else float(norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -1,0 +1,152 @@
+// The transport on an accelerator: packing.
+//
+// Gradients die on the compute lane, where they were born: they are packed there, so the allocator needs no record of
+// other streams. A reduction buffer is given back when the next one is on its way. One rank alone packs into its
+// gradient pool, where nothing else is to be done with them.
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+#include "core/error.hpp"
+#include "engine/device_transport.hpp"
+#include "engine/group.hpp"
+#include "engine/root.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Patterns of flags that are kept on the device. A model that uses other parameters in every step makes many.
+constexpr size_t kMaxFlagPatterns = 64;
+
+}  // namespace
+
+bool DeviceTransport::is_alone(const Group& group) { return group.layout.world() == 1 && !group.has_replicas(); }
+
+void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+  Scratch& scratch = group.scratch;
+  if (scratch.posted) finish_reduce(group, /*flush=*/true);
+  PerGroup& mine = per_group(group);
+  if (!scratch.open) {
+    mine.reduce = &mine.plans.of(group);
+    std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
+    scratch.open = true;
+    ++num_scratches_;
+  }
+  if (!mine.reduce->layout->params()[i].shape.trainable) {
+    throw Error(
+        "fsdp2x: '" + group.params[i].fqn() +
+        "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
+  }
+  if (mine.held[i].defined()) pack_held(group, /*for_reduction=*/false);  // the second one is added
+  mine.held[i] = gradient;
+}
+
+void DeviceTransport::settle(Group& group) {
+  if (group.scratch.open && !group.scratch.posted) pack_held(group, /*for_reduction=*/false);
+}
+
+void DeviceTransport::open_buffer(Group& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.buffer >= 0) return;
+  const size_t bytes = mine.reduce->segment_bytes * static_cast<size_t>(group.layout.world());
+  largest_reduction_ = std::max(largest_reduction_, bytes);
+  retire_reductions(group, reductions_before(group, bytes));
+  bool is_new = false;
+  mine.buffer = buffers_.acquire(bytes, group.name, &is_new);
+  layer_->wait(Lane::compute, *buffers_[mine.buffer].ready);
+  if (group.calls.all_reduce_hook) buffers_[mine.buffer].memory.zero_();  // the user sees what lies between the rows
+}
+
+size_t DeviceTransport::reductions_before(const Group& group, size_t bytes) const {
+  const size_t most = max_reduce_buffers_ - 1;
+  const size_t slot = group.layout.slot_bytes();
+  const bool gave_slot_back = group.gather.slot.id < 0 && group.unit->options.unshard_in_backward;
+  // A buffer has flags and pads on top.
+  if (!counts_bytes_ || (gave_slot_back && bytes <= slot + slot / 8)) return most;
+  size_t total = bytes;
+  for (const InFlight& one : in_flight_) total += buffers_.bytes_of(one.buffer);
+  return total <= largest_reduction_ ? most : 0;
+}
+
+void DeviceTransport::retire_reductions(Group& group, size_t num) {
+  if (in_flight_.size() <= num) return;
+  group.root().finish_pending();
+  const ProfileRange range(group.unit->ranges.post_backward_rs_wait);
+  while (in_flight_.size() > num) {
+    const InFlight oldest = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    buffers_.release(oldest.buffer);
+    for (const int segment : oldest.segments) segments_.release(segment);
+  }
+}
+
+void DeviceTransport::retire_segment(int id, uint64_t reduction, Lane lane) {
+  layer_->record(*segments_[id].free, lane);
+  for (InFlight& one : in_flight_) {
+    if (one.number == reduction) return one.segments.push_back(id);
+  }
+  segments_.release(id);
+}
+
+at::Tensor DeviceTransport::pool_to_pack(Group& group) {
+  const PerGroup& mine = per_group(group);
+  const bool is_plain = is_alone(group) && !group.calls.reduce_scatter && !group.calls.all_reduce_hook;
+  const bool is_whole = group.averages() || group.divisor() == 1.0;
+  // What is in a buffer already came without gradient sync: it is added to there.
+  if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
+  if (!mine.reduce->is_pool(group.layout)) return {};
+  pybind11::gil_scoped_acquire gil;
+  const auto pool = group.gradients.take_pool(group.root().blocks);
+  if (!pool) return {};
+  follow_blocks(Lane::compute);
+  return *pool;
+}
+
+at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
+  PerGroup& mine = per_group(group);
+  const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
+  if (!has_held && !for_reduction) return {};
+  const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
+  if (!pool.defined()) open_buffer(group);
+  const at::Tensor buffer = pool.defined() ? pool : buffers_[mine.buffer].memory;
+  const Layout& layout = *mine.reduce->layout;
+  std::vector<PackItem> items;
+  std::vector<at::Tensor> alive;
+  for (size_t i = 0; i < mine.held.size(); ++i) {
+    uint8_t& filled = group.scratch.filled[i];
+    if (!mine.held[i].defined()) {
+      if (for_reduction && !filled && layout.params()[i].shape.trainable) items.push_back({.param = i});
+      continue;
+    }
+    at::Tensor dense = std::exchange(mine.held[i], at::Tensor()).contiguous();
+    if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
+    items.push_back({i, engine_dtype(dense.scalar_type()), dense.const_data_ptr(), dense.nbytes(), filled != 0});
+    filled = 1;
+    alive.push_back(std::move(dense));
+  }
+  if (!items.empty()) layer_->pack(*mine.reduce, items, buffer);
+  if (for_reduction && !is_alone(group)) {
+    const at::Tensor& flags = flags_of(group);
+    layer_->copy(mine.reduce->flags_to_segments, flags.const_data_ptr(), buffer.data_ptr());
+  }
+  return buffer;
+}
+
+const at::Tensor& DeviceTransport::flags_of(const Group& group) {
+  std::vector<bool> pattern(group.scratch.filled.begin(), group.scratch.filled.end());
+  const Layout& layout = *groups_.at(group.index).reduce->layout;
+  for (size_t i = 0; i < pattern.size(); ++i) {
+    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) pattern[i] = true;
+  }
+  if (const auto found = flags_.find(pattern); found != flags_.end()) return found->second;
+  if (flags_.size() >= kMaxFlagPatterns) flags_.clear();  // freed in the order of the compute lane, which reads them
+  const std::vector<float> values(pattern.begin(), pattern.end());
+  const at::Tensor flags =
+      at::from_blob(const_cast<float*>(values.data()), {static_cast<int64_t>(values.size())}, at::kFloat);
+  return flags_
+      .emplace(std::move(pattern), flags.to(layer_->device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true))
+      .first->second;
+}
+
+}  // namespace fsdp2x

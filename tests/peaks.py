@@ -1,0 +1,116 @@
+"""Peaks of a training step on a device, ours and stock FSDP2's, counted on the CPU: a script that writes JSON.
+
+Ours runs on the recorder of device transports. What counts are the bytes of tensors in the order in which the host
+allocates and frees them: that is what a device's caching allocator sees. Eight ranks are rank 0 of a fake world, whose
+collectives do nothing.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+import fsdp2x
+import memory
+import streams
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+WIDTH, NUM_BLOCKS = 128, 5
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Text(nn.Module):
+    """Embedding and head of ``vocab`` rows around blocks; ``is_tied``: one weight serves both."""
+
+    def __init__(self, vocab: int, hidden: int, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocab, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+MODELS = {
+    "untied": lambda: Text(8192, 2048, is_tied=False),
+    "tied": lambda: Text(8192, 2048, is_tied=True),
+    "like units": lambda: Text(16, 4096, is_tied=False),
+}
+
+
+def peak(side: str, name: str, world: int, policy: str) -> dict[str, int]:
+    """Bytes of the third step's forward and backward on top of the shards."""
+    backend = "fake" if world > 1 else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world)
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        model = MODELS[name]()
+        is_tied = model.head.weight is model.embedding.weight
+        options = {"mesh": mesh, "mp_policy": POLICIES[policy]}
+        shard = stock_fully_shard
+        if side == "fsdp2x":
+            options["transport"] = "process_group"
+            shard = fsdp2x.fully_shard
+        for unit in [*model.blocks, *([] if is_tied else [model.embedding, model.head])]:
+            shard(unit, **options)
+        shard(model, **options)
+        tokens = torch.arange(8)[None]
+
+        def step() -> None:
+            model(tokens).backward()
+
+        def warm_up() -> None:
+            for _ in range(2):
+                step()
+                model.zero_grad()
+
+        held = sum(memory.allocations(warm_up))
+        highest = held + memory.peak_of(memory.allocations(step))
+        if side == "stock":
+            return {"stock": highest}
+        report = fsdp2x.memory_report(model)
+        return {
+            "fsdp2x": highest,
+            "planned": report.peak_bytes - report.shard_bytes,
+            "largest": max(unit.slot_bytes for unit in report.units),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = [(name, world, policy) for name in MODELS for world in (1, 8) for policy in POLICIES]
+    found = {case: peak("stock", *case) for case in cases}
+    streams.install(pack_below_bytes=1 << 14)
+    for case in cases:
+        found[case] |= peak("fsdp2x", *case)
+    json.dump([{"case": case, **found[case]} for case in cases], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
