@@ -11,13 +11,17 @@ OFFLINE ?= OFF
 
 VENV := .venv
 ifeq ($(OFFLINE),ON)
-BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
+# A Python may have its programs elsewhere than it is itself: cmake and ninja as packages, ruff.
+BIN := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+export PATH := $(BIN):$(PATH)
+RUN_PYTHON := $(PYTHON)
 TOOLS :=
 CMAKE := cmake
 CTEST := ctest
 CMAKE_FLAGS := -G Ninja -DFSDP2X_WERROR=$(WERROR)
 else
 BIN := $(VENV)/bin
+RUN_PYTHON := $(BIN)/python
 TOOLS := $(VENV)/.tools-torch-$(TORCH_VERSION)
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest
@@ -29,7 +33,7 @@ PY_DIRS = $(wildcard python tests benchmarks examples cmake)
 ifeq ($(CUDA),wheels)
 BUILD := build/dev-wheels
 CUDA_FLAG := ON
-USE_CUDA = CUDACXX=$$($(BIN)/python cmake/cuda_wheels.py nvcc)
+USE_CUDA = CUDACXX=$$($(RUN_PYTHON) cmake/cuda_wheels.py nvcc)
 else
 BUILD := build/dev
 CUDA_FLAG := $(CUDA)
@@ -65,18 +69,18 @@ endif
 # The compiler of CUDA as packages, with CUDA=wheels.
 cuda-compiler: $(TOOLS)
 ifeq ($(CUDA),wheels)
-	$(BIN)/python cmake/cuda_wheels.py requirements > $(VENV)/cuda-requirements.txt
-	$(BIN)/python -m pip install -q -r $(VENV)/cuda-requirements.txt
+	$(RUN_PYTHON) cmake/cuda_wheels.py requirements > $(VENV)/cuda-requirements.txt
+	$(RUN_PYTHON) -m pip install -q -r $(VENV)/cuda-requirements.txt
 endif
 
 # Editable: edits of Python files act at once; a changed C++ file, and a new Python file, need `make build` again. Only
 # what changed is compiled, because the build folder is kept.
 build: cuda-compiler
-	$(USE_CUDA) $(BIN)/python -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
+	$(USE_CUDA) $(RUN_PYTHON) -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
 	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
 
 demo: build
-	$(BIN)/python examples/demo.py
+	$(RUN_PYTHON) examples/demo.py
 
 test-cpp: $(TOOLS)
 	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
@@ -84,10 +88,10 @@ test-cpp: $(TOOLS)
 	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error
 
 test: build test-cpp
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests $(PYTEST_ARGS)
 
 test-full: build test-cpp
-	$(BIN)/python -m pytest tests --full $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests --full $(PYTEST_ARGS)
 
 sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
@@ -104,10 +108,12 @@ gpu-kernels: cuda-compiler
 # Both skip, with the reason, what this machine cannot run. The slow ones, compute-sanitizer's, can be left out:
 # `make gpu-test PYTEST_ARGS="-m 'not full'"`.
 gpu-test: build gpu-kernels
-	$(BIN)/python -m pytest tests/gpu --full -rs $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests/gpu --full -rs $(PYTEST_ARGS)
 
+# One that fails leaves the others their turn: time on a GPU is dear.
 gpu-bench: build gpu-kernels
-	for script in benchmarks/gpu/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	failed=; for script in benchmarks/gpu/bench_*.py; do $(RUN_PYTHON) $$script || failed="$$failed $$script"; done; \
+	  test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)
@@ -120,7 +126,7 @@ format: $(TOOLS)
 	$(BIN)/ruff check --fix $(PY_DIRS)
 
 bench: build
-	$(BIN)/python benchmarks/run_all.py --quick --results out/bench --out out/bench
+	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench --out out/bench
 
 clean:
 	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis

@@ -21,8 +21,8 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-# One build for Ampere, Hopper and Blackwell, with PTX of the newest for what comes after.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+# One build for Ampere, Hopper and Blackwell, with PTX of the newest for what comes after, unless others are asked for.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
 endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)

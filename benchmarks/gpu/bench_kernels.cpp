@@ -1,6 +1,5 @@
 // What share of a device-to-device copy's bandwidth each kernel reaches, on the plans of a transformer block. Prints
 // JSON; benchmarks/gpu/bench_kernels.py runs it and keeps the numbers.
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -22,12 +21,7 @@ constexpr int kCalls = 10;
 // Device memory full of zeros, so that no kernel meets a subnormal or NaN.
 class Memory {
  public:
-  explicit Memory(size_t bytes) : data_(device_memory::allocate(bytes)) {
-    const std::vector<std::byte> zeros(size_t{64} << 20);
-    for (size_t done = 0; done < bytes; done += zeros.size()) {
-      device_memory::upload(static_cast<std::byte*>(data_) + done, zeros.data(), std::min(zeros.size(), bytes - done));
-    }
-  }
+  explicit Memory(size_t bytes) : data_(device_memory::allocate(bytes)) { device_memory::clear(data_, bytes); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   ~Memory() { device_memory::release(data_); }

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import bench_host  # noqa: E402
 from gpu import bench_step, gpu_device, gpu_results, hf_shapes  # noqa: E402
 
 SHARDERS = {"stock": bench_step.shard_stock, "fsdp2x": bench_step.shard_ours}
@@ -59,11 +60,17 @@ def case_of(name: str, policy: str, world: int, free_bytes: int) -> Case:
 
 
 @contextmanager
-def gathers_as_nccl() -> Iterator[None]:
-    """fsdp2x takes the fake group for one that gathers many parameters at once."""
+def as_nccl() -> Iterator[None]:
+    """fsdp2x takes the fake group for one that gathers many parameters at once, and sums are those of ranks alike.
+
+    The fake group gathers, but its reductions may leave memory as it was, and in it is who has used which parameter.
+    """
     from fsdp2x.runtime import transport
 
-    with mock.patch.object(transport, "groups_gathers", lambda backend: True):
+    with (
+        mock.patch.object(transport, "groups_gathers", lambda backend: True),
+        bench_host.collectives(None, bench_host.reduce_alike),
+    ):
         yield
 
 
@@ -78,7 +85,7 @@ def measure(side: str, case: Case, device: gpu_device.Device) -> dict:
     inputs = hf_shapes.batch(case.shape, case.tokens, device.type)
     device.clear()
     base = device.allocated_bytes()
-    with gpu_device.alone_in(device, case.world) as mesh, gathers_as_nccl():
+    with gpu_device.alone_in(device, case.world) as mesh, as_nccl():
         model = SHARDERS[side](hf_shapes.build(case.shape, device.type), mesh, case.policy)
         optimizer = bench_step.adamw_of(side)(model.parameters(), lr=bench_step.LR)
         first_loss = None

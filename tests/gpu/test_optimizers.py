@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 
 import fsdp2x
 from device_twins import clip_by_twins, step_by_twins
 from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
+from one_gpu import device_work, needs_traces
 from reference import only_fsdp2x, same, shard
 
 pytestmark = [
@@ -69,12 +69,9 @@ def host_never_waits():
 
 
 def launches(call) -> list[str]:
-    """Names of the kernels and copies on the device while `call` ran."""
+    """Names of the kernels, copies and fills on the device while `call` ran."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [work.name for work in device_work.work_of(device_work.trace_of(call))]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -108,6 +105,7 @@ def test_steps_are_torchs_in_one_launch_without_waiting(name):
     for param, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
     set_gradients(3, ours)
+    needs_traces()
     names = launches(optimizer.step)
     assert len([name for name in names if "run_tiles" in name]) == 1 and len(names) == 1, names
 
@@ -147,6 +145,7 @@ def test_clipping_neither_waits_nor_launches_more_for_more_gradients(num):
     with host_never_waits():
         norm = fsdp2x.clip_grad_norm_(params, 0.05)
     assert norm > 0.05
+    needs_traces()
     names = launches(lambda: fsdp2x.clip_grad_norm_(params, 0.04))
     assert len(names) <= 12, names
     assert sum("run_sums" in name for name in names) == sum("run_tiles" in name for name in names) == 1, names

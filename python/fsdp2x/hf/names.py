@@ -153,12 +153,12 @@ class _Reverse:
         self._layers: dict[str, str] = {}
         if not self._renamings and not self._converters:
             return
-        from transformers.core_model_loading import apply_converters, apply_renamings, dot_natural_key
+        from transformers.core_model_loading import dot_natural_key
 
         for name in sorted(names, key=dot_natural_key):
-            layer, pattern = apply_converters(name, self._converters)
+            layer, pattern = _first_match(name, self._converters)
             if pattern is None:
-                self._renamed[name] = apply_renamings(name, self._renamings)
+                self._renamed[name] = _renamed_by(self._renamings, name)
             else:
                 self._layers[name], self._patterns[name] = layer, pattern
 
@@ -172,8 +172,6 @@ class _Reverse:
             (spec,) = specs
             name = self._renamed.get(spec.name, spec.name)
             return Family(fqns, (TensorSpec(name, spec.shape, spec.dtype),), list)
-        from transformers.core_model_loading import apply_renamings
-
         patterns = [self._patterns[spec.name] for spec in specs]
         converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
 
@@ -185,10 +183,25 @@ class _Reverse:
             return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
         outputs = [
-            TensorSpec(apply_renamings(name, self._renamings), value.shape, value.dtype)
+            TensorSpec(_renamed_by(self._renamings, name), value.shape, value.dtype)
             for name, value in run([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs]).items()
         ]
         return Family(fqns, tuple(outputs), lambda tensors: list(run(tensors).values()), is_renamed_only=False)
+
+
+def _first_match(name: str, converters: list) -> tuple[str, str | None]:
+    """The name that the first converter which knows ``name`` makes of it, and that one's pattern; else (name, None)."""
+    for converter in converters:
+        found, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return found, pattern
+    return name, None
+
+
+def _renamed_by(renamings: list, name: str) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _reversed_conversions(model: nn.Module) -> tuple[list, list]:

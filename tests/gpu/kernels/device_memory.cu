@@ -39,7 +39,15 @@ void* allocate(size_t bytes) {
 void release(void* memory) { check(cudaFree(memory), "cudaFree"); }
 
 void upload(void* memory, const void* host, size_t bytes) {
-  if (bytes > 0) check(cudaMemcpy(memory, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy to the device");
+  if (bytes == 0) return;
+  check(cudaMemcpy(memory, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy to the device");
+  // From pageable memory it returns when the bytes are staged, and streams of `new_stream` wait for nothing.
+  check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+}
+
+void clear(void* memory, size_t bytes) {
+  check(cudaMemset(memory, 0, bytes), "cudaMemset");
+  check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
 void download(void* host, const void* memory, size_t bytes) {

@@ -16,7 +16,10 @@ std::string device_name();
 
 void* allocate(size_t bytes);
 void release(void* memory);
+// Returns when the bytes have arrived.
 void upload(void* memory, const void* host, size_t bytes);
+// To zeros; returns when they are there.
+void clear(void* memory, size_t bytes);
 // Waits for every stream first.
 void download(void* host, const void* memory, size_t bytes);
 void copy(void* dst, const void* src, size_t bytes, Stream stream);

@@ -16,14 +16,17 @@ from one_gpu import needs_kernels
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "cpp"
 NAMES = ("device_copies", "device_optimizer", "device_peers", "device_reduce")
+# Streams that wait for each other need kernels that are loaded before any of them waits.
+TOGETHER = {"CUDA_MODULE_LOADING": "EAGER"}
 
 
 def run(name: str, timeout: float, *wrapper: str) -> subprocess.CompletedProcess:
     """Runs a program, under `wrapper` if there is one; skips without the program or a device."""
     path = PROGRAMS / name
     if not path.is_file():
-        pytest.skip(f"{path} is not built: run `make gpu-kernels` where nvcc is")
-    result = subprocess.run([*wrapper, str(path)], capture_output=True, text=True, timeout=timeout)
+        pytest.skip(f"{path} is not built: run `make gpu-kernels` where nvcc and GoogleTest are")
+    environment = {**os.environ, **TOGETHER}
+    result = subprocess.run([*wrapper, str(path)], capture_output=True, text=True, timeout=timeout, env=environment)
     without_device = re.search(r"no CUDA device.*", result.stdout)
     if without_device:
         pytest.skip(without_device[0])
@@ -39,7 +42,7 @@ def test_kernels_on_the_device(name):
 
 def sanitizer() -> str:
     """compute-sanitizer of a CUDA toolkit, or of the package nvidia-cuda-sanitizer-api."""
-    found = shutil.which("compute-sanitizer")
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     for folder in site.getsitepackages():
         packaged = sorted(Path(folder).glob("nvidia/cu*/bin/compute-sanitizer"))
         found = found or (str(packaged[-1]) if packaged else None)
