@@ -77,11 +77,13 @@ def build_model(case: Case) -> nn.Module:
 
 
 @contextmanager
-def collectives(gather: Callable, reduce: Callable) -> Iterator[None]:
-    """Puts the functions in place of those of torch.distributed, which both sides look up at each call."""
-    saved = {name: getattr(dist, name) for names in _NAMES.values() for name in names if hasattr(dist, name)}
-    for name in saved:
-        setattr(dist, name, gather if name in _NAMES["gather"] else reduce)
+def collectives(gather: Callable | None, reduce: Callable) -> Iterator[None]:
+    """Puts the functions in place of torch.distributed's, which both sides look up at each call. None: not replaced."""
+    replaced = {"gather": gather, "reduce": reduce}
+    kinds = {name: kind for kind, names in _NAMES.items() for name in names if hasattr(dist, name) and replaced[kind]}
+    saved = {name: getattr(dist, name) for name in kinds}
+    for name, kind in kinds.items():
+        setattr(dist, name, replaced[kind])
     try:
         yield
     finally:

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_optimizer.py [--cases units large] [--steps 15] [--json FILE]
 
-Starts its own 2 ranks. Both sides have the same weights, units and gradients, which stay for all steps; ours is
-``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim.AdamW`` on ``fsdp2x.fully_shard``, stock torch's defaults on torch's
-``fully_shard``; ``unsharded`` is torch's clip and foreach AdamW on one rank's plain copy. Cases: ``units`` (49 units of
+Starts its own 2 ranks. All sides have the same weights, units and gradients, before every step as backward left them.
+Ours is ``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim.AdamW`` on ``fsdp2x.fully_shard``, and as ``one step`` with
+``AdamW(max_grad_norm=...)`` instead, whose step clips; stock is torch's defaults on torch's ``fully_shard``;
+``unsharded`` is torch's clip and foreach AdamW on one rank's plain copy. Cases: ``units`` (49 units of
 11 small parameters), ``large`` (40 M parameters in 12 units). A row counts only when norms and parameters agree at the
 end. fp32, one thread a rank. ``floor`` is 28 bytes an element (read parameter, gradient and two moments, write all but
 the gradient) at the speed of a multiplication in place measured in the same run.
@@ -62,20 +63,26 @@ def build_model(case: Case) -> nn.Module:
 def set_gradients(model: nn.Module) -> None:
     """Gradients as backward leaves them: the same values on every side."""
     model(torch.ones(1)).sum().backward()
-    for number, param in enumerate(model.parameters()):
-        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    for number, grad in enumerate(local_gradients(model)):
         grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(number)))
+
+
+def local_gradients(model: nn.Module) -> list[torch.Tensor]:
+    grads = [param.grad for param in model.parameters()]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def make_step(model: nn.Module, clip, optimizer: torch.optim.Optimizer, norms: list[torch.Tensor]):
     params = list(model.parameters())
 
     def step(timer: harness.PhaseTimer) -> None:
-        norm = clip(params, 1.0)
-        timer.mark("clip")
+        norm = None
+        if clip is not None:
+            norm = clip(params, 1.0)
+            timer.mark("clip")
         optimizer.step()
         timer.mark("optimizer")
-        norms.append(norm)
+        norms.append(optimizer.grad_norm if norm is None else norm)
 
     return step
 
@@ -96,27 +103,42 @@ def run_case(case: Case, steps: int) -> dict:
     import fsdp2x
 
     plain = build_model(case)
-    ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
-    for shard, model, options in ((fsdp2x.fully_shard, ours, {"auto_wrap": False}), (stock_fully_shard, stock, {})):
+    ours, fused, stock = (copy.deepcopy(plain) for _ in range(3))
+    for shard, model, options in (
+        (fsdp2x.fully_shard, ours, {"auto_wrap": False}),
+        (fsdp2x.fully_shard, fused, {"auto_wrap": False}),
+        (stock_fully_shard, stock, {}),
+    ):
         for unit in model:
             shard(unit, **options)
         shard(model, **options)
-    norms: dict[str, list[torch.Tensor]] = {"fsdp2x": [], "stock": [], "unsharded": []}
+    norms: dict[str, list[torch.Tensor]] = {"fsdp2x": [], "one step": [], "stock": [], "unsharded": []}
     torch_clip = torch.nn.utils.clip_grad_norm_
     sides = {
         "fsdp2x": (ours, fsdp2x.clip_grad_norm_, fsdp2x.optim.AdamW(ours.parameters(), lr=1e-3)),
+        "one step": (fused, None, fsdp2x.optim.AdamW(fused.parameters(), lr=1e-3, max_grad_norm=1.0)),
         "stock": (stock, torch_clip, torch.optim.AdamW(stock.parameters(), lr=1e-3)),
         "unsharded": (plain, torch_clip, torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=True)),
     }
+    pairs = []  # of gradients, and their values before they are clipped
     for model, _, _ in sides.values():
         set_gradients(model)
+        pairs += [(grad, grad.clone()) for grad in local_gradients(model)]
+
+    def restore() -> None:
+        for grad, value in pairs:
+            grad.copy_(value)
+        harness.start_together()
+
     samples = harness.alternate(
-        {name: make_step(*side, norms[name]) for name, side in sides.items()}, warmup=3, count=steps
+        {name: make_step(*side, norms[name]) for name, side in sides.items()}, warmup=3, count=steps, before=restore
     )
     for norm, other in zip(norms["fsdp2x"], norms["stock"], strict=True):
         torch.testing.assert_close(norm, other.full_tensor(), rtol=1e-5, atol=0.0)
-    for param, other in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(param.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
+    assert norms["one step"] == norms["fsdp2x"]
+    for model in (ours, fused):
+        for param, other in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(param.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
     result = {name: sample.summary() for name, sample in samples.items()}
     numel = sum(param.to_local().numel() for param in ours.parameters())
     result["floor"] = {"optimizer": {"median_ms": 1e3 * 28 * numel * memory_seconds_per_byte()}}
@@ -125,12 +147,22 @@ def run_case(case: Case, steps: int) -> dict:
 
 def rows_of(results: dict) -> list[list[str]]:
     """The table: medians of each phase, and what memory speed allows."""
-    rows = [["case", "phase", "stock FSDP2, ms", "unsharded foreach, ms", "fsdp2x, ms", "ratio to stock"]]
+    header = [
+        "case",
+        "phase",
+        "stock FSDP2, ms",
+        "unsharded foreach, ms",
+        "fsdp2x, ms",
+        "ratio to stock",
+        "one step, ms",
+    ]
+    rows = [header]
     for name, result in results.items():
         for phase in ("step", "clip", "optimizer"):
             stock, plain, ours = (result[side][phase]["median_ms"] for side in ("stock", "unsharded", "fsdp2x"))
-            rows.append([name, phase, f"{stock:.2f}", f"{plain:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x"])
-        rows.append([name, "floor", "", "", f"{result['floor']['optimizer']['median_ms']:.2f}", ""])
+            fused = f"{result['one step']['step']['median_ms']:.2f}" if phase == "step" else ""
+            rows.append([name, phase, f"{stock:.2f}", f"{plain:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x", fused])
+        rows.append([name, "floor", "", "", f"{result['floor']['optimizer']['median_ms']:.2f}", "", ""])
     return rows
 
 
