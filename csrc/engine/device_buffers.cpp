@@ -54,7 +54,7 @@ int DeviceBuffers::open(size_t bytes) {
   buffer.stream = layer_->current_stream();
   buffer.block = allocate_(keeps_ ? size_class(bytes) : bytes);
   buffer.memory = tensor_over_storage(buffer.storage, buffer.block);
-  tally_.add(buffer.memory.nbytes());
+  if (tally_ != nullptr) tally_->add(buffer.memory.nbytes());
   ++num_allocations_;
   note("take", buffer);
   return static_cast<int>(id);
@@ -93,7 +93,7 @@ void DeviceBuffers::drop(DeviceBuffer& buffer, bool has_waited) {
     layer_->wait(Lane::compute, *buffer.free);
   }
   note("give_back", buffer);
-  tally_.bytes -= buffer.memory.nbytes();
+  if (tally_ != nullptr) tally_->bytes -= buffer.memory.nbytes();
   point_storage(*buffer.storage.unsafeGetStorageImpl(), nullptr, layer_->device());
   buffer.memory = at::Tensor();
   buffer.block = at::Tensor();

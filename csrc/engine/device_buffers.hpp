@@ -47,8 +47,9 @@ class DeviceBuffers {
  public:
   using Allocate = std::function<at::Tensor(size_t bytes)>;
 
-  // `keeps`: memory stays until drop_idle(), otherwise it goes back to its allocator when it is released.
-  DeviceBuffers(std::string name, std::shared_ptr<DeviceLayer> layer, Allocate allocate, bool keeps, MemoryTally& tally)
+  // `keeps`: memory stays until drop_idle(), otherwise it goes back to its allocator when it is released. `tally`:
+  // counts the memory too, unless null.
+  DeviceBuffers(std::string name, std::shared_ptr<DeviceLayer> layer, Allocate allocate, bool keeps, MemoryTally* tally)
       : name_(std::move(name)),
         layer_(std::move(layer)),
         allocate_(std::move(allocate)),
@@ -90,7 +91,7 @@ class DeviceBuffers {
   std::shared_ptr<DeviceLayer> layer_;
   Allocate allocate_;
   bool keeps_;
-  MemoryTally& tally_;
+  MemoryTally* tally_;
   std::vector<std::unique_ptr<DeviceBuffer>> buffers_;
   uint64_t num_releases_ = 0;
   size_t num_allocations_ = 0;

@@ -91,9 +91,7 @@ void DeviceTransport::download(Group& group, const Running& running, std::vector
     download.memory = blocks.take(std::max<size_t>(bytes, 1), group.gradients.memory());
   }
   if (blocks.num_allocations() != num_allocations) follow_compute(Lane::copy_out);
-  DeviceEvent& reduced = *lane_events_[static_cast<size_t>(running.lane)];
-  layer_->record(reduced, running.lane);
-  layer_->wait(Lane::copy_out, reduced);
+  follow(Lane::copy_out, running.lane);
   if (bytes > 0) {
     const LaneScope scope(*layer_, Lane::copy_out);
     const auto numel = static_cast<int64_t>(bytes);

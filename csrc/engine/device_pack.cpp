@@ -27,12 +27,7 @@ void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   Scratch& scratch = group.scratch;
   if (scratch.posted) finish_reduce(group, /*flush=*/true);
   PerGroup& mine = per_group(group);
-  if (!scratch.open) {
-    mine.reduce = &mine.plans.of(group);
-    std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
-    scratch.open = true;
-    ++num_scratches_;
-  }
+  if (!scratch.open) open_scratch(group);
   if (!mine.reduce->layout->params()[i].shape.trainable) {
     throw Error(
         "fsdp2x: '" + group.params[i].fqn() +
@@ -44,6 +39,14 @@ void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
 
 void DeviceTransport::settle(Group& group) {
   if (group.scratch.open && !group.scratch.posted) pack_held(group, /*for_reduction=*/false);
+}
+
+void DeviceTransport::open_scratch(Group& group) {
+  PerGroup& mine = per_group(group);
+  mine.reduce = &mine.plans.of(group);
+  std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
+  group.scratch.open = true;
+  ++num_scratches_;
 }
 
 void DeviceTransport::open_buffer(Group& group) {

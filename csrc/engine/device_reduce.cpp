@@ -62,12 +62,7 @@ at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
 void DeviceTransport::begin_reduce(Group& group) {
   PerGroup& mine = per_group(group);
   Scratch& scratch = group.scratch;
-  if (!scratch.open) {
-    mine.reduce = &mine.plans.of(group);
-    std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{0});
-    scratch.open = true;
-    ++num_scratches_;
-  }
+  if (!scratch.open) open_scratch(group);
   const at::Tensor packed = pack_held(group, /*for_reduction=*/true);
   scratch.posted = true;
 
@@ -176,9 +171,7 @@ void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
     return;
   }
   const ProfileRange range(group.unit->ranges.all_reduce);
-  DeviceEvent& before = *lane_events_[static_cast<size_t>(running.lane)];
-  layer_->record(before, running.lane);
-  layer_->wait(Lane::all_reduce, before);
+  follow(Lane::all_reduce, running.lane);
   running.lane = Lane::all_reduce;
   const LaneScope scope(*layer_, running.lane);
   pybind11::gil_scoped_acquire gil;

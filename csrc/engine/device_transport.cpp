@@ -38,17 +38,17 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
       layer_(std::move(layer)),
       pack_below_bytes_(pack_below_bytes),
       slots_(
-          "slot", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), slot_tally_),
+          "slot", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), nullptr),
       staging_(
-          "staging", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+          "staging", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), &tally_),
       buffers_(
-          "reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+          "reduce buffer", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), &tally_),
       segments_(
-          "segment", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+          "segment", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), &tally_),
       uploads_(
-          "uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), tally_),
+          "uploaded shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), &tally_),
       residents_(
-          "resident shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), resident_tally_) {
+          "resident shards", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), nullptr) {
   for (size_t lane = 0; lane < kNumLanes; ++lane) {
     lane_events_.push_back(layer_->make_event(lane_name(static_cast<Lane>(lane))));
   }
@@ -63,18 +63,15 @@ DeviceTransport::~DeviceTransport() {
   }
 }
 
-void DeviceTransport::join(Lane lane) {
-  DeviceEvent& event = *lane_events_[static_cast<size_t>(lane)];
-  layer_->record(event, lane);
-  layer_->wait(Lane::compute, event);
+void DeviceTransport::follow(Lane lane, Lane other) {
+  DeviceEvent& event = *lane_events_[static_cast<size_t>(other)];
+  layer_->record(event, other);
+  layer_->wait(lane, event);
 }
 
 void DeviceTransport::follow_blocks(Lane lane) {
   for (const Lane other : {Lane::reduce, Lane::all_reduce}) {
-    if (other == lane || !gave_blocks_[static_cast<size_t>(other)]) continue;
-    DeviceEvent& event = *lane_events_[static_cast<size_t>(other)];
-    layer_->record(event, other);
-    layer_->wait(lane, event);
+    if (other != lane && gave_blocks_[static_cast<size_t>(other)]) follow(lane, other);
   }
 }
 
@@ -108,12 +105,6 @@ at::Tensor DeviceTransport::allocate(size_t bytes) {
   const PyRef memory = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.allocate.get(), size.get(), nullptr));
   if (!memory) throw_python_error();
   return THPVariable_Unpack(memory.get());
-}
-
-void DeviceTransport::follow_compute(Lane lane) {
-  DeviceEvent& event = *lane_events_[static_cast<size_t>(Lane::compute)];
-  layer_->record(event, Lane::compute);
-  layer_->wait(lane, event);
 }
 
 void DeviceTransport::begin_forward(const PyRef& after) {

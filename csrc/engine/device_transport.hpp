@@ -126,10 +126,10 @@ class DeviceTransport final : public Transport {
   // Whether memory is kept for the next borrower: where it is dear.
   bool keeps() const { return static_cast<bool>(collectives_.allocate); }
   PerGroup& per_group(const Group& group);
-  // Work that `lane` is given next comes after everything the compute lane has been given.
-  void follow_compute(Lane lane);
-  // The compute lane goes on behind everything that `lane` has been given.
-  void join(Lane lane);
+  // Work that `lane` is given next comes after everything that `other` has been given.
+  void follow(Lane lane, Lane other);
+  void follow_compute(Lane lane) { follow(lane, Lane::compute); }
+  void join(Lane lane) { follow(Lane::compute, lane); }
   // `lane` is given a block of gradients next, and others may have used it last: see gave_blocks_.
   void follow_blocks(Lane lane);
   void note_use(const Group& group, const DeviceBuffer& slot);
@@ -148,6 +148,7 @@ class DeviceTransport final : public Transport {
   // Packing (device_pack.cpp).
   // No other rank has gradients of these parameters.
   static bool is_alone(const Group& group);
+  void open_scratch(Group& group);
   void open_buffer(Group& group);
   // How many reductions may be on their way when `bytes` of gradients are packed for one more, and beside the backward
   // that goes on behind that: as many as was asked for (set_reduce_scatter_max_input_buffers). Otherwise two between
@@ -198,7 +199,6 @@ class DeviceTransport final : public Transport {
   bool counts_bytes_ = true;
   size_t largest_reduction_ = 0;  // of all so far, in bytes
   MemoryTally tally_;             // of what comes and goes, slots aside
-  MemoryTally slot_tally_, resident_tally_;
   DeviceBuffers slots_, staging_, buffers_, segments_;
   DeviceBuffers uploads_;                                           // shard pools that lie on the host
   DeviceBuffers residents_;                                         // likewise, kept by their groups

@@ -15,8 +15,8 @@ class PlanRunner {
  public:
   PlanRunner(const cuda::Kernels& kernels, at::Device device) : kernels_(kernels), device_(device) {}
 
-  // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the
-  // runner's device, whichever device is current.
+  // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the runner's device,
+  // whichever device is current.
   void copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
   void pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const;
   void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
