@@ -32,6 +32,7 @@ from fsdp2x.module import (
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer
+from fsdp2x.runtime import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.runtime.offload import HostOffloadPolicy
 from fsdp2x.sleep import sleep, wake
 from fsdp2x.tiled_mlp import apply_tiled_mlp
