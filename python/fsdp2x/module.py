@@ -269,7 +269,8 @@ class FSDPModule(_TorchFSDPModule):
         """The next forward's gathers wait for ``event`` instead of everything enqueued before that forward.
 
         Root only; for one forward. ``event`` (torch.Event or torch.cuda.Event) was recorded behind the optimizer. No
-        effect on the CPU, where the optimizer has finished when its step returns.
+        effect on the CPU, where the optimizer has finished when its step returns. Slots are kept until a forward comes
+        without an event, since gathers that start early cannot have memory that is still in use before it.
         """
         state = self._get_fsdp_state()
         if state.root is None:

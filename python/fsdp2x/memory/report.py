@@ -76,7 +76,8 @@ class MemoryReport:
     has them already.
 
     Not in it: activations, what tensor subclasses with an all-gather of their own hold, pages of shared memory that a
-    rank wrote to in place, and the control page of shared memory.
+    rank wrote to in place, the control page of shared memory, and slots that a device keeps from one step to the next
+    while ``set_post_optim_event`` is in use.
 
     ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
     """
