@@ -84,10 +84,12 @@ def accumulate(ctx, model, how):
 
 def grid():
     """All cells; a third of them, in which any two settings meet each other, runs without --full."""
+    cells = []
     axes = (("1d", "2d"), tuple(POLICIES), (True, False, 2), ("plain", "frozen", "tied"))
     for cell in itertools.product(*axes):
         number = sum(axis.index(value) for axis, value in zip(axes, cell, strict=True))
-        yield pytest.param(*cell, marks=[] if number % 3 == 0 else [pytest.mark.full])
+        cells.append(pytest.param(*cell, marks=[] if number % 3 == 0 else [pytest.mark.full]))
+    return cells
 
 
 @distributed(world_sizes=(4,))
