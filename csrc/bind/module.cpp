@@ -271,6 +271,13 @@ void bind_group(py::module_& m) {
              self.params.at(index).set_sharded_object(own(param));
              self.params.at(index).set_gradient_spec(own(spec));
            })
+      // The local tensors of the sharded parameters; None for one that does not lie in the pool.
+      .def("watch_shards",
+           [](Group& self, const std::vector<std::optional<at::Tensor>>& locals) {
+             for (size_t i = 0; i < locals.size(); ++i) {
+               self.params.at(i).watch_shard(locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
+             }
+           })
       .def("set_unsharded_param",
            [](Group& self, size_t index, const py::object& param) {
              self.params.at(index).set_unsharded_object(own(param));

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
@@ -62,7 +63,21 @@ void Group::begin_gather() {
   ++root().counters.gathers;
   call(calls.gather_slowly);  // before the pool is read: it refreshes aliases
   gathered_from_ = holds_post_forward_ ? post_forward.get() : this;
+  if (gathered_from_ == this) fetch_moved_shards();
   gathered_from_->transport->begin_gather(*gathered_from_);
+}
+
+// Shards whose storages other processes share now: optimizers write to them there, and gathers read the pool.
+void Group::fetch_moved_shards() {
+  if (!pool.is_cpu()) return;  // only memory of the host can be shared so
+  auto* const begin = static_cast<std::byte*>(pool.data_ptr());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const void* memory = params[i].shard_memory();
+    const ParamPlace& place = layout.params()[i];
+    std::byte* const in_pool = begin + place.shard_offset;
+    if (memory == nullptr || memory == in_pool || place.shard_numel == 0) continue;
+    std::memcpy(in_pool, memory, static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig));
+  }
 }
 
 void Group::finish_gather() {

@@ -110,6 +110,7 @@ class Group {
 
  private:
   void release_slot();
+  void fetch_moved_shards();
   void attach_accumulator_hooks();
   void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;

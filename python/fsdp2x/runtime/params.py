@@ -20,6 +20,7 @@ from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime import torch_private, transport
 from fsdp2x.runtime.collect import OwnedParam
+from fsdp2x.runtime.cut import cut, parameter_over
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
@@ -42,6 +43,7 @@ class ShardedParam(ParamNames):
     is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
     extension: Extension | None = None
     is_alias: bool = False  # registered by another group too, in whose pool it lies
+    storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
     fqn: str = ""
 
     @property
@@ -50,6 +52,14 @@ class ShardedParam(ParamNames):
         return ParamFacts(
             self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper
         )
+
+    def was_moved(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` still has the storage that was put into the pool, wherever its memory is by now.
+
+        ``share_memory_()`` and queues of ``torch.multiprocessing`` give a storage other memory, which belongs to other
+        processes, too: it stays there, and the engine copies it into the pool before it gathers.
+        """
+        return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
 
 
 @dataclass(frozen=True)
@@ -161,8 +171,8 @@ class GroupParams(GroupNames):
             raise NotImplementedError(
                 f"FSDP does not support uneven sharding on dim {dim}: {full.size()} (world size: {ranks.world})"
             )
-        local = _cut(full, ranks, dim)
-        sharded = spec.parameter(local, requires_grad=owned.param.requires_grad)
+        local = cut(full, ranks, dim)
+        sharded = parameter_over(local, spec, requires_grad=owned.param.requires_grad)
         # What a tensor subclass keeps on its instances are its parts, not the user's.
         attributes = {} if is_wrapper(full) else _user_attributes(owned.param)
         sharded.__dict__.update(attributes)
@@ -193,7 +203,10 @@ class GroupParams(GroupNames):
         is new (first call, or dtypes or the device changed).
         """
         self.follow_modules()
-        return self._adopt()
+        is_fresh = self._adopt()
+        if self.engine is not None:
+            self._watch_shards()
+        return is_fresh
 
     def follow_modules(self) -> None:
         """Takes the parameters that modules register now for ours."""
@@ -214,6 +227,10 @@ class GroupParams(GroupNames):
     def _adopt(self) -> bool:
         locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
         if any(local.is_meta for local in locals_):
+            # There is no pool before materialize(); until then no shard may keep its whole tensor alive.
+            for sharded, local in zip(self.params, locals_, strict=True):
+                if not (local.is_meta or sharded.is_wrapper) and local.nbytes < local.untyped_storage().nbytes():
+                    torch_private.set_local_tensor(sharded.param, local.clone())
             return False
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
         device = torch.device("cpu") if self.offloads else locals_[0].device
@@ -268,6 +285,7 @@ class GroupParams(GroupNames):
                 pool[end:offset].zero_()
                 end = offset + local.numel() * local.dtype.itemsize
                 pooled = _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype)
+                sharded.storage = pooled.untyped_storage()
                 if not local.is_meta:
                     pooled.copy_(local)
                     torch_private.set_local_tensor(sharded.param, pooled)
@@ -290,7 +308,10 @@ class GroupParams(GroupNames):
             return
         pooled = _C.tensor_in_pool(self.pool, offset, list(expected), local.dtype)
         pooled.copy_(local)
+        if not fresh and sharded.was_moved(local):
+            return
         torch_private.set_local_tensor(sharded.param, pooled)
+        sharded.storage = pooled.untyped_storage()
 
     def _is_in_place(self, local: torch.Tensor, offset: int) -> bool:
         return local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset and local.is_contiguous()
@@ -312,7 +333,9 @@ class GroupParams(GroupNames):
         """
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = torch_private.local_tensor(sharded.param)
-            if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or self._is_in_place(local, offset):
+            if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or sharded.was_moved(local):
+                continue
+            if self._is_in_place(local, offset):
                 continue
             raise RuntimeError(
                 f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
@@ -343,7 +366,12 @@ class GroupParams(GroupNames):
             self.ranks.device,
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
         )
+        self._watch_shards()
         return self.engine
+
+    def _watch_shards(self) -> None:
+        kept = (None if sharded.is_wrapper or sharded.is_alias else sharded.param for sharded in self.params)
+        self.engine.watch_shards([param if param is None else torch_private.local_tensor(param) for param in kept])
 
     def _check_offload(self) -> None:
         for sharded in self.params:
@@ -466,21 +494,6 @@ _NUMBER = "_fsdp2x_number"
 # What the engine does about a mode; the state of an optimizer is not its business.
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 _numbers = itertools.count(1)
-
-
-def _cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
-    """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
-    begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
-    if not is_wrapper(full):
-        return full.narrow(dim, begin, end - begin) if end > begin else full.narrow(dim, 0, 0)
-    first_begin, first_end = _C.shard_rows(full.shape[dim], ranks.world, 0)
-    sizes = list(full.shape)
-    sizes[dim] = first_end - first_begin
-    padded = full.new_zeros(sizes)
-    rows = padded.narrow(dim, 0, end - begin)
-    if end > begin:
-        rows.copy_(full.narrow(dim, begin, end - begin))
-    return rows
 
 
 def _weak_if_custom(module: nn.Module):
