@@ -336,6 +336,7 @@ void bind_unit(py::module_& m) {
       .def("unshard", &Unit::unshard)
       .def("reshard", &Unit::reshard)
       .def("reset", &Unit::reset)
+      .def("pre_backward", &Unit::pre_backward, py::call_guard<py::gil_scoped_release>())
       .def("set_forward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
              set_prefetch(unit.forward_prefetch, units);
@@ -350,9 +351,11 @@ void bind_unit(py::module_& m) {
           "options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
       .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); });
+  py::class_<UnitCall>(m, "UnitCall").def("end", &UnitCall::end, py::call_guard<py::gil_scoped_release>());
   py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
       .def(py::init<const std::vector<py::object>&, py::object, py::object>(), py::arg("modules"), py::arg("lazy_init"),
            py::arg("explain"))
+      .def("set_marks", &UnitHooks::set_marks, py::arg("mark_inputs"), py::arg("mark_output"))
       .def("set_unit", &UnitHooks::set_unit)
       .def("set_all",
            [](UnitHooks& hooks, const std::vector<std::shared_ptr<UnitHooks>>& all) {

@@ -207,14 +207,6 @@ std::byte* ShmGroup::scratch_window(int owner_rank, uint64_t offset, size_t byte
   return windows.get(impl.memory.get(), impl.map.scratch_offset(owner_rank) + offset, bytes);
 }
 
-void ShmGroup::discard_private_pages(std::byte* isolated, size_t bytes) {
-  if (bytes == 0) return;
-  const uintptr_t page = page_bytes();
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(isolated) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(isolated) + bytes + page - 1) / page * page;
-  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-}
-
 size_t ShmGroup::mapped_bytes() const {
   return impl_->shared.mapped_bytes() + impl_->own_scratch.mapped_bytes() + impl_->peer_scratch.mapped_bytes();
 }

@@ -61,8 +61,6 @@ class ShmGroup {
   // Windows are mapped at the first call and kept; the same arguments give the same pointers.
   GatherWindow gather_window(uint64_t offset, size_t bytes);
   std::byte* scratch_window(int owner_rank, uint64_t offset, size_t bytes);
-  // Drops this rank's private copies of the pages that [data, data + bytes) of an isolated view touches.
-  static void discard_private_pages(std::byte* isolated, size_t bytes);
   size_t mapped_bytes() const;
   size_t num_windows() const;  // mapped so far; a steady step maps none
 

@@ -39,7 +39,6 @@ class DeviceTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
-  void discard_writes(std::byte*, size_t) override {}
   void pool_written(Group& group) override;
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void settle(Group& group) override;

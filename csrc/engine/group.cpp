@@ -13,6 +13,7 @@
 #include "engine/device_copy.hpp"
 #include "engine/gradient_stream.hpp"
 #include "engine/root.hpp"
+#include "engine/transforms.hpp"
 #include "engine/unit.hpp"
 
 namespace fsdp2x {
@@ -60,6 +61,7 @@ Root& Group::root() const { return *unit->root; }
 // --- parameters ---
 
 void Group::begin_gather() {
+  const OutsideTransforms outside;
   ++root().counters.gathers;
   call(calls.gather_slowly);  // before the pool is read: it refreshes aliases
   gathered_from_ = holds_post_forward_ ? post_forward.get() : this;
@@ -81,6 +83,7 @@ void Group::fetch_moved_shards() {
 }
 
 void Group::finish_gather() {
+  const OutsideTransforms outside;
   gathered_from_->transport->finish_gather(*gathered_from_);
   call(calls.finish_slowly);
   pybind11::gil_scoped_acquire gil;
@@ -94,19 +97,13 @@ void Group::finish_gather() {
 }
 
 void Group::free() {
+  const OutsideTransforms outside;
   is_filled_ = false;
   {
     pybind11::gil_scoped_acquire gil;
     for (size_t i = 0; i < params.size(); ++i) {
-      Param& param = params[i];
-      if (param.was_written()) {
-        const ParamPlace& place = gathered_from_->layout.params()[i];
-        gathered_from_->transport->discard_writes(
-            gathered_from_->gather.read + place.slot_offset,
-            static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute));
-      }
-      param.empty();
-      param.register_sharded();
+      params[i].empty();
+      params[i].register_sharded();
     }
   }
   holds_post_forward_ = false;
@@ -144,6 +141,7 @@ void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sh
 
 void Group::free_after_forward() {
   if (!post_forward) return free();
+  const OutsideTransforms outside;
   is_filled_ = false;
   // Whole parameters lie in both slots, not always at the same offsets.
   std::vector<Copy> copies;
@@ -176,6 +174,7 @@ void Group::drop_post_forward() {
 }
 
 void Group::cancel_gather() {
+  const OutsideTransforms outside;
   if (is_filled_) return free();  // another group of the unit failed
   call(calls.free_slowly);
   gathered_from_->transport->release_gather(*gathered_from_);
@@ -222,6 +221,7 @@ void Group::pack_gradient(size_t i) {
   if (params[i].unsharded_object() == nullptr) return;
   const at::Tensor& parameter = params[i].unsharded();
   if (!parameter.grad().defined()) return;
+  const OutsideTransforms outside;
   at::Tensor gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
   root().begin_backward();
   if (gradient.layout() != at::kStrided) {
@@ -237,11 +237,15 @@ void Group::sweep_gradients() {
 }
 
 void Group::begin_reduce() {
+  const OutsideTransforms outside;
   ++root().counters.reductions;
   transport->begin_reduce(*this);
 }
 
-bool Group::finish_reduce(bool flush) { return transport->finish_reduce(*this, flush); }
+bool Group::finish_reduce(bool flush) {
+  const OutsideTransforms outside;
+  return transport->finish_reduce(*this, flush);
+}
 
 size_t Group::segment_bytes(const Layout& plan) {
   return plan.reduce_segment_bytes() + align_up(plan.params().size() * sizeof(double));
@@ -293,6 +297,7 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
 }
 
 void Group::all_reduce() {
+  const OutsideTransforms outside;
   if (!partial_.defined()) {
     // No gradient here, but other replicas may have some: zeros, flags included.
     partial_plan_ = transport->reduce_plan(*this);
@@ -341,6 +346,7 @@ void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double
 }
 
 void Group::reset() {
+  const OutsideTransforms outside;
   transport->abandon_reduce(*this);
   partial_ = at::Tensor();
   for (Param& param : params) {

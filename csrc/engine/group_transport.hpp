@@ -29,7 +29,6 @@ class GroupTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
-  void discard_writes(std::byte*, size_t) override {}
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void begin_reduce(Group& group) override;
   bool needs_empty_reduction(const Group& group) const override;

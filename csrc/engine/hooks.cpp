@@ -9,6 +9,7 @@
 #include "engine/profile_range.hpp"
 #include "engine/root.hpp"
 #include "engine/torch_compat.hpp"
+#include "engine/transforms.hpp"
 #include "engine/walk.hpp"
 
 namespace fsdp2x {
@@ -26,16 +27,11 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 // Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
 // that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
-  PostBackwardNode(std::shared_ptr<Unit> node_unit, torch::autograd::edge_list edges)
-      : Node(std::move(edges)),
-        unit(std::move(node_unit)),
-        token(unit->take_call_token()),
-        entry(unit->root->enter()) {}
+  PostBackwardNode(const std::shared_ptr<Unit>& unit, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), call(unit) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    token.reset();
-    unit->backward_position = unit->root->backward_position(entry);
-    unit->post_backward();
+    call.end();
     return std::move(grads);
   }
 
@@ -43,9 +39,7 @@ struct PostBackwardNode final : public compat::Node {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
 
-  std::shared_ptr<Unit> unit;
-  std::shared_ptr<int> token;
-  std::optional<uint64_t> entry;
+  UnitCall call;
 };
 
 // On an output of a unit: runs before the first node of the unit's backward.
@@ -72,13 +66,25 @@ TensorMap to_dtype(at::ScalarType dtype) {
 
 }  // namespace
 
+UnitCall::UnitCall(std::shared_ptr<Unit> unit)
+    : unit_(std::move(unit)), token_(unit_->take_call_token()), entry_(unit_->root->enter()) {}
+
+void UnitCall::end() {
+  token_.reset();
+  unit_->backward_position = unit_->root->backward_position(entry_);
+  unit_->post_backward();
+}
+
 UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain)
     : lazy_init_(std::move(lazy_init)), explain_(std::move(explain)) {
   for (const py::object& module : modules) modules_.push_back(module.ptr());
 }
 
 py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object kwargs) {
-  if (!unit_) lazy_init_();
+  if (!unit_) {
+    const OutsideTransforms outside;
+    lazy_init_();
+  }
   Unit& unit = *unit_;
   const ProfileRange range(unit.ranges.pre_forward);
   const PyObject* const old_args = args.ptr();
@@ -135,6 +141,7 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
   py::object result = output;
   if (done) {
     finish_forward(output);
+    result = mark_outputs(output);
     if (unit.root->is_forward_root(&unit)) {
       result = complete_others(result);
       unit.root->end_forward();
@@ -159,7 +166,7 @@ py::object UnitHooks::complete_others(py::object output) {
     if (!hooks || hooks.get() == this || hooks->remaining_.empty()) continue;
     hooks->remaining_.clear();
     hooks->finish_forward(output);
-    output = hooks->cast_output(output);
+    output = hooks->cast_output(hooks->mark_outputs(output));
   }
   return output;
 }
@@ -214,8 +221,13 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   for_each_tensor(args.ptr(), collect, python_calls());
   for_each_tensor(kwargs.ptr(), collect, python_calls());
   if (inputs.empty()) return;
-  const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
-  const torch::autograd::variable_list outputs = compat::pass_through(inputs, node);
+  torch::autograd::variable_list outputs;
+  if (inside_transforms()) {
+    outputs = mark_inputs_(UnitCall(unit_), inputs).cast<torch::autograd::variable_list>();
+  } else {
+    const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
+    outputs = compat::pass_through(inputs, node);
+  }
   size_t next = 0;
   const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {
     if (!THPVariable_Unpack(object).requires_grad()) return {};
@@ -223,6 +235,16 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   };
   args = map_tensors(args.ptr(), replace, python_calls());
   kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
+}
+
+py::object UnitHooks::mark_outputs(const py::object& output) const {
+  if (!at::GradMode::is_enabled() || !inside_transforms()) return output;
+  const TensorMap mark = [this](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.requires_grad() || !(tensor.is_floating_point() || tensor.is_complex())) return {};
+    return mark_output_(unit_, py::handle(object));
+  };
+  return map_tensors(output.ptr(), mark, python_calls());
 }
 
 void UnitHooks::warn_of_view() {

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/unit.hpp"
@@ -11,6 +12,19 @@
 namespace fsdp2x {
 
 namespace py = pybind11;
+
+// One forward call of a unit under grad, from its pre-forward until its backward has run or its graph is freed.
+class UnitCall {
+ public:
+  explicit UnitCall(std::shared_ptr<Unit> unit);
+  // The gradients of all inputs of the call are known.
+  void end();
+
+ private:
+  std::shared_ptr<Unit> unit_;
+  std::shared_ptr<int> token_;
+  std::optional<uint64_t> entry_;
+};
 
 // The hooks of one unit. A unit of several modules runs its pre-forward before the first of them and its post-forward
 // after the last; each module's inputs and outputs are cast.
@@ -20,6 +34,13 @@ class UnitHooks {
   // must call set_unit. `explain(exception)` is called on the root's hooks when its forward raised, before the reset.
   UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain);
 
+  // What stands for the autograd nodes inside torch.func's transforms, which follow functions of Python only:
+  // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one whose
+  // backward begins that of the unit.
+  void set_marks(py::object mark_inputs, py::object mark_output) {
+    mark_inputs_ = std::move(mark_inputs);
+    mark_output_ = std::move(mark_output);
+  }
   void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
   // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
   void set_all(std::vector<std::weak_ptr<UnitHooks>> all) { all_ = std::move(all); }
@@ -37,6 +58,8 @@ class UnitHooks {
   void cast_inputs(py::object& args, py::object& kwargs) const;
   void attach_post_backward(py::object& args, py::object& kwargs);
   void attach_pre_backward(const py::object& output);
+  // Inside a transform a tensor may need a gradient without saying so.
+  py::object mark_outputs(const py::object& output) const;
   void finish_forward(const py::object& output);
   py::object complete_others(py::object output);
   void fail_forward(const py::object& exception);
@@ -46,6 +69,8 @@ class UnitHooks {
   std::shared_ptr<Unit> unit_;
   py::object lazy_init_;
   py::object explain_;
+  py::object mark_inputs_;
+  py::object mark_output_;
   bool has_warned_ = false;
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward

@@ -91,12 +91,11 @@ void HostTransport::finish_gather(Group& group) {
 
 void HostTransport::release_gather(Group& group) {
   const Slot& slot = group.gather.slot;
-  if (group_) group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
+  if (group_) {
+    private_pages_.discard(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
+    group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
+  }
   group.close_slot(gather_ledger_);
-}
-
-void HostTransport::discard_writes(std::byte* data, size_t bytes) {
-  if (group_) cpu::ShmGroup::discard_private_pages(data, bytes);
 }
 
 void HostTransport::sweep_closing() {

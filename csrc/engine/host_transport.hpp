@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "cpu/private_pages.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/transport.hpp"
 
@@ -23,7 +24,6 @@ class HostTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
-  void discard_writes(std::byte* data, size_t bytes) override;
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void begin_reduce(Group& group) override;
   bool needs_empty_reduction(const Group& group) const override;
@@ -71,6 +71,7 @@ class HostTransport final : public Transport {
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
   std::unique_ptr<cpu::ShmGroup> group_;
+  cpu::PrivatePages private_pages_;
   SlotLedger gather_ledger_;
   SlotLedger scratch_ledger_;
   std::vector<at::Tensor> gather_memory_;   // per slot id; only without a group

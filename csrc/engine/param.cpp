@@ -54,14 +54,11 @@ void Param::fill(void* data) {
   const at::Tensor& tensor = unsharded();
   const bool requires_grad = sharded().requires_grad();
   if (tensor.requires_grad() != requires_grad) tensor.requires_grad_(requires_grad);
-  if (storage_) version_at_fill_ = local()._version();
 }
 
 void Param::empty() {
   if (storage_) poison_.apply(*storage_, device_);
 }
-
-bool Param::was_written() const { return storage_ && local()._version() != version_at_fill_; }
 
 void Param::store(PyObject* parameter) const {
   for (const Owner& owner : owners_) {

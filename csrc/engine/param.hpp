@@ -50,8 +50,6 @@ class Param {
   void fill(void* data);
   // Takes the memory away; a later access throws a message that names the parameter.
   void empty();
-  // True when somebody wrote to the unsharded parameter in place since fill().
-  bool was_written() const;
 
   void register_sharded() const { store(sharded_.get()); }
   void register_unsharded() const { store(unsharded_.get()); }
@@ -73,7 +71,6 @@ class Param {
   Poison poison_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the local unsharded tensor; null for an extension
   at::Device device_;
-  uint32_t version_at_fill_ = 0;
 };
 
 }  // namespace fsdp2x

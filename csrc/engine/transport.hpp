@@ -80,8 +80,6 @@ class Transport {
   virtual void finish_gather(Group& group) = 0;
   // The group no longer looks at the slot.
   virtual void release_gather(Group& group) = 0;
-  // Pages of `bytes` at `data` in the tensors' view were written in place by this rank.
-  virtual void discard_writes(std::byte* data, size_t bytes) = 0;
 
   // Adds a whole unsharded gradient to the group's scratch (opens it first); the first pack of a parameter overwrites.
   virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;

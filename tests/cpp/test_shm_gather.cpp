@@ -12,6 +12,7 @@
 
 #include "core/error.hpp"
 #include "core/slots.hpp"
+#include "cpu/private_pages.hpp"
 #include "cpu/shm_group.hpp"
 #include "ranks.hpp"
 
@@ -20,6 +21,7 @@ namespace {
 
 using cpu::GatherPost;
 using cpu::GatherWindow;
+using cpu::PrivatePages;
 using cpu::ShmGroup;
 using cpu::ShmOptions;
 using ranks::expect_all_ok;
@@ -190,7 +192,7 @@ TEST(ShmGatherProtocol, WritesThroughTheIsolatedViewStayPrivate) {
     if (options.rank == 0) {
       require(window.isolated[page + 5] == written, "a private page is stale");
       require(window.isolated[0] == gathered_again, "an untouched page is fresh");
-      ShmGroup::discard_private_pages(window.isolated + page + 5, 1);
+      PrivatePages().discard(window.isolated, 4 * page);
     }
     require(window.isolated[page + 5] == gathered_again, "fresh after the pages were dropped");
   }));

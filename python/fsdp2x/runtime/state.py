@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import comms, torch_private
+from fsdp2x.runtime import comms, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
@@ -127,6 +127,7 @@ class UnitState(StateNames, torch_private.State):
             explain_error(error, weak())
 
         self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain)
+        self.hooks.set_marks(transforms.mark_inputs, transforms.mark_output)
         # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
         hooks = self.hooks
 

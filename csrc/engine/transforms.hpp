@@ -1,0 +1,24 @@
+// torch.func's transforms (grad, vjp, jvp, vmap ...) wrap every tensor that is made while they run: here the engine keeps
+// them away from its own, and learns that they run.
+#pragma once
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace fsdp2x {
+
+// For the life of this object tensors are made and written as without a transform.
+class OutsideTransforms {
+ public:
+  OutsideTransforms()
+      : guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                    c10::DispatchKey::FuncTorchDynamicLayerBackMode})) {}
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
+
+inline bool inside_transforms() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+}  // namespace fsdp2x
