@@ -317,7 +317,9 @@ void set_prefetch(std::vector<std::weak_ptr<Unit>>& list, const std::vector<std:
 void bind_unit(py::module_& m) {
   py::class_<UnitOptions>(m, "UnitOptions")
       .def(py::init<>())
+      .def(py::init<const UnitOptions&>(), py::arg("other"))
       .def_readwrite("reshard_after_forward", &UnitOptions::reshard_after_forward)
+      .def_readwrite("reshard_without_grad", &UnitOptions::reshard_without_grad)
       .def_readwrite("reshard_after_backward", &UnitOptions::reshard_after_backward)
       .def_readwrite("requires_gradient_sync", &UnitOptions::requires_gradient_sync)
       .def_readwrite("requires_all_reduce", &UnitOptions::requires_all_reduce)
@@ -332,7 +334,9 @@ void bind_unit(py::module_& m) {
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
       .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<Group>>, UnitOptions>(), py::arg("name"),
            py::arg("device"), py::arg("groups"), py::arg("options"))
+      .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
       .def("begin_unshard", &Unit::begin_unshard)
+      .def("finish_unshard", &Unit::finish_unshard)
       .def("unshard", &Unit::unshard)
       .def("reshard", &Unit::reshard)
       .def("reset", &Unit::reset)
@@ -352,9 +356,13 @@ void bind_unit(py::module_& m) {
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
       .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); });
   py::class_<UnitCall>(m, "UnitCall").def("end", &UnitCall::end, py::call_guard<py::gil_scoped_release>());
+  py::class_<UnitMove>(m, "UnitMove")
+      .def(py::init<std::shared_ptr<Unit>>(), py::arg("unit"))
+      .def("finish", &UnitMove::finish);
   py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
-      .def(py::init<const std::vector<py::object>&, py::object, py::object>(), py::arg("modules"), py::arg("lazy_init"),
-           py::arg("explain"))
+      .def(py::init<const std::vector<py::object>&, py::object, py::object, py::object, std::vector<py::object>>(),
+           py::arg("modules"), py::arg("lazy_init"), py::arg("explain"), py::arg("is_running"),
+           py::arg("backward_hooks"))
       .def("set_marks", &UnitHooks::set_marks, py::arg("mark_inputs"), py::arg("mark_output"))
       .def("set_unit", &UnitHooks::set_unit)
       .def("set_all",

@@ -68,7 +68,7 @@ void DeviceTransport::end_forward() {
   if (offloads_) host_waits_for(Lane::copy_in);
 }
 
-void DeviceTransport::download(Group& group, const Running& running, std::vector<uint8_t> wanted) {
+void DeviceTransport::download(Group& group, Running& running, std::vector<uint8_t> wanted) {
   if (per_group(group).download) land(group);  // of gradients that came in two parts
   if (downloads_.size() >= max_reduce_buffers_) land(*downloads_.front().second);
   PerGroup& mine = per_group(group);
@@ -99,7 +99,7 @@ void DeviceTransport::download(Group& group, const Running& running, std::vector
   }
   layer_->record(*mine.downloaded, Lane::copy_out);
   if (running.segment >= 0) {
-    retire_segment(running.segment, running.number, Lane::copy_out);
+    retire_segment(std::exchange(running.segment, -1), running.number, Lane::copy_out);
   }
   if (running.buffer >= 0) layer_->record(*buffers_[running.buffer].ready, Lane::copy_out);
   mine.download = std::move(download);
@@ -142,14 +142,15 @@ void DeviceTransport::land(Group& group) {
   group.gradients.release_if_unused(group.root().blocks);
 }
 
-void DeviceTransport::drop_download(Group& group) {
+bool DeviceTransport::drop_download(Group& group) {
   PerGroup& mine = per_group(group);
   if (group.offloads()) host_waits_for(Lane::copy_in);  // the user may write to the shards next
-  if (!mine.download) return;
+  if (!mine.download) return false;
   layer_->synchronize(*mine.downloaded);  // its memory is used again
   if (!mine.download->in_pool) group.root().blocks.give_back(mine.download->memory, group.gradients.memory());
   mine.download.reset();
   std::erase_if(downloads_, [&group](const auto& one) { return one.second == &group; });
+  return true;
 }
 
 }  // namespace fsdp2x

@@ -25,7 +25,6 @@ bool DeviceTransport::is_alone(const Group& group) { return group.layout.world()
 
 void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   Scratch& scratch = group.scratch;
-  if (scratch.posted) finish_reduce(group, /*flush=*/true);
   PerGroup& mine = per_group(group);
   if (!scratch.open) open_scratch(group);
   if (!mine.reduce->layout->params()[i].shape.trainable) {

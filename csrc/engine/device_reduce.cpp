@@ -165,6 +165,7 @@ void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
     const LaneScope scope(*layer_, running.lane);
     layer_->add(rows, typed(partial.memory, type, 0, rows.nbytes()));
     retire_segment(std::exchange(mine.partial, -1), running.number, running.lane);
+    group.note_merged_partial();
   }
   if (!group.options().requires_all_reduce) {
     keep_partial(group, running);
@@ -200,6 +201,7 @@ void DeviceTransport::keep_partial(Group& group, Running& running) {
   mine.partial = std::exchange(running.segment, -1);
   mine.partial_plan = mine.reduce->layout;
   layer_->record(*segments_[mine.partial].ready, running.lane);
+  group.note_partial();
   running = Running();
 }
 
@@ -234,7 +236,12 @@ bool DeviceTransport::finish_reduce(Group& group, bool /*flush*/) {
     note_rows("read flags", group, running.rows, at::Tensor());
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   }
-  attach(group, running, *plan, std::move(wanted));
+  try {
+    attach(group, running, *plan, std::move(wanted));
+  } catch (...) {
+    if (running.segment >= 0) retire_segment(running.segment, running.number, running.lane);
+    throw;
+  }
   return true;
 }
 
@@ -279,7 +286,7 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
   const LaneScope scope(*layer_, running.lane);
   if (!items.empty()) layer_->write_rows(*running.plan, items, running.rows, running.divisor);
   if (running.segment >= 0) {
-    retire_segment(running.segment, running.number, running.lane);
+    retire_segment(std::exchange(running.segment, -1), running.number, running.lane);
   }
   if (running.buffer >= 0) layer_->record(*buffers_[running.buffer].ready, running.lane);
   // Users' hooks, an optimizer in backward for one, run where the gradient is complete.
@@ -292,20 +299,25 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
   if (group.gradients.release_if_unused(group.root().blocks)) gave_blocks_[static_cast<size_t>(running.lane)] = true;
 }
 
-void DeviceTransport::abandon_reduce(Group& group) {
+bool DeviceTransport::abandon_reduce(Group& group) {
   PerGroup& mine = per_group(group);
+  const bool is_open = group.scratch.open;
   if (group.scratch.posted) join(mine.running.lane);  // it writes to memory that may be freed next
   if (mine.running.segment >= 0) {
     layer_->record(*segments_[mine.running.segment].free, mine.running.lane);
     segments_.release(mine.running.segment);
   }
   mine.running = Running();
-  drop_download(group);
-  if (mine.partial >= 0) {
-    layer_->record(*segments_[mine.partial].free, Lane::reduce);
-    segments_.release(std::exchange(mine.partial, -1));
-  }
+  const bool was_on_its_way = drop_download(group);
   close_scratch(group);
+  return is_open || was_on_its_way;
+}
+
+void DeviceTransport::drop_partial(Group& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.partial < 0) return;
+  layer_->record(*segments_[mine.partial].free, Lane::reduce);
+  segments_.release(std::exchange(mine.partial, -1));
 }
 
 void DeviceTransport::close_scratch(Group& group) {

@@ -129,9 +129,11 @@ void DeviceTransport::note_optimizer(bool with_shards) {
   for (const bool of_host : {false, true}) {
     std::vector<MemoryRange> pools;
     for (const auto& [index, mine] : groups_) {
-      if (with_shards && (mine.offload != Offload::nothing) == of_host)
-        pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
       const auto unit = mine.unit.lock();
+      // Who starts a gather ahead of forward does not write to its shards before it has ended.
+      const bool is_on_its_way = unit && unit->param_state() == ParamState::gathering;
+      if (with_shards && !is_on_its_way && (mine.offload != Offload::nothing) == of_host)
+        pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
       if (!unit) continue;
       for (const auto& group : unit->groups) {
         const at::Tensor& pool = group->gradients.pool();

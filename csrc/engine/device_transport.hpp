@@ -46,7 +46,8 @@ class DeviceTransport final : public Transport {
   bool needs_empty_reduction(const Group& group) const override;
   bool finish_reduce(Group& group, bool flush) override;
   std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  void abandon_reduce(Group& group) override;
+  bool abandon_reduce(Group& group) override;
+  void drop_partial(Group& group) override;
   void end_backward() override;
   bool has_streams() const override { return true; }
   void publish_progress(uint64_t) override {}
@@ -187,9 +188,9 @@ class DeviceTransport final : public Transport {
   void upload(Group& group, const Upload& target, Lane lane);
   void shards_may_change();
   void host_waits_for(Lane lane);
-  void download(Group& group, const Running& running, std::vector<uint8_t> wanted);
+  void download(Group& group, Running& running, std::vector<uint8_t> wanted);
   void land(Group& group);
-  void drop_download(Group& group);
+  bool drop_download(Group& group);
 
   DeviceCollectives collectives_;
   std::shared_ptr<DeviceLayer> layer_;

@@ -11,6 +11,11 @@ at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
   return at::empty({static_cast<int64_t>(bytes)}, memory.dtype(at::kByte));
 }
 
+// Elements of the gradient of `param`; a complex one is two of the layout's.
+int64_t numel_of(const ParamPlace& place, const at::Tensor& param) {
+  return param.is_complex() ? place.shard_numel / 2 : place.shard_numel;
+}
+
 // Calls a Python function of two arguments; the result is a new reference.
 PyRef call(const PyRef& function, PyObject* a, PyObject* b) {
   PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), a, b, nullptr));
@@ -75,7 +80,7 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   Entry& entry = entries_[param];
   const ParamPlace& place = layout_.params()[param];
   PyRef local_object =
-      PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {place.shard_numel}, like.scalar_type())));
+      PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
   ++num_python_calls_;
   const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
@@ -110,7 +115,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
     return target;
   }
   if (grad.defined()) {
-    target.foreign = at::empty({place.shard_numel}, memory_.dtype(sharded.scalar_type()));
+    target.foreign = at::empty({numel_of(place, sharded)}, memory_.dtype(sharded.scalar_type()));
     target.data = target.foreign.data_ptr();
     target.is_new = true;
     return target;
@@ -118,7 +123,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
   const bool renew = entry.tensor.defined() && held_elsewhere(entry);
   if (renew) {
     // Somebody keeps last step's gradient: it stays theirs, with its memory.
-    make(param, allocate(std::max<size_t>(place.shard_numel * sharded.element_size(), 1), memory_), 0,
+    make(param, allocate(std::max<size_t>(numel_of(place, sharded) * sharded.element_size(), 1), memory_), 0,
          /*in_block=*/false);
     target.is_new = true;
   } else if (!entry.tensor.defined() || entry.in_block) {

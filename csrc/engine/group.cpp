@@ -82,11 +82,35 @@ void Group::fetch_moved_shards() {
   }
 }
 
+void Group::check_registered() const {
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* const found = params[i].registered_instead_of(registered_while_sharded(i));
+    if (found == nullptr) continue;
+    throw Error("fsdp2x: parameter '" + params[i].fqn() + "' was replaced on its module: rank " +
+                std::to_string(layout.rank()) + " found a " + Py_TYPE(found)->tp_name +
+                " where the sharded parameter is expected. torch.func.functional_call and the like replace whole "
+                "parameters: call them inside `with fsdp2x.unsharded(model):`. To change a parameter for good, write "
+                "to it in place or use load_state_dict().");
+  }
+}
+
+PyObject* Group::registered_while_sharded(size_t param) const {
+  return holds_post_forward_ ? post_forward_params_[param].get() : params[param].sharded_object();
+}
+
+void Group::register_again() const {
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* const found = params[i].registered_instead_of(params[i].unsharded_object());
+    if (found != nullptr && found == registered_while_sharded(i)) params[i].register_unsharded();
+  }
+}
+
 void Group::finish_gather() {
   const OutsideTransforms outside;
   gathered_from_->transport->finish_gather(*gathered_from_);
   call(calls.finish_slowly);
   pybind11::gil_scoped_acquire gil;
+  check_registered();
   for (size_t i = 0; i < params.size(); ++i) {
     params[i].fill(gathered_from_->gather.read + gathered_from_->layout.params()[i].slot_offset);
     params[i].register_unsharded();
@@ -196,6 +220,10 @@ void Group::attach_accumulator_hooks() {
     auto hook = [weak = unit->weak_from_this(), this, i](const torch::autograd::variable_list& outputs,
                                                          const torch::autograd::variable_list&) {
       if (const auto owner = weak.lock()) {
+        if (owner->packs_late) {
+          owner->root->begin_backward();
+          return outputs;
+        }
         const GradientStream scope(owner->backward_stream, params[i]);
         pack_gradient(i);
       }
@@ -229,6 +257,10 @@ void Group::pack_gradient(size_t i) {
                 "' is sparse; only dense gradients can be sharded (use sparse=False in the embedding)");
   }
   if (gradient.unsafeGetTensorImpl()->is_python_dispatch()) gradient = plain(gradient, i);
+  if (gradient.is_complex()) gradient = at::view_as_real(gradient.resolve_conj());
+  // A gradient that comes late (a weight used outside its unit) must not change what peers read.
+  if (scratch.posted) finish_reduce(/*flush=*/true);
+  scratch.parts.add(root().backward_number(), /*is_first=*/!scratch.open);
   transport->pack(*this, i, gradient);
 }
 
@@ -239,12 +271,21 @@ void Group::sweep_gradients() {
 void Group::begin_reduce() {
   const OutsideTransforms outside;
   ++root().counters.reductions;
+  scratch.parts.add(root().backward_number(), /*is_first=*/!scratch.open);
   transport->begin_reduce(*this);
 }
 
 bool Group::finish_reduce(bool flush) {
   const OutsideTransforms outside;
-  return transport->finish_reduce(*this, flush);
+  const bool holds_earlier =
+      scratch.posted && (scratch.parts.backward != root().backward_number() || scratch.parts.holds_earlier);
+  try {
+    return transport->finish_reduce(*this, flush);
+  } catch (...) {
+    // The user's hooks run when the rows have left the transport: what they leave undone is nowhere any more.
+    if (holds_earlier) root().lose(name);
+    throw;
+  }
 }
 
 size_t Group::segment_bytes(const Layout& plan) {
@@ -287,6 +328,8 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
                 "' were frozen or unfrozen while gradients wait for their all-reduce; change requires_grad after a "
                 "backward with set_requires_all_reduce(True)");
   }
+  partial_parts_.add(root().backward_number(), /*is_first=*/!partial_.defined());
+  if (scratch.parts.holds_earlier) partial_parts_.holds_earlier = true;
   if (partial_.defined()) {
     typed(partial_, reduce_type(), 0, static_cast<size_t>(rows.numel())).add_(rows);
   } else {
@@ -306,6 +349,16 @@ void Group::all_reduce() {
     partial_divisor_ = averages() ? 1.0 : divisor() / pre_divisor(*this);
   }
   const at::Tensor partial = std::exchange(partial_, at::Tensor());
+  const Parts parts = std::exchange(partial_parts_, Parts());
+  try {
+    all_reduce(partial);
+  } catch (...) {
+    if (parts.backward != root().backward_number() || parts.holds_earlier) root().lose(name);
+    throw;
+  }
+}
+
+void Group::all_reduce(const at::Tensor& partial) {
   {
     pybind11::gil_scoped_acquire gil;
     const PyRef rows =
@@ -345,11 +398,35 @@ void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double
   gradients.release_if_unused(root().blocks);
 }
 
-void Group::reset() {
+void Group::drop_partial() {
+  partial_ = at::Tensor();
+  partial_parts_ = Parts();
+  transport->drop_partial(*this);
+}
+
+void Group::abandon_backward() {
+  const OutsideTransforms outside;
+  const uint64_t number = root().backward_number();
+  const bool is_in_scratch = scratch.parts.backward == number;
+  if (is_in_scratch && transport->abandon_reduce(*this) && scratch.parts.holds_earlier) root().lose(name);
+  if (partial_parts_.backward == number) {
+    if (partial_parts_.holds_earlier) root().lose(name);
+    drop_partial();
+  }
+  scratch.reduced_this_backward = false;
+  drop_unpacked();
+}
+
+void Group::drop_gradients() {
   const OutsideTransforms outside;
   transport->abandon_reduce(*this);
-  partial_ = at::Tensor();
-  for (Param& param : params) {
+  drop_partial();
+  scratch.reduced_this_backward = false;
+  drop_unpacked();
+}
+
+void Group::drop_unpacked() {
+  for (const Param& param : params) {
     if (param.unsharded_object() != nullptr) param.unsharded().mutable_grad() = at::Tensor();
   }
 }

@@ -45,6 +45,9 @@ class Group {
   // --- parameters ---
   void begin_gather();
   void finish_gather();  // takes the GIL
+  // Gathered parameters whose modules register the sharded ones again (torch.func.functional_call puts back what it
+  // found) are registered once more.
+  void register_again() const;
   // Poisons, registers the sharded parameters, gives the slot back.
   void free();
   // The same after a forward whose rows are kept in a smaller world, if there is one: until drop_post_forward() the
@@ -72,8 +75,18 @@ class Group {
   void take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor);
   // All-reduces what take_segment kept, then attaches it. In the same order on every replica.
   void all_reduce();
-  // Back to sharded; gradients that are not reduced are dropped.
-  void reset();
+  // The transport keeps this reduction's rows for an all-reduce, with what was kept before.
+  void note_partial() { partial_parts_ = scratch.parts; }
+  // It adds what was kept to this reduction.
+  void note_merged_partial() {
+    scratch.parts.holds_earlier = true;
+    partial_parts_ = Parts();
+  }
+  // Drops what the backward that raised has packed or reduced, and is not in `.grad`. Gradients that earlier backwards
+  // left here stay, unless they are in one sum with it: then Root::lose is told.
+  void abandon_backward();
+  // Drops all gradients that are not in `.grad`.
+  void drop_gradients();
 
   // Whether the shards that an optimizer steps and their gradients are the host's.
   bool offloads() const { return offload != Offload::nothing; }
@@ -81,6 +94,7 @@ class Group {
   bool is_staged() const { return calls.all_reduce || calls.all_reduce_hook; }
   bool has_replicas() const { return static_cast<bool>(calls.all_reduce); }
   bool holds_partial() const { return partial_.defined(); }
+  bool holds_unreduced() const { return scratch.open || partial_parts_.backward != 0; }
   // Bytes of a rank's segment: the rows of `plan`, then one flag per parameter in the reduce dtype (> 0: some rank has
   // a gradient).
   static size_t segment_bytes(const Layout& plan);
@@ -109,6 +123,12 @@ class Group {
   std::shared_ptr<Group> post_forward;
 
  private:
+  // Throws unless modules register what they were given last, the sharded parameters.
+  void check_registered() const;
+  PyObject* registered_while_sharded(size_t param) const;
+  void all_reduce(const at::Tensor& partial);
+  void drop_partial();
+  void drop_unpacked();
   void release_slot();
   void fetch_moved_shards();
   void attach_accumulator_hooks();
@@ -123,6 +143,7 @@ class Group {
   at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
   std::shared_ptr<const Layout> partial_plan_;
   double partial_divisor_ = 1.0;
+  Parts partial_parts_;
 };
 
 }  // namespace fsdp2x

@@ -146,7 +146,6 @@ void GroupTransport::open_scratch(Group& group) {
 
 void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   Scratch& scratch = group.scratch;
-  if (scratch.posted) finish_reduce(group, /*flush=*/true);
   if (!scratch.open) open_scratch(group);
   ReducePlan* plan = per_group(group).plan;
   if (!plan->layout->params()[i].shape.trainable) {
@@ -232,9 +231,9 @@ bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
   return true;
 }
 
-void GroupTransport::abandon_reduce(Group& group) {
+bool GroupTransport::abandon_reduce(Group& group) {
   Scratch& scratch = group.scratch;
-  if (!scratch.open) return;
+  if (!scratch.open) return false;
   PerGroup& mine = per_group(group);
   wait(mine.reduced);
   give_back(mine.reduced.memory);
@@ -243,6 +242,7 @@ void GroupTransport::abandon_reduce(Group& group) {
   scratch.data = nullptr;
   mine.plan = nullptr;
   --num_scratches_;
+  return true;
 }
 
 TransportStats GroupTransport::stats() const {

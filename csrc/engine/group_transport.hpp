@@ -34,7 +34,7 @@ class GroupTransport final : public Transport {
   bool needs_empty_reduction(const Group& group) const override;
   bool finish_reduce(Group& group, bool flush) override;
   std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  void abandon_reduce(Group& group) override;
+  bool abandon_reduce(Group& group) override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;

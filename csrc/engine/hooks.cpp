@@ -75,18 +75,33 @@ void UnitCall::end() {
   unit_->post_backward();
 }
 
-UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain)
-    : lazy_init_(std::move(lazy_init)), explain_(std::move(explain)) {
+UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
+                     py::object is_running, std::vector<py::object> backward_hooks)
+    : lazy_init_(std::move(lazy_init)),
+      explain_(std::move(explain)),
+      is_running_(std::move(is_running)),
+      backward_hooks_(std::move(backward_hooks)) {
   for (const py::object& module : modules) modules_.push_back(module.ptr());
 }
 
-py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object kwargs) {
+UnitHooks::Handled UnitHooks::Handled::now() {
+  const py::object exception = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
+  if (!exception || exception.is_none()) return {};
+  // Whoever handles it holds both; raised and caught again, it has a longer traceback.
+  return {exception.ptr(), py::reinterpret_steal<py::object>(PyException_GetTraceback(exception.ptr())).ptr()};
+}
+
+py::object UnitHooks::pre_forward(const py::object& module, py::object args, py::object kwargs) {
   if (!unit_) {
     const OutsideTransforms outside;
     lazy_init_();
   }
+  if (!unit_) throw Error("fsdp2x: lazy initialization left a module without its unit");
   Unit& unit = *unit_;
+  Root& root = *unit.root;
   const ProfileRange range(unit.ranges.pre_forward);
+  handled_before_ = Handled::now();
+  if (root.backward_has_raised()) root.abandon_backward();
   const PyObject* const old_args = args.ptr();
   const PyObject* const old_kwargs = kwargs.ptr();
   if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
@@ -95,22 +110,31 @@ py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object
     unit.unshard();
     cast_inputs(args, kwargs);
   } else {
+    if (unit.num_running > 0 && root.is_forward_root(&unit) && root.is_forward_thread() &&
+        !is_running_(module).cast<bool>()) {
+      root.abandon_forward(/*interrupted=*/true);
+    }
     const bool first = unit.phase() != Phase::forward;
     unit.set_phase(Phase::forward);
-    if (first && !unit.root->in_forward()) {
+    ++unit.num_running;
+    if (first && !root.in_forward()) {
       static const std::string root_range = "FSDP::root_pre_forward";
       const ProfileRange whole(root_range);
-      unit.root->begin_forward(&unit);
-      unit.set_phase(Phase::forward);
+      root.begin_forward(&unit);
       if (!unit.device.is_cpu()) move_inputs(args, kwargs);
     }
     cast_inputs(args, kwargs);
     if (!inside_backward()) unit.drop_post_forward();  // an optimizer may have run since: gather the shards themselves
+    if (unit.param_state() == ParamState::unsharded) {
+      for (const auto& group : unit.groups) group->register_again();
+    }
     unit.unshard();
     if (first) {
-      unit.root->prefetch_forward(unit);
+      root.prefetch_forward(unit);
       if (at::GradMode::is_enabled()) {
+        if (!unit.armed) unit.armed_in = root.forward_number();
         unit.armed = true;
+        unit.packs_late = has_backward_hooks();
         attach_post_backward(args, kwargs);
       }
     }
@@ -121,15 +145,17 @@ py::object UnitHooks::pre_forward(const py::object&, py::object args, py::object
 
 py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
   if (!unit_ || !unit_->root) return py::none();  // lazy init raised
+  Unit& unit = *unit_;
+  if (unit.phase() != Phase::backward && unit.num_running > 0) --unit.num_running;
   if (output.is_none()) {
-    // always_call hooks also run, with None, while the exception of a failed forward is being handled.
-    const py::object handled = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
-    if (handled && !handled.is_none()) {
-      fail_forward(handled);
+    // always_call hooks also run, with None, while the exception of a failed forward is being handled. Another one may
+    // have been handled all the time.
+    const Handled handled = Handled::now();
+    if (handled.exception != nullptr && handled != handled_before_) {
+      fail_forward();
       return py::none();
     }
   }
-  Unit& unit = *unit_;
   const ProfileRange range(unit.ranges.post_forward);
   bool done = unit.phase() != Phase::backward;
   if (modules_.size() > 1) {
@@ -153,7 +179,9 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
 
 void UnitHooks::finish_forward(const py::object& output) {
   if (!inside_backward()) {
-    if (unit_->options.reshard_after_forward) unit_->reshard_after_forward();
+    const bool frees = unit_->options.reshard_after_forward ||
+                       (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
+    if (frees && unit_->num_running == 0) unit_->reshard_after_forward();
     unit_->root->record_forward(*unit_);
   }
   attach_pre_backward(output);
@@ -171,14 +199,20 @@ py::object UnitHooks::complete_others(py::object output) {
   return output;
 }
 
-void UnitHooks::fail_forward(const py::object& exception) {
+void UnitHooks::fail_forward() {
   remaining_.clear();
-  if (!unit_->root->is_forward_root(unit_.get()) || inside_backward()) return;
-  explain_(exception);
+  Root& root = *unit_->root;
+  const bool is_root = root.is_forward_root(unit_.get());
+  if (inside_backward()) {
+    if (is_root) root.leave_forward();
+    return;
+  }
+  if (!is_root) return unit_->leave_forward();
+  explain_(py::reinterpret_steal<py::object>(PyErr_GetHandledException()));
   for (const auto& weak : all_) {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
-  unit_->root->reset();
+  root.abandon_forward(/*interrupted=*/false);
 }
 
 uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }
@@ -245,6 +279,13 @@ py::object UnitHooks::mark_outputs(const py::object& output) const {
     return mark_output_(unit_, py::handle(object));
   };
   return map_tensors(output.ptr(), mark, python_calls());
+}
+
+bool UnitHooks::has_backward_hooks() const {
+  return std::any_of(backward_hooks_.begin(), backward_hooks_.end(), [](const py::object& weak) {
+    PyObject* const hooks = PyWeakref_GetObject(weak.ptr());  // borrowed; None when its module is gone
+    return hooks != Py_None && PyDict_Size(hooks) > 0;
+  });
 }
 
 void UnitHooks::warn_of_view() {

@@ -31,8 +31,11 @@ class UnitCall {
 class UnitHooks {
  public:
   // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and
-  // must call set_unit. `explain(exception)` is called on the root's hooks when its forward raised, before the reset.
-  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain);
+  // must call set_unit. `explain(exception)` is called on the root's hooks when its forward raised, before it is
+  // abandoned. `is_running(module)`: whether this thread is inside an earlier call of `module`. `backward_hooks`: weak
+  // references to the dicts of backward hooks that may look at the unit's gradients.
+  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain, py::object is_running,
+            std::vector<py::object> backward_hooks);
 
   // What stands for the autograd nodes inside torch.func's transforms, which follow functions of Python only:
   // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one whose
@@ -47,12 +50,20 @@ class UnitHooks {
 
   // For register_forward_pre_hook(with_kwargs=True): (args, kwargs), or None when nothing changed.
   py::object pre_forward(const py::object& module, py::object args, py::object kwargs);
-  // For register_forward_hook(always_call=True): the new output, or None when nothing changed.
+  // For register_forward_hook(always_call=True): the new output, or None when nothing changed. Exceptions that are no
+  // `Exception` (KeyboardInterrupt) do not come here: the next pre_forward of the root finds what they left.
   py::object post_forward(const py::object& module, const py::object& args, const py::object& output);
   // Forgets which modules ran, after an exception.
   void forget_progress() { remaining_.clear(); }
 
  private:
+  // The exception that is being handled where a module is called, and its traceback, by identity.
+  struct Handled {
+    static Handled now();
+    bool operator==(const Handled&) const = default;
+    const void* exception = nullptr;
+    const void* traceback = nullptr;
+  };
   py::object cast_output(const py::object& output) const;
   void move_inputs(py::object& args, py::object& kwargs) const;
   void cast_inputs(py::object& args, py::object& kwargs) const;
@@ -62,7 +73,8 @@ class UnitHooks {
   py::object mark_outputs(const py::object& output) const;
   void finish_forward(const py::object& output);
   py::object complete_others(py::object output);
-  void fail_forward(const py::object& exception);
+  void fail_forward();
+  bool has_backward_hooks() const;
   void warn_of_view();
   uint64_t& python_calls() const;
 
@@ -71,6 +83,9 @@ class UnitHooks {
   py::object explain_;
   py::object mark_inputs_;
   py::object mark_output_;
+  py::object is_running_;
+  std::vector<py::object> backward_hooks_;
+  Handled handled_before_;  // the running forward
   bool has_warned_ = false;
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "core/error.hpp"
@@ -36,6 +37,18 @@ uint64_t tag_of(const Group& group) {
   return tag;
 }
 
+// Takes a flag back at the end of a scope.
+class Gathering {
+ public:
+  explicit Gathering(std::atomic<bool>& flag) : flag_(flag) {}
+  ~Gathering() { flag_ = false; }
+  Gathering(const Gathering&) = delete;
+  Gathering& operator=(const Gathering&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
+
 }  // namespace
 
 HostTransport::HostTransport(std::unique_ptr<cpu::ShmGroup> group)
@@ -62,13 +75,21 @@ std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const 
 }
 
 void HostTransport::begin_gather(Group& group) {
-  const ReleaseGil released;
+  if (group_ && gathers_.exchange(true)) {
+    throw Error("fsdp2x: unit '" + group.name +
+                "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
+                "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
+  }
+  const Gathering ends(gathers_);
   GatherSlot& gather = group.gather;
   group.open_slot(gather_ledger_);
   gather.sequence = ++gather_sequence_;
+  // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
+  std::optional<ReleaseGil> released;
   if (!group_) {
     gather.write = gather.read = private_memory(gather_memory_, gather.slot);
   } else {
+    released.emplace();
     const cpu::GatherWindow window = group_->gather_window(gather.slot.offset, gather.slot.bytes);
     gather.write = window.shared;
     gather.read = window.isolated;
@@ -109,8 +130,6 @@ void HostTransport::sweep_closing() {
 
 void HostTransport::open_scratch(Group& group) {
   Scratch& scratch = group.scratch;
-  // Gradients that arrive after the unit was posted (a weight used outside its unit) must not change what peers read.
-  if (scratch.posted) finish_reduce(group, /*flush=*/true);
   if (scratch.open) return;
   // One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
   // about that close anyway, since they gather together.
@@ -319,12 +338,14 @@ void HostTransport::sum(Group& group) {
     add_rows(group, sources, i, piece);
   }
   sum_rows();
-  pybind11::gil_scoped_acquire gil;
+  std::vector<size_t> summed;
   for (size_t i = 0; i < num_params; ++i) {
-    if (sources.any_filled(i)) group.gradients.attach(i, targets[i]);
+    if (sources.any_filled(i)) summed.push_back(i);
   }
+  consume(group);  // before users' hooks, which may raise
+  pybind11::gil_scoped_acquire gil;
+  for (const size_t i : summed) group.gradients.attach(i, targets[i]);
   group.gradients.release_if_unused(group.root().blocks);
-  consume(group);
 }
 
 void HostTransport::sum_into_segment(Group& group) {
@@ -369,17 +390,18 @@ void HostTransport::close_scratch(Group& group) {
   scratch.data = nullptr;
 }
 
-void HostTransport::abandon_reduce(Group& group) {
+bool HostTransport::abandon_reduce(Group& group) {
   Scratch& scratch = group.scratch;
-  if (!scratch.open) return;
+  if (!scratch.open) return false;
   if (scratch.posted && group_) {
     group_->consume_reduction(group.index, scratch.epoch);
     close_scratch(group);
-    return;
+    return true;
   }
   scratch_ledger_.release(scratch.slot.id);
   scratch.open = scratch.posted = scratch.pending_flush = false;
   scratch.data = nullptr;
+  return true;
 }
 
 void HostTransport::publish_progress(uint64_t position) {

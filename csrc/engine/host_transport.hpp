@@ -1,6 +1,7 @@
 // The CPU transport whose ranks can read each other's memory: all ranks of the group on one host, or a single rank.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -29,7 +30,7 @@ class HostTransport final : public Transport {
   bool needs_empty_reduction(const Group& group) const override;
   bool finish_reduce(Group& group, bool flush) override;
   std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  void abandon_reduce(Group& group) override;
+  bool abandon_reduce(Group& group) override;
   void publish_progress(uint64_t position) override;
   TransportStats stats() const override;
 
@@ -79,6 +80,7 @@ class HostTransport final : public Transport {
   std::deque<Closing> closing_;
   size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
+  std::atomic<bool> gathers_ = false;  // some thread does
   std::vector<uint64_t> epochs_;  // reductions posted, per group
   uint32_t num_groups_ = 0;
   // Reused by every reduction.

@@ -35,6 +35,14 @@ Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef
   poison_.apply(*storage_, device_);
 }
 
+void Param::rename(std::string fqn) {
+  fqn_ = std::move(fqn);
+  if (!storage_) return;
+  poison_.lift(*storage_);
+  poison_ = Poison(poison_message(fqn_));
+  poison_.apply(*storage_, device_);
+}
+
 const at::Tensor& Param::sharded() const { return THPVariable_Unpack(sharded_.get()); }
 
 const at::Tensor& Param::unsharded() const { return THPVariable_Unpack(unsharded_.get()); }
@@ -58,6 +66,15 @@ void Param::fill(void* data) {
 
 void Param::empty() {
   if (storage_) poison_.apply(*storage_, device_);
+}
+
+PyObject* Param::registered_instead_of(PyObject* expected) const {
+  for (const Owner& owner : owners_) {
+    PyObject* const found = PyDict_GetItemWithError(owner.parameters.get(), owner.name.get());
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
+    if (found != expected) return found == nullptr ? Py_None : found;
+  }
+  return nullptr;
 }
 
 void Param::store(PyObject* parameter) const {

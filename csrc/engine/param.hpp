@@ -27,10 +27,13 @@ class Param {
   Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec, std::vector<Owner> owners);
 
   const std::string& fqn() const { return fqn_; }
+  // While it is sharded: its poison holds the name.
+  void rename(std::string fqn);
   // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object
   // holds.
   const at::Tensor& sharded() const;
   const at::Tensor& unsharded() const;
+  const at::Tensor& local() const;  // of the unsharded one
   PyObject* sharded_object() const { return sharded_.get(); }
   PyObject* unsharded_object() const { return unsharded_.get(); }
   PyObject* gradient_spec() const { return gradient_spec_.get(); }
@@ -51,6 +54,10 @@ class Param {
   // Takes the memory away; a later access throws a message that names the parameter.
   void empty();
 
+  bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
+  // What the first module registers that does not register `expected`: a borrowed reference, None if it registers nothing
+  // under the name; null: all of them do.
+  PyObject* registered_instead_of(PyObject* expected) const;
   void register_sharded() const { store(sharded_.get()); }
   void register_unsharded() const { store(unsharded_.get()); }
   void register_object(PyObject* parameter) const { store(parameter); }
@@ -59,7 +66,6 @@ class Param {
 
  private:
   void store(PyObject* parameter) const;
-  const at::Tensor& local() const;
 
   std::string fqn_;
   PyRef sharded_;

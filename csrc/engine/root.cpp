@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "core/error.hpp"
 #include "engine/profile_range.hpp"
 
 namespace fsdp2x {
@@ -54,15 +55,14 @@ std::vector<std::shared_ptr<Unit>> Root::units() const {
 }
 
 void Root::begin_forward(Unit* unit) {
+  const bool recomputes = inside_backward();  // a checkpoint, the whole model
+  if (!recomputes && at::GradMode::is_enabled()) refuse_after_loss();
   forward_root_ = unit;
+  forward_thread_ = std::this_thread::get_id();
   this_sequence_.clear();
   sequence_cursor_ = 0;
-  if (inside_backward()) return;  // a checkpoint recomputes the whole model
-  if (callback_queued_) {
-    // The last backward raised, so its callback never ran.
-    reset();
-    forward_root_ = unit;
-  }
+  if (recomputes) return;
+  ++num_forwards_;
   const auto alive = units();
   const bool outstanding =
       std::any_of(alive.begin(), alive.end(), [](const auto& other) { return other->has_outstanding_calls(); });
@@ -71,6 +71,7 @@ void Root::begin_forward(Unit* unit) {
     num_entries_ = 0;
     for (const auto& other : alive) other->forward_indices.clear();
   }
+  forward_begin_ = forward_order_.size();
   release_unused_gradients();
   const PyRef after = std::exchange(post_optimizer_event, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
@@ -86,6 +87,16 @@ void Root::end_forward() {
   for (const auto& unit : units()) {
     if (unit->param_state() == ParamState::gathering) unit->cancel_unshard();
   }
+  for (const auto& transport : transports_) transport->end_forward();
+}
+
+bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
+
+void Root::abandon_forward(bool interrupted) {
+  forward_root_ = nullptr;
+  this_sequence_.clear();
+  forward_order_.resize(std::min(forward_order_.size(), forward_begin_));
+  for (const auto& unit : units()) unit->abandon_forward(num_forwards_, forward_begin_, interrupted);
   for (const auto& transport : transports_) transport->end_forward();
 }
 
@@ -125,11 +136,38 @@ void Root::record_forward(Unit& unit) {
 }
 
 void Root::begin_backward() {
-  if (callback_queued_ || !inside_backward()) return;
+  if (in_backward() || !inside_backward()) return;
+  if (callback_queued_) abandon_backward();
+  refuse_after_loss();
   callback_queued_ = true;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  const auto task = std::make_shared<const int>();
+  callback_ = task;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (auto root = weak.lock()) root->end_backward();
   });
+}
+
+void Root::abandon_backward() {
+  // Of a manual finalization, reductions of earlier backwards go on.
+  std::erase_if(pending_, [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+  for (const auto& unit : units()) unit->abandon_backward();
+  const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
+    const auto unit = weak.lock();
+    return unit && unit.get() == forward_root_ && unit->num_running > 0;
+  });
+  if (root_unit == units_.end()) forward_root_ = nullptr;
+  callback_queued_ = false;
+  ++num_backwards_;
+}
+
+void Root::lose(const std::string& name) { lost_ += (lost_.empty() ? "'" : ", '") + name + "'"; }
+
+void Root::refuse_after_loss() const {
+  if (lost_.empty()) return;
+  throw Error("fsdp2x: a backward raised while unit " + lost_ +
+              " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
+              "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
+              "module and begin the step again.");
 }
 
 void Root::prefetch(Unit& target) {
@@ -241,6 +279,8 @@ void Root::end_backward() {
 }
 
 void Root::finalize_backward() {
+  if (backward_has_raised()) abandon_backward();
+  refuse_after_loss();
   for (const auto& unit : units()) {
     unit->sweep_gradients();  // of schedules that assign weight gradients by themselves (zero bubble)
     if (unit->options.reshard_after_backward) unit->reshard();
@@ -283,6 +323,7 @@ void Root::flush() {
 }
 
 void Root::reset() {
+  lost_.clear();
   for (const auto& unit : units()) unit->reset();
   pending_.clear();
   forward_order_.clear();

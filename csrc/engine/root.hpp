@@ -6,6 +6,8 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/unit.hpp"
@@ -35,6 +37,15 @@ class Root : public std::enable_shared_from_this<Root> {
   bool is_forward_root(const Unit* unit) const { return forward_root_ == unit; }
   void begin_forward(Unit* unit);
   void end_forward();
+  // Numbers the forwards that are not inside a backward.
+  uint64_t forward_number() const { return num_forwards_; }
+  // Whether this thread began the forward that runs.
+  bool is_forward_thread() const;
+  // The forward raised, or was interrupted: as if it had not begun. Gradients of earlier backwards stay where they are.
+  // `interrupted`: no module of it runs any more. Otherwise those that do are left alone: they are other threads'.
+  void abandon_forward(bool interrupted);
+  // A recomputation inside a backward raised, and the backward with it.
+  void leave_forward() { forward_root_ = nullptr; }
   // After `unit` is unsharded: start the gather of the unit that ran after it in the last forward.
   void prefetch_forward(Unit& unit);
   void record_forward(Unit& unit);
@@ -46,6 +57,15 @@ class Root : public std::enable_shared_from_this<Root> {
   // Position of that call's reduction among all of this and earlier backwards: grows, the same on every rank.
   uint64_t backward_position(std::optional<uint64_t> entry) const;
   void begin_backward();  // queues the callback once
+  // Numbers the backwards, from 1: the one that runs, or the next.
+  uint64_t backward_number() const { return num_backwards_ + 1; }
+  // Its graph is gone, and its callback never ran.
+  bool backward_has_raised() const { return callback_queued_ && callback_.expired(); }
+  // After that: as if it had not begun, but for gradients that it has put into `.grad`.
+  void abandon_backward();
+  // Gradients of earlier backwards are gone with those of one that raised: every forward and backward raises from now
+  // on, until reset().
+  void lose(const std::string& name);
   void prefetch_backward(Unit& unit);
   // The unit's gradients are complete: reduce them, finish what is pending.
   void reduce(Unit& unit);
@@ -54,8 +74,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_backward();
   // With manual_finalization, once after all backwards: what end_backward leaves undone then.
   void finalize_backward();
-  bool in_backward() const { return callback_queued_; }
+  bool in_backward() const { return callback_queued_ && !callback_.expired(); }
 
+  // Drops the iteration: every unit is sharded and idle, gradients that are not in `.grad` are gone.
   void reset();
   // See Transport::release_idle; also the gradient blocks that are free.
   void release_idle();
@@ -81,6 +102,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
   void flush();
   void release_unused_gradients();
+  void refuse_after_loss() const;
 
   std::vector<std::weak_ptr<Unit>> units_;
   std::vector<std::shared_ptr<Transport>> transports_;  // one per mesh
@@ -89,8 +111,13 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
   std::vector<std::weak_ptr<Unit>> this_sequence_;
   size_t sequence_cursor_ = 0;
+  size_t forward_begin_ = 0;  // of the running forward in forward_order_
+  uint64_t num_forwards_ = 0;
+  std::thread::id forward_thread_;
   bool is_frugal_ = false;  // some transport is
   bool callback_queued_ = false;
+  std::weak_ptr<const int> callback_;  // lives as long as the graph task that the callback was queued in
+  std::string lost_;                   // names of units, see lose()
   uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;
   uint64_t progress_ = 0;  // largest position published

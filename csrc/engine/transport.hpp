@@ -34,6 +34,19 @@ struct GatherSlot {
 // How a gradient lies in a scratch: not at all, in ParamShape::packed(), in the reduce dtype of a wide scratch.
 enum Packed : uint8_t { kNotPacked = 0, kPacked = 1, kPackedWide = 2 };
 
+// Which backwards a sum of gradients is made of, by the root's number of them: what an exception spoils with the
+// gradients of the backward that raised.
+struct Parts {
+  uint64_t backward = 0;       // the last that added something
+  bool holds_earlier = false;  // there was something before that one
+
+  void add(uint64_t number, bool is_first) {
+    if (backward == number) return;
+    backward = number;
+    holds_earlier = !is_first;
+  }
+};
+
 // A group's packed gradients, from the first pack until the reduction is finished.
 struct Scratch {
   Slot slot;
@@ -45,6 +58,7 @@ struct Scratch {
   bool pending_flush = false;  // a peer posts this group only in its root callback
   bool reduced_this_backward = false;
   uint64_t epoch = 0;
+  Parts parts;
 };
 
 struct TransportStats {
@@ -81,7 +95,8 @@ class Transport {
   // The group no longer looks at the slot.
   virtual void release_gather(Group& group) = 0;
 
-  // Adds a whole unsharded gradient to the group's scratch (opens it first); the first pack of a parameter overwrites.
+  // Adds a whole unsharded gradient to the group's scratch, which is not posted (opens it first); the first pack of a
+  // parameter overwrites.
   virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;
   // The group's pool was written by the engine itself.
   virtual void pool_written(Group& /*group*/) {}
@@ -96,8 +111,10 @@ class Transport {
   virtual bool finish_reduce(Group& group, bool flush) = 0;
   // How a reduction that began now would lay out a rank's segment.
   virtual std::shared_ptr<const Layout> reduce_plan(Group& group) = 0;
-  // Drops whatever the group has packed (after an exception).
-  virtual void abandon_reduce(Group& group) = 0;
+  // Drops what the group has packed or reduced, and is not in `.grad`. Returns whether there was any.
+  virtual bool abandon_reduce(Group& group) = 0;
+  // Where finish_reduce reduces over replicas: drops what waits for that.
+  virtual void drop_partial(Group& /*group*/) {}
 
   // In the root callback, after all reductions: the gradients may be read.
   virtual void end_backward() {}

@@ -58,6 +58,15 @@ Unit::~Unit() {
   groups.clear();
 }
 
+void Unit::rename(const std::string& new_name, const std::vector<std::vector<std::string>>& fqns) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    groups[i]->name = i == 0 ? new_name : new_name + " (mesh " + std::to_string(i) + ")";
+    for (size_t j = 0; j < groups[i]->params.size(); ++j) groups[i]->params[j].rename(fqns.at(i).at(j));
+  }
+  name = new_name;
+  ranges = RangeNames(name);
+}
+
 void Unit::set_params(ParamState from, ParamState to) {
   if (param_state_ != from) {
     throw Error("fsdp2x: unit '" + name + "' cannot become " + to_string(to) + ": it is " + to_string(param_state_) +
@@ -83,7 +92,12 @@ void Unit::begin_unshard() {
 void Unit::finish_unshard() {
   if (param_state_ != ParamState::gathering) return;
   const ProfileRange range(ranges.all_gather_copy_out);
-  for (const auto& group : groups) group->finish_gather();
+  try {
+    for (const auto& group : groups) group->finish_gather();
+  } catch (...) {
+    cancel_unshard();
+    throw;
+  }
   set_params(ParamState::gathering, ParamState::unsharded);
 }
 
@@ -135,12 +149,12 @@ bool Unit::has_open_scratch() const {
 }
 
 void Unit::pre_backward() {
+  root->begin_backward();
   if (phase_ == Phase::backward) return;
   const ProfileRange range(ranges.pre_backward);
   phase_ = Phase::backward;
   backward_stream = current_stream(device);
   armed = true;
-  root->begin_backward();
   if (options.unshard_in_backward) unshard();
   root->prefetch_backward(*this);
 }
@@ -164,14 +178,66 @@ void Unit::end_backward() {
   phase_ = Phase::idle;
 }
 
+void Unit::abandon_forward(uint64_t number, size_t begin, bool interrupted) {
+  if (armed && armed_in == number) armed = false;
+  std::erase_if(forward_indices, [begin](size_t index) { return index >= begin; });
+  if (interrupted) num_running = 0;
+  if (num_running > 0) return;
+  reshard();
+  phase_ = Phase::idle;
+}
+
+void Unit::leave_forward() {
+  if (phase_ != Phase::forward || num_running > 0) return;
+  reshard();
+  phase_ = Phase::idle;
+}
+
+void Unit::abandon_backward() {
+  for (const auto& group : groups) group->abandon_backward();
+  if (num_running > 0) return;
+  reshard();
+  phase_ = Phase::idle;
+}
+
 void Unit::reset() {
   if (root) {
-    for (const auto& group : groups) group->reset();
+    for (const auto& group : groups) group->drop_gradients();
     reshard();
   }
   forward_indices.clear();
   armed = false;
+  num_running = 0;
   phase_ = Phase::idle;
+}
+
+UnitMove::UnitMove(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), state_(unit_->param_state()) {
+  for (const auto& group : unit_->groups) {
+    if (!group->holds_unreduced()) continue;
+    throw Error("fsdp2x: unit '" + group->name +
+                "' cannot change its transport: it holds gradients that are not reduced yet. End the step with a "
+                "synchronised backward, or call reset_iter_state() on the root module.");
+  }
+  if (state_ == ParamState::unsharded) {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : unit_->groups) {
+      for (const Param& param : group->params) {
+        if (param.has_storage()) before_.emplace_back(param.local(), param.local().detach().clone());
+      }
+    }
+  }
+  unit_->reshard();
+}
+
+void UnitMove::finish() {
+  if (state_ == ParamState::sharded) return;
+  unit_->begin_unshard();
+  if (state_ == ParamState::gathering) return;
+  unit_->finish_unshard();
+  const at::NoGradGuard no_grad;
+  for (const auto& [param, value] : before_) {
+    if (!param.detach().equal(value)) param.detach().copy_(value);
+  }
 }
 
 }  // namespace fsdp2x

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/group.hpp"
@@ -24,6 +25,7 @@ const char* to_string(Phase phase);
 // What the user's setters change; read at each use.
 struct UnitOptions {
   bool reshard_after_forward = true;
+  bool reshard_without_grad = false;  // after a forward without grad, though the line above says no
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
@@ -42,6 +44,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // `groups` have at least one parameter each; a unit without parameters has no group.
   Unit(std::string name, at::Device device, std::vector<std::shared_ptr<Group>> groups, UnitOptions options);
   ~Unit();
+  // `fqns`: of the parameters of each group. While it is sharded, before it joins a root.
+  void rename(const std::string& name, const std::vector<std::vector<std::string>>& fqns);
 
   // --- parameters ---
   void begin_unshard();
@@ -64,6 +68,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // See Transport::settle.
   void settle();
   void end_backward();
+  // See Root::abandon_forward; `number` and `begin` are its forward's number and beginning in the root's order.
+  void abandon_forward(uint64_t number, size_t begin, bool interrupted);
+  void abandon_backward();
+  // Its own forward raised, and who called it may go on.
+  void leave_forward();
   // Back to sharded and idle; gradients of the iteration are dropped.
   void reset();
 
@@ -83,6 +92,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   at::Device device;
   std::vector<std::shared_ptr<Group>> groups;
   bool armed = false;                   // took part in a forward under grad since its last synchronised backward
+  uint64_t armed_in = 0;                // number of that forward
+  size_t num_running = 0;               // calls of its modules: recursion, threads
+  bool packs_late = false;              // gradients stay with the unsharded parameters until the unit's backward ends
   std::vector<size_t> forward_indices;  // positions in the root's forward order, last call last
   uint64_t backward_position = 0;
   std::optional<c10::Stream> backward_stream;  // where its last backward began; null on the CPU
@@ -94,6 +106,19 @@ class Unit : public std::enable_shared_from_this<Unit> {
   ParamState param_state_ = ParamState::sharded;
   Phase phase_ = Phase::idle;
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
+};
+
+// A unit on its way to another root. It is sharded meanwhile; finish() gathers it there, as far as it was, with what this
+// rank had written to its parameters.
+class UnitMove {
+ public:
+  explicit UnitMove(std::shared_ptr<Unit> unit);
+  void finish();
+
+ private:
+  std::shared_ptr<Unit> unit_;
+  ParamState state_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;  // unsharded parameters and their values, as somebody may have written to them
 };
 
 }  // namespace fsdp2x

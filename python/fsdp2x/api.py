@@ -52,8 +52,9 @@ def fully_shard(
         mesh: 1-D device mesh (shard), or 2-D with named axes (replicate, shard): gradients are then reduced over the
             shards and all-reduced over the replicas. Default all ranks on the machine's accelerator, else the CPU.
         reshard_after_forward: free the parameters after forward and gather them again in backward. ``None``: True,
-            but False for the root. An int: keep them sharded over that many consecutive ranks, a factor of the shard
-            axis, so that backward gathers from those only.
+            but the root keeps them for its backward; after a forward without gradients, which has none, it frees them,
+            too (upstream's does not). False keeps them in any case. An int: keep them sharded over that many
+            consecutive ranks, a factor of the shard axis, so that backward gathers from those only.
         shard_placement_fn: maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even split), or torch's
             ``ShardPlacementResult``, which also chooses the parameter's mesh.
         mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it
@@ -106,8 +107,9 @@ def fully_shard(
     }
     for plan in plans:
         part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
+        keeps = plan.reshard_after_forward is False and reshard_after_forward is not False
         reshard = plan.reshard_after_forward if plan.reshard_after_forward is not None else reshard_after_forward
-        _shard_or_undo(part, list(plan.modules), reshard_after_forward=reshard, **common)
+        _shard_or_undo(part, list(plan.modules), reshard_after_forward=reshard, keeps_for_backward=keeps, **common)
     return _shard_or_undo(module, modules, reshard_after_forward=reshard_after_forward, **common)
 
 
@@ -149,8 +151,12 @@ def _shard_modules(
     ignored_params: set[nn.Parameter],
     transport: str,
     timeout: timedelta | None,
+    keeps_for_backward: bool = False,
 ):
-    """One unit: collects, moves, cuts, registers hooks and swaps classes."""
+    """One unit: collects, moves, cuts, registers hooks and swaps classes.
+
+    ``keeps_for_backward``: it is not resharded after forward because backward needs it at once, if there is one.
+    """
     modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
     managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
     owned = collect.collect_params(managed, ignored_params)
@@ -163,7 +169,8 @@ def _shard_modules(
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
     groups = [GroupParams(members, mp_policy, offload) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
-    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups)
+    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups, managed)
+    state.options.reshard_without_grad = keeps_for_backward
     for managed_module in managed:
         # Read by Dynamo and by HuggingFace's generate().
         managed_module._is_fsdp_managed_module = True

@@ -84,16 +84,19 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         ValueError: nothing in ``model`` is sharded.
     """
     states = units_of(model, "unsharded")
-    if isinstance(model, FSDPModule) and all(state.unit is None for state in states):
+    if isinstance(model, FSDPModule) and all(state.is_root is None for state in states):
         model._get_fsdp_state().lazy_init()
     for state in states:
-        if state.unit is None:
-            state.lazy_init(provisional=True)
-    before = [(state, state.live_options().reshard_after_forward) for state in states]
+        state.make_unit()
+    before = [
+        (state, state.live_options().reshard_after_forward, state.live_options().reshard_without_grad)
+        for state in states
+    ]
     mine = [state for state in states if state.unit.param_state != "UNSHARDED"]
     try:
         for state in states:
             state.live_options().reshard_after_forward = False
+            state.live_options().reshard_without_grad = False
         # One gather ahead: the staging of more would lie beside all units.
         for state, following in itertools.zip_longest(mine, mine[1:]):
             state.unit.begin_unshard()
@@ -102,9 +105,10 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             state.unit.unshard()
         yield
     finally:
-        for state, reshard in before:
-            # A unit that became the root inside keeps its parameters after forward, unless it was told otherwise.
-            became_root = state.is_root and not state.provisional and state.auto_reshard
-            state.live_options().reshard_after_forward = reshard and not became_root
+        for state, reshard, without_grad in before:
+            # A unit that became the root inside keeps its parameters for backward, unless it was told otherwise.
+            keeps = bool(state.is_root and state.auto_reshard)
+            state.live_options().reshard_after_forward = reshard and not keeps
+            state.live_options().reshard_without_grad = without_grad or keeps
         for state in mine:
             state.reshard()

@@ -24,10 +24,13 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         self._state = state
 
     def wait(self) -> None:
-        """Waits until the parameters are gathered and registers them on the modules."""
-        if self._state is not None:
-            self._state.unit.unshard()
-            self._state = None
+        """Waits until the parameters are gathered and registers them on the modules.
+
+        No effect after the unit's forward, which has waited.
+        """
+        if self._state is not None and self._state.unit is not None:
+            self._state.unit.finish_unshard()
+        self._state = None
 
 
 # Bound once: install() puts our classes under these names.
@@ -99,8 +102,7 @@ class FSDPModule(_TorchFSDPModule):
                 waits anyway).
         """
         state = self._get_fsdp_state()
-        if state.unit is None:
-            state.lazy_init(provisional=True)
+        state.make_unit()
         if async_op:
             state.unit.begin_unshard()
             return UnshardHandle(state)
@@ -108,19 +110,22 @@ class FSDPModule(_TorchFSDPModule):
         return None
 
     def reset_iter_state(self) -> None:
-        """Makes the model usable again after forward or backward raised. Root only; the iteration's gradients are lost.
+        """Drops the iteration: every unit is sharded and idle, all its gradients are gone. Root only.
 
-        After an exception in forward the units are already reset; after one in backward, the next forward of the
-        root does it too. On several ranks every rank must have failed in the same step.
+        To begin a step again. It is not needed to go on after an exception: a forward that raised leaves the units as
+        if it had not begun, a backward that raised leaves what it has put into ``.grad`` and nothing else. Gradients of
+        earlier backwards (accumulated without gradient sync or all-reduce) stay; where they are in one sum with
+        gradients of a backward that raised they are lost, and the next forward under grad raises until this is called.
+        On several ranks every rank must have failed in the same place.
         """
         self._get_fsdp_state().reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
         state = self._get_fsdp_state()
-        if state.root is None:
-            state.lazy_init()
-        state.root.is_last_backward = is_last_backward
+        (state.root_state() or state).is_last_backward = is_last_backward
+        if state.root is not None:
+            state.root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True.
@@ -220,6 +225,7 @@ class FSDPModule(_TorchFSDPModule):
                 if group.engine is not None:
                     group.engine.clear_post_forward()
             state.live_options().reshard_after_forward = reshard_after_forward
+            state.live_options().reshard_without_grad = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the parameters; False keeps them for the next micro-batch."""
@@ -273,9 +279,10 @@ class FSDPModule(_TorchFSDPModule):
         without an event, since gathers that start early cannot have memory that is still in use before it.
         """
         state = self._get_fsdp_state()
-        if state.root is None:
-            state.lazy_init()
-        state.root.set_post_optimizer_event(event)
+        if state.is_root is None:
+            state.post_optimizer_event = event
+        else:
+            state.root.set_post_optimizer_event(event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Slots and reduction buffers are memory that the process group allocates, registered with its network.
@@ -453,12 +460,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     original = getattr(module, method_name)
 
-    def method(self, *args: Any, **kwargs: Any):
+    def call_sharded_method(self, *args: Any, **kwargs: Any):
         hooks = self._get_fsdp_state().hooks
-        if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
-            args, kwargs = changed
-        output = None
         try:
+            if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
+                args, kwargs = changed
             output = original(*args, **kwargs)
         except BaseException:
             with contextlib.suppress(RuntimeError):
@@ -467,5 +473,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         changed = hooks.post_forward(self, args, output)
         return output if changed is None else changed
 
-    method.__name__ = method_name
-    setattr(module, method_name, method.__get__(module, type(module)))
+    call_sharded_method.__name__ = method_name
+    setattr(module, method_name, call_sharded_method.__get__(module, type(module)))

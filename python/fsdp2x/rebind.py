@@ -1,4 +1,4 @@
-"""``rebind_optimizer``: lets an optimizer that was built before ``fully_shard`` train the sharded parameters.
+"""``rebind_optimizer``: lets an optimizer that holds other parameters than the sharded ones train those.
 
 The optimizer keeps its old parameters, and with them the whole unsharded model, alive until it is rebound.
 """
@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2x.lookup import named_params, units_of
-from fsdp2x.runtime.params import original_number
+from fsdp2x.runtime.stale import original_number
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """Replaces, in every param group, the parameters from before ``fully_shard(model)`` by the sharded ones.
+    """Replaces, in every param group, parameters from before ``fully_shard(model)``, and gathered ones, by the sharded.
 
     Groups, their options and the order of parameters stay, also for tied weights and for lists that the optimizer holds
     elsewhere. State that exists already (moments of a loaded checkpoint) is cut like its parameter; every rank must

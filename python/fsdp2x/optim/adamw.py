@@ -13,7 +13,15 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
-from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
+from fsdp2x.optim.local import (
+    by_group,
+    local_tensors,
+    loss_of,
+    number,
+    refuse_sparse,
+    refuse_stale_group,
+    refuse_unsupported,
+)
 from fsdp2x.optim.moments import place_in_whole, zeros_like_all
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
@@ -70,10 +78,13 @@ class AdamW(torch.optim.AdamW):
         NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state; in ``step``,
             ``stochastic_rounding`` of what torch's functions would have to step, or of a parameter cut along two
             dims behind the first.
-        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``.
+        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``;
+            parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model. Those
+            that ``fully_shard`` replaces later are a RuntimeError in ``step`` until ``rebind_optimizer``.
     """
 
     keeps_host_state = True  # knows parameters whose state belongs to the host
+    refuses_stale_params = True
 
     def __init__(
         self,
@@ -117,6 +128,7 @@ class AdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         refuse_unsupported("AdamW", param_group)
         super().add_param_group(param_group)
+        refuse_stale_group("AdamW", self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

@@ -172,6 +172,7 @@ class _Buckets:
             index = self.index(None)
         if grad.numel() == 0:
             return
+        grad = grad.abs() if grad.is_complex() else grad
         if math.isinf(self._norm_type):
             self.add(index, grad.abs().max().double())
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.stale import refuse_stale
 
 _UNSUPPORTED = ("capturable", "differentiable")
 
@@ -21,6 +22,15 @@ def refuse_unsupported(name: str, settings: dict) -> None:
             raise NotImplementedError(
                 f"fsdp2x.optim.{name}: {key}=True is not supported; pass {key}=False, or use torch.optim.{name}"
             )
+
+
+def refuse_stale_group(name: str, groups: list[dict]) -> None:
+    """Takes the last of ``groups`` away and raises ValueError when it holds parameters that a step does not reach."""
+    try:
+        refuse_stale(f"optim.{name}", groups[-1]["params"])
+    except ValueError:
+        del groups[-1]
+        raise
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -14,6 +14,7 @@ from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
 from fsdp2x.optim.sgd import SGD
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.stale import refuse_stale
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -36,7 +37,8 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
         NotImplementedError: an optimizer of torch that is not element-wise (Adafactor, LBFGS, Muon, SparseAdam); in
             ``step``, a state that is neither a scalar nor of its parameter's shape.
         TypeError: not a ``torch.optim.Optimizer``.
-        ValueError: in ``step``, a gradient or a state that is cut otherwise than its parameter.
+        ValueError: parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model;
+            in ``step``, a gradient or a state that is cut otherwise than its parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fsdp2x.local_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -49,6 +51,8 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
                 f"fsdp2x.local_optimizer: torch.optim.{name} is not element-wise, a step over shards would compute "
                 "something else; use it as it is"
             )
+    for group in optimizer.param_groups:
+        refuse_stale("local_optimizer", group["params"])
     step = kind.step
     # Step hooks belong around ours, where parameter groups hold the parameters, so torch's wrapper is taken off here
     # and put on again around the new class's step.
@@ -61,6 +65,8 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 class _LocalStep:
     """The step of a class made by ``local_optimizer``. Nothing is remembered between steps."""
+
+    refuses_stale_params = True
 
     @torch.no_grad()
     def step_locally(self, closure: Callable[[], Any] | None = None) -> Any:

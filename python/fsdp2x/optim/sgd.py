@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
-from fsdp2x.optim.local import by_group, local_tensors, loss_of, number, refuse_sparse, refuse_unsupported
+from fsdp2x.optim.local import (
+    by_group,
+    local_tensors,
+    loss_of,
+    number,
+    refuse_sparse,
+    refuse_stale_group,
+    refuse_unsupported,
+)
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
@@ -34,8 +42,10 @@ class SGD(torch.optim.SGD):
 
     Raises:
         NotImplementedError: ``differentiable``, here, in a group, or in a loaded state.
-        ValueError: settings out of range.
+        ValueError: settings out of range; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
     """
+
+    refuses_stale_params = True
 
     def __init__(
         self,
@@ -61,6 +71,7 @@ class SGD(torch.optim.SGD):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         refuse_unsupported("SGD", param_group)
         super().add_param_group(param_group)
+        refuse_stale_group("SGD", self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
@@ -19,8 +18,8 @@ from fsdp2x.runtime.params import GroupParams, unsharded_parameter
 from fsdp2x.runtime.transport import all_gather, device_reductions, reduce_scatter, wait
 
 
-def connect(group: GroupParams, modules: tuple[nn.Module, ...], mp_policy: MixedPrecisionPolicy) -> None:
-    """Gives the engine's group its callables; once, when it is made."""
+def connect(group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
+    """Gives the engine's group its callables: when it is made, and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
         slow = group.slow_gathers = _SlowGathers(group, mp_policy)
         group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish

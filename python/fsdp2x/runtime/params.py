@@ -6,7 +6,6 @@ lazy initialization and keeps the same pool.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
-from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
+from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, layout_shapes
+from fsdp2x.runtime.stale import MARKS, mark_gathered, mark_original
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
 
@@ -37,10 +37,10 @@ class ShardedParam(ParamNames):
     owners: list[tuple[nn.Module, str]]
     spec: specs.ParamSpec
     local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
-    original: int  # number of the unsharded parameter, to find one that two units claim
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
     keeps_dtype: bool  # computes in its original dtype, whatever the policy says
     is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
+    original: int = 0  # number of the original parameter, to find one that two units claim
     extension: Extension | None = None
     is_alias: bool = False  # registered by another group too, in whose pool it lies
     storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
@@ -60,6 +60,10 @@ class ShardedParam(ParamNames):
         processes, too: it stays there, and the engine copies it into the pool before it gathers.
         """
         return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
+
+    def gathered_dtype(self, shape: tuple) -> torch.dtype:
+        """Of the gathered parameter; ``shape`` is what the engine's layout wants of it."""
+        return self.param.dtype if self.param.is_complex() else shape[4]
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class GroupParams(GroupNames):
                 self._shard(one)
             self.find_extensions()
             self._adopt()
-        for sharded in self.params:
+        for one, sharded in zip(placed, self.params, strict=True):
+            sharded.original = mark_original(one.owned.param)
             for module, name in sharded.owners:
                 module._parameters[name] = sharded.param
 
@@ -155,10 +160,10 @@ class GroupParams(GroupNames):
                 f"fsdp2x.fully_shard: {where} has grad_dtype {grad_dtype} and dtype {param.dtype}; gradients are kept "
                 "in the parameter's dtype. Leave grad_dtype unset and choose MixedPrecisionPolicy(reduce_dtype=...)."
             )
-        if param.requires_grad and param.dtype not in REDUCIBLE:
+        if param.requires_grad and param.dtype not in (*REDUCIBLE, *PARTS):
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
-                f"{', '.join(str(dtype) for dtype in REDUCIBLE)}. Freeze it or convert it first."
+                f"{', '.join(str(dtype) for dtype in (*REDUCIBLE, *PARTS))}. Freeze it or convert it first."
             )
 
     def _shard(self, placed: Placed) -> None:
@@ -176,11 +181,8 @@ class GroupParams(GroupNames):
         # What a tensor subclass keeps on its instances are its parts, not the user's.
         attributes = {} if is_wrapper(full) else _user_attributes(owned.param)
         sharded.__dict__.update(attributes)
-        number = _number(owned.param)
         keeps = keeps_dtype(owned.param, self._mp_policy)
-        self.params.append(
-            ShardedParam(sharded, owned.owners, spec, full.shape, number, attributes, keeps, is_wrapper(local))
-        )
+        self.params.append(ShardedParam(sharded, owned.owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
 
     def find_extensions(self) -> None:
         """Which local tensors bring their own all-gather; again at lazy initialization, since people patch it in."""
@@ -213,7 +215,8 @@ class GroupParams(GroupNames):
         for sharded in self.params:
             module, name = sharded.owners[0]
             current = module._parameters.get(name)
-            if isinstance(current, DTensor) and current is not sharded.param:
+            is_new = isinstance(current, DTensor) and isinstance(current, nn.Parameter)
+            if is_new and current is not sharded.param:
                 sharded.param = current
 
     def refresh_aliases(self) -> None:
@@ -343,8 +346,8 @@ class GroupParams(GroupNames):
                 "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
             )
 
-    def make_engine_group(self, name: str, param_dtype, reduce_dtype, has_streams: bool):
-        """The ``_C.Group`` over these parameters.
+    def make_engine_group(self, name: str, param_dtype, reduce_dtype, has_streams: bool) -> None:
+        """Makes the ``_C.Group`` over these parameters.
 
         ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
         collectives that gather in place want, and shards and gradients may stay on the host.
@@ -368,6 +371,13 @@ class GroupParams(GroupNames):
         )
         self._watch_shards()
         return self.engine
+
+
+    def forget_engine(self) -> None:
+        """Undoes ``make_engine_group``."""
+        self.engine = self.slow_gathers = None
+        for sharded in self.params:
+            sharded.extension = None
 
     def _watch_shards(self) -> None:
         kept = (None if sharded.is_wrapper or sharded.is_alias else sharded.param for sharded in self.params)
@@ -402,7 +412,7 @@ class GroupParams(GroupNames):
                 begin, end = _C.shard_rows(sharded.local_size[sharded.spec.shard_dim], ranks.world, ranks.rank)
                 sizes = list(sharded.local_size)
                 sizes[sharded.spec.shard_dim] = end - begin
-                local = _C.tensor_in_pool(pool, offset, sizes, shape[3])
+                local = _C.tensor_in_pool(pool, offset, sizes, sharded.gathered_dtype(shape))
                 params.append(
                     nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
                 )
@@ -422,7 +432,8 @@ class GroupParams(GroupNames):
                         "fsdp_pre_all_gather and fsdp_post_all_gather: unwrap it or define them"
                     )
                 if not sharded.is_wrapper:
-                    local = _C.tensor_without_memory(list(sharded.local_size), shape[4], self.ranks.device)
+                    dtype = sharded.gathered_dtype(shape)
+                    local = _C.tensor_without_memory(list(sharded.local_size), dtype, self.ranks.device)
                     unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
                 owners = [(module._parameters, name, _weak_if_custom(module)) for module, name in sharded.owners]
                 wrapped = sharded.spec.unsharded is not None
@@ -449,18 +460,8 @@ def mark_aliases(groups: list[GroupParams]) -> None:
                 )
 
 
-def _number(param: nn.Parameter) -> int:
-    """A number that no other parameter ever had; ids are reused."""
-    return param.__dict__.setdefault(_NUMBER, next(_numbers))
-
-
-def original_number(param: nn.Parameter) -> int | None:
-    """The number under which ``fully_shard`` knows the unsharded ``param``; None if it never saw it."""
-    return param.__dict__.get(_NUMBER)
-
-
 def _user_attributes(param: nn.Parameter) -> dict:
-    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, _NUMBER, MARK)}
+    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, *MARKS, MARK)}
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
@@ -483,6 +484,7 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     """The parameter modules see while the unit is unsharded."""
     unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
     unsharded.__dict__.update(sharded.attributes)
+    mark_gathered(unsharded, sharded.original, sharded.fqn or sharded.owners[0][1])
     if unsharded.is_floating_point():
         unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
     return unsharded
@@ -490,10 +492,8 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
 
 # What DTensor itself keeps on its instances.
 _DTENSOR_SLOTS = ("_local_tensor", "_spec")
-_NUMBER = "_fsdp2x_number"
 # What the engine does about a mode; the state of an optimizer is not its business.
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
-_numbers = itertools.count(1)
 
 
 def _weak_if_custom(module: nn.Module):

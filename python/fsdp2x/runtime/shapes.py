@@ -13,8 +13,9 @@ import torch
 
 # Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
-# Dtypes of gradients that the engine can sum.
+# Dtypes of gradients that the engine can sum; complex numbers as pairs of real ones.
 REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,14 @@ class ParamFacts:
 
     @property
     def view(self) -> tuple[int, int, int]:
-        """``size`` as (outer, dim, inner) around the shard dim."""
-        dim = self.shard_dim
-        return math.prod(self.size[:dim]), self.size[dim], math.prod(self.size[dim + 1 :])
+        """``size`` as (outer, dim, inner) around the shard dim, in elements that the engine counts."""
+        dim, parts = self.shard_dim, 2 if self.dtype in PARTS else 1
+        return math.prod(self.size[:dim]), self.size[dim], math.prod(self.size[dim + 1 :]) * parts
+
+    @property
+    def element(self) -> torch.dtype:
+        """The dtype of what ``view`` counts."""
+        return PARTS.get(self.dtype, self.dtype)
 
 
 def layout_shapes(
@@ -47,16 +53,17 @@ def layout_shapes(
     reduce = param_dtype if reduce_dtype is None and _REDUCES_IN_PARAM_DTYPE else reduce_dtype
     if reduce is None:
         for param in params:
-            if param.dtype in REDUCIBLE:
-                reduce = param.dtype if reduce is None else torch.promote_types(reduce, param.dtype)
+            if param.element in REDUCIBLE:
+                reduce = param.element if reduce is None else torch.promote_types(reduce, param.element)
     shapes = []
     for param in params:
         casts = param_dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype
-        compute = param_dtype if casts else param.dtype
-        castable = param.dtype in REDUCIBLE and compute in REDUCIBLE
-        if compute != param.dtype and not castable and not param.is_wrapper:
+        original = param.element
+        compute = param_dtype if casts else original
+        castable = original in REDUCIBLE and compute in REDUCIBLE
+        if compute != original and not castable and not param.is_wrapper:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: parameter {param.fqn!r} cannot be cast from {param.dtype} to {compute}"
             )
-        shapes.append((*param.view, param.dtype, compute, reduce if castable else param.dtype, not param.is_wrapper))
+        shapes.append((*param.view, original, compute, reduce if castable else original, not param.is_wrapper))
     return shapes

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import comms, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
+from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
@@ -38,10 +39,9 @@ class UnitState(StateNames, torch_private.State):
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
-        self.provisional = False  # became a root through unshard(), before any forward
         self.hooks = None  # _C.UnitHooks
-        self.unit = None  # _C.Unit, from lazy initialization on
-        self.root = None  # _C.Root, shared by all units of one root module
+        self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
+        self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
         self.tree: list[UnitState] = []  # all units below a root, set on the root only
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
@@ -49,6 +49,8 @@ class UnitState(StateNames, torch_private.State):
         self.comms = comms.CustomComms()  # the user's collectives and hooks
         self.root_state = lambda: None  # weak reference to the state of the root
         # Read on the root only.
+        self.is_last_backward = True
+        self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
         self.generation = 0  # counts resets, which invalidate handles
@@ -66,6 +68,7 @@ class UnitState(StateNames, torch_private.State):
         transport: str,
         timeout: timedelta | None,
         groups: list[GroupParams],
+        managed: list[nn.Module],
     ) -> None:
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
         self.transport, self.timeout, self.groups = transport, timeout, groups
@@ -76,7 +79,7 @@ class UnitState(StateNames, torch_private.State):
         self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
         self.options.param_dtype = mp_policy.param_dtype
         self.options.output_dtype = mp_policy.output_dtype
-        self._register_hooks()
+        self._register_hooks(managed)
 
     def _smaller_world(self, reshard_after_forward: bool | int | None) -> int | None:
         """The number of ranks that keep the parameters after forward, when it is neither one nor all.
@@ -116,7 +119,7 @@ class UnitState(StateNames, torch_private.State):
 
     # --- hooks ---
 
-    def _register_hooks(self) -> None:
+    def _register_hooks(self, managed: list[nn.Module]) -> None:
         # The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
         weak = weakref.ref(self)
 
@@ -126,7 +129,8 @@ class UnitState(StateNames, torch_private.State):
         def explain(error: BaseException) -> None:
             explain_error(error, weak())
 
-        self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain)
+        hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
+        self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain, is_running, hooked)
         self.hooks.set_marks(transforms.mark_inputs, transforms.mark_output)
         # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
         hooks = self.hooks
@@ -157,34 +161,62 @@ class UnitState(StateNames, torch_private.State):
 
     # --- lazy initialization ---
 
-    def lazy_init(self, *, provisional: bool = False) -> None:
-        """Makes this unit's module a root: the first one to run forward (or to be unsharded, then provisionally).
+    def lazy_init(self) -> None:
+        """Makes this unit's module a root: the first one to run forward. Collective.
+
+        Units below that were unsharded before move to it, as they are.
 
         Raises:
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
             ValueError: two units claim one parameter.
         """
-        if self.unit is not None and not self.provisional:
+        if self.is_root is not None:
             return
-        if len(self.modules) > 1 and not provisional:
+        if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        tree = [self] if provisional else self._find_tree()
+        tree = self._find_tree()
+        # Names, ties and replaced parameters are read from what modules register while they are sharded.
+        moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
+        self._set_names(tree)
+        self._prepare(tree)
+        self.tree = tree
+        self._make_root()
+        if self.auto_reshard and self.unit.options.reshard_after_forward:
+            # Gathered again at once by backward, if there is one.
+            self.unit.options.reshard_after_forward = False
+            self.unit.options.reshard_without_grad = True
+        for state in tree:
+            state.is_root = state is self
+            state.hooks.set_unit(state.unit)
+        self.hooks.set_all([state.hooks for state in tree])
+        for move in moves:
+            move.finish()
+
+    def make_unit(self) -> None:
+        """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.
+
+        Which module is the root shows at the first forward.
+        """
+        if self.unit is None:
+            self._prepare([self])
+            self.tree = [self]
+            self._make_root()
+
+    @staticmethod
+    def _prepare(tree: list[UnitState]) -> None:
         mark_aliases([group for state in tree for group in state.groups])
         for state in tree:
             for group in state.groups:
                 group.find_extensions()
             state.adopt()
         _check_tree(tree)
-        if not provisional and self.auto_reshard:
-            self.live_options().reshard_after_forward = False
-        self.tree = tree
-        self._make_root(provisional=provisional)
-        self.hooks.set_all([state.hooks for state in tree])
 
-    def _make_root(self, *, provisional: bool) -> None:
+    def _make_root(self) -> None:
         """Makes the engine's root for ``self.tree`` and its transports. Collective."""
         tree = self.tree
         root = _C.Root()
+        root.is_last_backward = self.is_last_backward
+        root.set_post_optimizer_event(self.post_optimizer_event)
         root.manual_finalization = self.manual_finalization
         root.prefetch_bytes = self.prefetch_bytes
         choice = TransportChoice(
@@ -194,12 +226,24 @@ class UnitState(StateNames, torch_private.State):
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
             layers=next((state.layers for state in tree if state.layers is not None), None),
         )
-        for state in tree:
-            state._join(root, choice, is_root=state is self, provisional=provisional)
+        new = [state for state in tree if state.unit is None]
+        try:
+            units = [state._engine_unit() for state in tree]
+            joins = [state._transports(choice) for state in tree]
+        except BaseException:
+            # The next forward tries again.
+            for state in new:
+                state._forget_unit()
+            raise
+        moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
+        for state, unit, transports in zip(tree, units, joins, strict=True):
+            state._join(root, unit, *transports)
         for state in tree:
             state.root_state = weakref.ref(self)
             state.apply_prefetch()
             state.apply_reduce_buffers()
+        for move in moves:
+            move.finish()
 
     def remake_transports(self, what: str) -> None:
         """Makes the root's transports again, because ``what`` (for the message) has changed.
@@ -211,8 +255,7 @@ class UnitState(StateNames, torch_private.State):
             return
         if self.root.in_forward or self.root.in_backward:
             raise RuntimeError(f"the {what} of collectives cannot be changed during forward or backward")
-        root_state = self.root_state()
-        root_state._make_root(provisional=root_state.provisional)
+        self.root_state()._make_root()
 
     def apply_reduce_buffers(self) -> None:
         """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
@@ -230,14 +273,13 @@ class UnitState(StateNames, torch_private.State):
         """
         if self.unit is None:
             return
-        root_state = self.root_state()
         shares_memory = any(group.engine.transport_name == "shm" for group in self.groups)
         if not (self.comms.is_custom and shares_memory):
             self.comms.apply(self)
             return
         if self.root.in_forward or self.root.in_backward:
             raise RuntimeError("custom collectives cannot be set during forward or backward")
-        root_state._make_root(provisional=root_state.provisional)
+        self.root_state()._make_root()
 
     def check_finalization(self) -> None:
         """What ``finalize_backward`` demands, in upstream's words."""
@@ -256,55 +298,74 @@ class UnitState(StateNames, torch_private.State):
             raise RuntimeError("finalize_backward must be called after backward completes")
 
     def _find_tree(self) -> list[UnitState]:
-        """All units below this module in the order of ``named_modules``; names them and their parameters."""
-        root_module = self.modules[0]
+        """All units below this module in the order of ``named_modules``; tells them the names of their modules."""
         tree: dict[int, UnitState] = {}
-        for name, module in root_module.named_modules():
+        for name, module in self.modules[0].named_modules():
             state = get_state(module)
             if state is None:
                 continue
-            if state is not self and state.is_root is not None and not state.provisional:
+            if state is not self and state.is_root is not None:
                 raise RuntimeError(
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
+            if state is not self and state.manual_finalization:
+                raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
             if id(state) not in tree:
                 state.names = []
                 tree[id(state)] = state
             state.names.append(name)
-        by_param = {id(param.param): param for state in tree.values() for param in state.params}
-        for name, param in root_module.named_parameters():
-            if id(param) in by_param:
-                by_param[id(param)].fqn = name
         return list(tree.values())
 
-    def _join(self, root, choice: TransportChoice, *, is_root: bool, provisional: bool) -> None:
-        """Builds the engine's unit, or moves an existing one, under ``root``."""
-        if self.unit is None:
-            policy = self.mp_policy
-            engine_groups = []
-            for index, group in enumerate(self.groups):
-                name = self.name if index == 0 else f"{self.name} (mesh {index})"
-                group.module_fqn = ", ".join(self.names)
+    def _set_names(self, tree: list[UnitState]) -> None:
+        """Gives the parameters their first names from this module, whatever it registers at the moment."""
+        records = {(id(m), name): param for state in tree for param in state.params for m, name in param.owners}
+        named = set()
+        for prefix, module in self.modules[0].named_modules():
+            for name in module._parameters:
+                param = records.get((id(module), name))
+                if param is not None and id(param) not in named:
+                    named.add(id(param))
+                    param.fqn = f"{prefix}.{name}" if prefix else name
+        for state in tree:
+            for group in state.groups:
+                group.module_fqn = ", ".join(state.names)
+            if state.unit is not None:
+                state.unit.rename(state.name, [[param.fqn for param in group.params] for group in state.groups])
+
+    def _engine_unit(self):
+        policy = self.mp_policy
+        for index, group in enumerate(self.groups):
+            name = self.name if index == 0 else f"{self.name} (mesh {index})"
+            if group.engine is None:
                 streams = has_streams(group.ranks.device)
-                engine_groups.append(
-                    group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, has_streams=streams)
-                )
-                comms.connect(group, self.modules, policy)
-            self.unit = _C.Unit(self.name, self.ranks.device, engine_groups, self.options)
-            self.hooks.set_unit(self.unit)
-        else:
-            self.unit.reshard()
-        root.add_unit(self.unit, [choice.transport_of(group.ranks) for group in self.groups])
-        for group in self.groups:
-            if group.ranks.has_replicate_axis and group.ranks.replicas > 1:
-                group.engine.all_reduce = choice.all_reduce_of(group.ranks)
+                group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, has_streams=streams)
+            comms.connect(group, policy)
+        if self.unit is not None:
+            return self.unit
+        return _C.Unit(self.name, self.ranks.device, [group.engine for group in self.groups], self.options)
+
+    def _transports(self, choice: TransportChoice) -> tuple[list, list, list]:
+        """Per group: its transport, the all-reduce over its replicas or None, the transport it has after forward."""
+        all_reduces = [
+            choice.all_reduce_of(group.ranks) if group.ranks.has_replicate_axis and group.ranks.replicas > 1 else None
+            for group in self.groups
+        ]
+        small = []
         if self.post_forward_world is not None:
-            for group in self.groups:
-                small = post_forward_group(group.ranks, self.post_forward_world)
-                group.make_post_forward(small)
-                root.add_post_forward(group.engine, choice.transport_of(small))
-        self.root, self.is_root, self.provisional = root, is_root, provisional
+            small = [choice.transport_of(post_forward_group(g.ranks, self.post_forward_world)) for g in self.groups]
+        return [choice.transport_of(group.ranks) for group in self.groups], all_reduces, small
+
+    def _join(self, root, unit, transports: list, all_reduces: list, post_forward: list) -> None:
+        """Puts the engine's unit, a new one or one of another root, under ``root``."""
+        root.add_unit(unit, transports)
+        for group, all_reduce in zip(self.groups, all_reduces, strict=True):
+            if all_reduce is not None:
+                group.engine.all_reduce = all_reduce
+        for group, transport in zip(self.groups if post_forward else (), post_forward, strict=True):
+            group.make_post_forward(post_forward_group(group.ranks, self.post_forward_world))
+            root.add_post_forward(group.engine, transport)
+        self.unit, self.root = unit, root
         self.comms.apply(self)
 
     def apply_prefetch(self) -> None:
@@ -334,6 +395,8 @@ class UnitState(StateNames, torch_private.State):
         for group in self.groups:
             before = [param.param for param in group.params]
             fresh = group.adopt()
+            if fresh and self.is_root is None:
+                self._forget_unit()
             if group.engine is None:
                 continue
             if fresh:
@@ -345,9 +408,17 @@ class UnitState(StateNames, torch_private.State):
                 if sharded.param is not old:
                     group.engine.set_sharded_param(index, sharded.param, sharded.spec)
 
+    def _forget_unit(self) -> None:
+        """Undoes ``make_unit``."""
+        if self.unit is not None:
+            self.options = _C.UnitOptions(self.unit.options)
+        self.unit = self.root = None
+        for group in self.groups:
+            group.forget_engine()
+
     def check_pools(self) -> None:
         """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""
-        if self.is_root and not self.provisional:
+        if self.is_root:
             for state in self.tree:
                 for group in state.groups:
                     group.check_pool()

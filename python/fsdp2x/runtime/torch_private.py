@@ -5,6 +5,7 @@ Owns no state. Each name says why the public surface does not do.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from datetime import timedelta
 
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "StridedShard",
     "TrainingState",
     "accelerator_type",
+    "backward_hooks",
     "all_gather_group",
     "comm_allocator",
     "concatenate_meshes",
@@ -79,6 +81,12 @@ rebuild_tensor = _rebuild_tensor_v2
 rebuild_tensor_of_dtype = _rebuild_tensor_v3
 root_modules = _get_root_modules
 local_shape_and_offset = compute_local_shape_and_global_offset
+
+
+def backward_hooks(modules: list[nn.Module]) -> list[dict]:
+    """The dicts in which ``modules``, and all modules together, keep their backward hooks."""
+    found = [nn.modules.module._global_backward_hooks, *(getattr(m, "_backward_hooks", None) for m in modules)]
+    return [hooks for hooks in found if isinstance(hooks, OrderedDict)]  # which can be referred to weakly
 
 
 def is_replicated(module: nn.Module) -> bool:

@@ -58,7 +58,7 @@ class StateNames:
         root_state = self.root_state()
         return SimpleNamespace(
             all_states=list(root_state.tree) if root_state is not None else [],
-            is_last_backward=self.root.is_last_backward if self.root is not None else True,
+            is_last_backward=(root_state or self).is_last_backward,
         )
 
 

@@ -1,0 +1,24 @@
+"""Whether a module's call is still on the stack of this thread: tells recursion from a forward that was interrupted."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+# Code that calls a sharded module between its hooks: nn.Module's, also as Dynamo cuts it, and ours for other methods.
+_CALLERS = ("_call_impl", "call_sharded_method")
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether ``module`` was called before the call that is being made, and has neither returned nor raised.
+
+    From its pre-forward hook, on the thread that calls it.
+    """
+    num_calls = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if any(name in frame.f_code.co_name for name in _CALLERS) and frame.f_locals.get("self") is module:
+            num_calls += 1
+        frame = frame.f_back
+    return num_calls > 1

@@ -1,0 +1,401 @@
+"""Exceptions at every place of a step: what ranks go on with, and that no gradient is lost or doubled in silence."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Mlp, Stack, inputs
+from reference import both_transports, grads, only_fsdp2x, same, shard, shard_stock
+
+
+class Planned(Exception):
+    pass
+
+
+def fail(*args):
+    raise Planned
+
+
+class Places(Stack):
+    """Raises where it is told to; the places of `FORWARD` and `BACKWARD`, as many times as `times` says."""
+
+    place = ""
+    times = 0
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if self.place.startswith(("recompute", "checkpoint")) and i == 1:
+                x = checkpoint(block, x.requires_grad_(), use_reentrant=self.place.endswith("reentrant"))
+            else:
+                x = block(x)
+        return self.head(self.norm(x))
+
+    def strike(self, place):
+        if self.place == place and self.times:
+            self.times -= 1
+            raise KeyboardInterrupt if place == "interrupt" else Planned
+
+
+def plan(model, place, times=1):
+    """Arms `place`; the hooks stay, and do nothing once they have raised `times` times."""
+    model.place, model.times = place, times
+    block = model.blocks[1]
+
+    def strike(*args):
+        model.strike(place)
+
+    def on_gradient(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: strike())
+
+    match place:
+        case "root pre":
+            model.register_forward_pre_hook(strike)
+        case "unit pre":
+            block.register_forward_pre_hook(strike)
+        case "unit pre, first":
+            block.register_forward_pre_hook(strike, prepend=True)
+        case "inside a unit" | "interrupt" | "checkpoint" | "checkpoint, reentrant":
+            block.up.register_forward_pre_hook(strike)
+        case "unit post":
+            block.register_forward_hook(strike)
+        case "unit post, first":
+            block.register_forward_hook(strike, prepend=True)
+        case "root end":
+            model.head.register_forward_hook(strike)
+        case "root post":
+            model.register_forward_hook(strike)
+        case "first gradient":
+            model.register_forward_hook(on_gradient)
+        case "between units":
+            block.register_forward_hook(on_gradient)
+        case "last unit":
+            model.blocks[0].up.register_forward_hook(on_gradient)
+        case "module hook":
+            block.up.register_full_backward_hook(strike)
+        case "post accumulate":
+            block.up.weight.register_post_accumulate_grad_hook(strike)
+        case "root's post accumulate":
+            model.head.weight.register_post_accumulate_grad_hook(strike)
+        case "recompute" | "recompute, reentrant":
+            block.up.register_forward_pre_hook(
+                lambda *args: strike() if torch._C._current_graph_task_id() != -1 else None
+            )
+        case _:
+            raise AssertionError(place)
+
+
+FORWARD = (
+    *("root pre", "unit pre", "unit pre, first", "inside a unit", "interrupt", "unit post", "unit post, first"),
+    *("root end", "root post", "checkpoint", "checkpoint, reentrant"),
+)
+BACKWARD = (
+    *("first gradient", "between units", "last unit", "module hook", "post accumulate", "root's post accumulate"),
+    *("recompute", "recompute, reentrant"),
+)
+RAISED = (Planned, KeyboardInterrupt)
+
+
+def loss_of(ctx, model, number):
+    return model(inputs(ctx.rank, number)).square().mean()
+
+
+def make(ctx, transport, mode="sync"):
+    options = {}
+    if mode == "reduce_scatter":
+        options["mesh"] = init_device_mesh("cpu", (2, ctx.world // 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(ctx, Places(), STACK_UNITS, transport=transport, **options)
+    if mode == "manual":
+        model.set_manual_backward_finalization(True)
+    return model
+
+
+def micro_batch(ctx, model, number, mode, last):
+    if mode in ("nothing", "reduce_scatter"):
+        scope = fsdp2x.accumulate(model, last=last, before_last=mode)
+    else:
+        scope = contextlib.nullcontext()
+    with scope:
+        loss_of(ctx, model, number).backward()
+    if mode == "manual" and last:
+        model.finalize_backward()
+
+
+def is_clean(model, where):
+    found = fsdp2x.describe(model).stats
+    assert found["gather_slots_owned"] == 0 and found["scratch_slots_owned"] == 0, (where, found)
+    assert all(unit.param_state == "SHARDED" for unit in fsdp2x.describe(model).units), where
+
+
+MODES = ("sync", "nothing", "reduce_scatter", "manual")
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", MODES)
+@both_transports
+def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, transport):
+    """Between two micro-batches, once and twice in a row, with and without a graph that waits for its backward."""
+    only_fsdp2x(ctx)
+    expected = None
+    for place in ("", *FORWARD):
+        for times in (1, 2):
+            for waits in (False, True):
+                model = make(ctx, transport, mode)
+                micro_batch(ctx, model, 0, mode, last=False)
+                if place == "":
+                    micro_batch(ctx, model, 1, mode, last=True)
+                    expected = grads(model)
+                    break
+                waiting = loss_of(ctx, model, 1) if waits else None
+                plan(model, place, times)
+                for _ in range(times):
+                    with pytest.raises(RAISED):
+                        loss_of(ctx, model, 2)
+                model.place = ""
+                if waits:
+                    waiting.backward()
+                    if mode == "manual":
+                        model.finalize_backward()
+                else:
+                    micro_batch(ctx, model, 1, mode, last=True)
+                same(grads(model), expected, f"{place}, {times} times, waits: {waits}")
+                is_clean(model, place)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_failed_backward_leaves_nothing_behind(ctx, transport):
+    """The next step, after zero_grad, is that of a model that never failed; also when its graph was there before."""
+    only_fsdp2x(ctx)
+    expected = None
+    for place in ("", *BACKWARD):
+        for times in (1, 2):
+            for waits in (False, True):
+                model = make(ctx, transport)
+                loss_of(ctx, model, 0).backward()
+                model.zero_grad()
+                if place == "":
+                    loss_of(ctx, model, 2).backward()
+                    expected = grads(model)
+                    break
+                plan(model, place, times)
+                failing = [loss_of(ctx, model, 1) for _ in range(times)]
+                following = loss_of(ctx, model, 2) if waits else None
+                for loss in failing:
+                    with pytest.raises(RAISED):
+                        loss.backward()
+                    model.zero_grad()
+                if not waits:
+                    following = loss_of(ctx, model, 2)
+                following.backward()
+                same(grads(model), expected, f"{place}, {times} times, waits: {waits}")
+                del failing, following, loss
+                loss_of(ctx, model, 3).backward()
+                is_clean(model, place)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", ["nothing", "reduce_scatter", "manual"])
+@both_transports
+def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):
+    only_fsdp2x(ctx)
+    model = make(ctx, transport, mode)
+    micro_batch(ctx, model, 0, mode, last=False)
+    micro_batch(ctx, model, 2, mode, last=True)
+    expected = grads(model)
+    kept = []
+    for place in BACKWARD:
+        model = make(ctx, transport, mode)
+        micro_batch(ctx, model, 0, mode, last=False)
+        plan(model, place)
+        with pytest.raises(RAISED):
+            micro_batch(ctx, model, 1, mode, last=place.endswith("post accumulate"))
+            pytest.skip("its hooks do not run before the end") if mode == "manual" else None
+        try:
+            micro_batch(ctx, model, 2, mode, last=True)
+        except RuntimeError as error:
+            assert "reset_iter_state()" in str(error) and "begin the step again" in str(error)
+            with pytest.raises(RuntimeError, match="reset_iter_state"):
+                loss_of(ctx, model, 2)
+            with torch.no_grad():
+                loss_of(ctx, model, 2)
+            model.reset_iter_state()
+            micro_batch(ctx, model, 0, mode, last=False)
+            micro_batch(ctx, model, 2, mode, last=True)
+        else:
+            kept.append(place)
+        same(grads(model), expected, place)
+        is_clean(model, place)
+    assert "first gradient" in kept and "last unit" not in kept
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_two_roots(ctx, transport):
+    """What one root fails at is not the other's business."""
+    only_fsdp2x(ctx)
+    first, second = make(ctx, transport), make(ctx, transport, "nothing")
+    micro_batch(ctx, second, 0, "nothing", last=False)
+    plan(first, "between units")
+    with pytest.raises(Planned):
+        (loss_of(ctx, first, 1) + loss_of(ctx, first, 2)).backward()
+    plan(first, "inside a unit")
+    with pytest.raises(Planned):
+        loss_of(ctx, first, 1)
+    micro_batch(ctx, second, 1, "nothing", last=True)
+    first.zero_grad()
+    loss_of(ctx, first, 3).backward()
+    for got, numbers in ((first, (3,)), (second, (0, 1))):
+        expected = make(ctx, transport, "nothing")
+        for number in numbers:
+            micro_batch(ctx, expected, number, "nothing", last=number == numbers[-1])
+        same(grads(got), grads(expected))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_unit_whose_failure_the_root_catches(ctx, transport):
+    """Its forward goes on without that unit; nothing of it stays gathered."""
+
+    class Forgiving(Stack):
+        fails = False
+
+        def forward(self, x):
+            x = self.blocks[0](x)
+            try:
+                x = self.blocks[1](x)
+                if self.fails:
+                    raise Planned
+            except Planned:
+                pass
+            return self.head(self.norm(self.blocks[2](x)))
+
+    def run(model, in_unit):
+        model.fails = not in_unit
+        handle = model.blocks[1].up.register_forward_hook(fail) if in_unit else None
+        losses = []
+        for number in range(2):
+            loss = loss_of(ctx, model, number)
+            if in_unit and ctx.impl == "fsdp2x":
+                states = {unit.name: unit.param_state for unit in fsdp2x.describe(model).units}
+                assert states["blocks.1"] == "SHARDED", states
+            loss.backward()
+            losses.append(loss.detach())
+        if handle is not None:
+            handle.remove()
+        loss_of(ctx, model, 5).backward()
+        return losses, grads(model)
+
+    for in_unit in (False, True):
+        ours = run(shard(ctx, Forgiving(), STACK_UNITS, transport=transport), in_unit)
+        if in_unit:
+            plain = Forgiving()
+            expected = run_unsharded(plain, ctx)
+            same(ours[0], expected, "losses of the unsharded model", rtol=1e-6, atol=1e-6)
+        else:
+            same(ours, run(shard_stock(Forgiving(), STACK_UNITS), in_unit))
+
+
+def run_unsharded(model, ctx):
+    model.blocks[1].up.register_forward_hook(fail)
+    return [loss_of(ctx, model, number).detach() for number in range(2)]
+
+
+class Silent(Stack):
+    """Keeps its output, and returns None."""
+
+    def forward(self, x):
+        self.output = super().forward(x)
+
+
+class SilentUnits(Stack):
+    """Its blocks do that; without gradients, since backward cannot see such a unit."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = SilentMlp
+
+    def forward(self, x):
+        for block in self.blocks:
+            block(x)
+            x = block.output
+        return self.head(self.norm(x))
+
+
+class SilentMlp(Mlp):
+    def forward(self, x):
+        self.output = super().forward(x)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("handles", ["nothing", "one", "one inside another", "one that it raises again"])
+@both_transports
+def test_a_module_that_returns_none_while_an_exception_is_handled(ctx, handles, transport):
+    only_fsdp2x(ctx)
+
+    def run(model, handles):
+        call = {
+            "nothing": plainly,
+            "one": in_handler,
+            "one inside another": lambda model, x: in_handler(model, x, depth=2),
+            "one that it raises again": raised_again,
+        }[handles]
+        results = []
+        for number in range(3):
+            call(model, inputs(ctx.rank, number))
+            model.output.square().mean().backward()
+            results.append([type(param).__name__ for param in model.parameters()])
+        return results, grads(model)
+
+    model = shard(ctx, Silent(), STACK_UNITS, transport=transport)
+    expected = run(shard(ctx, Silent(), STACK_UNITS, transport=transport), "nothing")
+    if handles == "one that it raises again":
+        raised_again(model, inputs(ctx.rank))
+        model.zero_grad()
+        is_clean(model, handles)
+        return same(run(model, "nothing"), expected)
+    same(run(model, handles), expected)
+    units = shard(ctx, SilentUnits(), STACK_UNITS, transport=transport)
+    with torch.no_grad():
+        try:
+            fail()
+        except Planned:
+            got = [units(inputs(ctx.rank, number)) for number in range(2)]
+        is_clean(units, "units")
+        twin = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+        same(got, [twin(inputs(ctx.rank, number)) for number in range(2)])
+
+
+def plainly(model, x):
+    assert model(x) is None
+
+
+def in_handler(model, x, depth=1):
+    try:
+        fail()
+    except Planned:
+        if depth == 1:
+            return plainly(model, x)
+        in_handler(model, x, depth - 1)
+
+
+def raised_again(model, x):
+    """The exception that is being handled is raised by the module itself: its forward has failed."""
+    try:
+        fail()
+    except Planned as error:
+        known = error
+
+        def again(*args):
+            raise known
+
+        handle = model.head.register_forward_hook(again)
+        with pytest.raises(Planned):
+            model(x)
+        handle.remove()

@@ -1,0 +1,122 @@
+"""Backward hooks of modules see the gradients of their weights, as with upstream and without sharding."""
+
+import gc
+
+import pytest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Mlp, Stack, inputs
+from reference import both_transports, full, grads, only_fsdp2x, parity, same, shard
+
+HOOKED = ("blocks.1", "blocks.1.up", "blocks.2.down", "norm", "head")
+
+
+def watch(model, paths=HOOKED):
+    """What the hooks see: for each module and each of its weights, the gradient while it is whole."""
+    seen = []
+
+    def hook(path, module):
+        found = [None if param.grad is None else full(param.grad) for param in module.parameters()]
+        seen.append((path, [type(param).__name__ for param in module.parameters()], found))
+
+    handles = []
+    for path in paths:
+        module = model.get_submodule(path)
+        handles.append(module.register_full_backward_hook(lambda module, *args, path=path: hook(path, module)))
+    return seen, handles
+
+
+def steps(ctx, model, num=3, sync=lambda number: True):
+    for number in range(num):
+        model.set_requires_gradient_sync(sync(number))
+        model(inputs(ctx.rank, number)).square().mean().backward()
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.parametrize("sync", ["always", "last"])
+@both_transports
+def test_full_backward_hooks_see_gradients(ctx, sync, transport):
+    """Hooks that come after the first step and go before the last one, too. Without gradient sync they see the
+    micro-batch's own; upstream's hooks see the sum so far."""
+
+    def run(model):
+        steps(ctx, model)
+        model.zero_grad()
+        seen, handles = watch(model)
+        steps(ctx, model, sync=lambda number: sync == "always" or number == 2)
+        for handle in handles:
+            handle.remove()
+        steps(ctx, model)
+        watched.append(seen)
+        return seen if sync == "always" else None, grads(model)
+
+    watched = []
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    seen = watched[-1]
+    assert len(seen) == 3 * len(HOOKED) and all(grad is not None for _, _, found in seen for grad in found)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_hook_of_all_modules(ctx, transport):
+    def run(model):
+        seen = []
+
+        def hook(module, *args):
+            if isinstance(module, nn.Linear):
+                seen.append(full(module.weight.grad))
+
+        handle = nn.modules.module.register_module_full_backward_hook(hook)
+        try:
+            steps(ctx, model, num=2)
+        finally:
+            handle.remove()
+        return seen, grads(model)
+
+    seen, _ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    # The first module's inputs need no gradients: its hook comes before its weights' gradients, with anybody.
+    assert len(seen) == 2 * 7 and sum(grad is not None for grad in seen) == 2 * 6
+
+
+class Shared(Stack):
+    """A weight that two modules use, a unit that runs twice and one that is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+
+    def forward(self, x):
+        x = self.blocks[0](self.blocks[0](x))
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_hooks_of_units_that_run_twice(ctx, transport):
+    """Their sums do not depend on who looks at them."""
+    only_fsdp2x(ctx)
+    results = []
+    for hooked in (False, True):
+        model = shard(ctx, Shared(), ("blocks.0", "blocks.1+blocks.2"), transport=transport)
+        if hooked:
+            watch(model)
+        steps(ctx, model)
+        results.append(grads(model))
+        assert fsdp2x.describe(model).stats["scratch_slots_owned"] == 0
+    same(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+@distributed(world_sizes=(2,))
+def test_a_module_that_leaves(ctx):
+    """The engine refers to the hooks of modules that may be gone."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, nn.Sequential(Mlp(), nn.Dropout(0.0), nn.Linear(6, 3)))
+    model(inputs(ctx.rank)).sum().backward()
+    model[1] = nn.Identity()
+    gc.collect()
+    model(inputs(ctx.rank)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -1,0 +1,134 @@
+"""Complex weights train: their gradients are summed as pairs of real numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2x
+from harness import distributed
+from models import inputs
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
+
+
+class Complex(nn.Module):
+    """Rows and columns that ranks do not divide."""
+
+    def __init__(self, dtype=torch.complex64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(7, 6, dtype=dtype))
+        self.second = nn.Parameter(torch.randn(3, 7, dtype=dtype))
+        self.phase = nn.Parameter(torch.randn(5, dtype=dtype))
+
+    def forward(self, x):
+        x = x.to(self.first.dtype) @ self.first.T * 1j
+        return (x @ self.second.conj().T).abs() * self.phase.angle().sum()
+
+
+class Spectral(nn.Module):
+    """A Fourier layer between real ones, in one unit with them: upstream wants one dtype in each unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64) * 0.1)
+        self.linear = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(self.linear(x), n=6, dim=0)
+        return self.out(x + torch.fft.irfft(spectrum * self.weight[: spectrum.shape[0]], n=x.shape[0], dim=0))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+OURS = {
+    "AdamW": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: fsdp2x.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+def train(ctx, model, make, num=4):
+    optimizer = make(model.parameters())
+    results = []
+    for number in range(num):
+        model.set_requires_gradient_sync(number != 1)
+        loss = model(inputs(ctx.rank, number)).square().mean()
+        loss.backward()
+        results += [loss.detach(), grads(model)]
+        if number != 1:
+            optimizer.step()
+        if number == 2:
+            optimizer.zero_grad()
+    return results, params(model)
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@both_transports
+def test_complex_weights_train_as_upstreams(ctx, dtype, name, transport):
+    parity(ctx, Complex(dtype), lambda model: train(ctx, model, OPTIMIZERS[name]), transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("name", OURS)
+def test_our_optimizers_step_them(ctx, name):
+    """As the unsharded model; torch's AdamW is wrong over DTensors whose rows the ranks do not divide."""
+    only_fsdp2x(ctx)
+    ours, plain = shard(ctx, Complex()), Complex()
+    optimizer, expected = OURS[name](ours.parameters()), OPTIMIZERS[name](plain.parameters())
+    for number in range(4):
+        ours(inputs(ctx.rank, number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_of_ranks(plain, lambda m, rank, i=number: m(inputs(rank, i)).square().mean(), ctx.world)
+        expected.step()
+        same(params(ours), full(dict(plain.named_parameters())), rtol=1e-4, atol=1e-5)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_complex_beside_real_weights(ctx, transport):
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    plain, ours = Spectral(), Spectral()
+    ours.load_state_dict(plain.state_dict())
+    shard(ctx, ours, transport=transport)
+    ours(inputs(ctx.rank)).square().mean().backward()
+    mean_of_ranks(plain, lambda model, rank: model(inputs(rank)).square().mean(), ctx.world)
+    same(grads(ours), grads(plain), rtol=1e-5, atol=1e-6)
+    norm = fsdp2x.clip_grad_norm_(ours.parameters(), 0.1)
+    same(full(norm), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1), rtol=1e-5, atol=1e-6)
+    same(grads(ours), grads(plain), rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+def test_frozen_and_held_complex_gradients(ctx):
+    """Gradients that somebody keeps, foreign ones that are added to, and weights without any."""
+
+    def run(model):
+        model.phase.requires_grad_(False)
+        seen, held = [], []
+        for number in range(3):
+            if number == 2:
+                model.first.grad = torch.zeros_like(model.first)
+            model(inputs(ctx.rank, number)).square().mean().backward()
+            held.append(model.second.grad)
+            seen.append(grads(model))
+            model.zero_grad()
+        return seen, [full(grad) for grad in held]
+
+    parity(ctx, Complex(), run)
+
+
+@distributed(world_sizes=(2,))
+def test_memory_of_complex_weights_is_foretold(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Complex())
+    report = fsdp2x.memory_report(model).to_dict()
+    model(inputs(ctx.rank)).sum().backward()
+    engine = model._get_fsdp_state().groups[0].engine
+    assert engine.shard_pool_bytes == report["units"][0]["shard_bytes"], report["units"][0]
+    assert engine.slot_bytes == report["units"][0]["slot_bytes"]
