@@ -6,6 +6,7 @@
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
 #include "bind/peers.hpp"
+#include "bind/shared_memory.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
@@ -55,12 +56,6 @@ std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
                         std::move(owners));
   }
   return params;
-}
-
-// Lets Ctrl-C end a wait. Signals are handled by the main thread only; on others this does nothing.
-void raise_on_signal() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw_python_error();
 }
 
 py::dict stats_of(const Root& root) {
@@ -150,28 +145,17 @@ void bind_layout(py::module_& m) {
   m.def("tensor_without_memory", &tensor_without_memory, py::arg("sizes"), py::arg("dtype"), py::arg("device"));
 }
 
-std::unique_ptr<cpu::ShmGroup> shm_group(int rank, int world, const std::string& socket_name, const py::bytes& token,
-                                         double timeout_s) {
-  const cpu::ShmOptions options{rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal};
-  const py::gil_scoped_release released;
-  return cpu::ShmGroup::create(options);
-}
-
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", &Transport::name);
   m.def("local_transport", []() -> std::shared_ptr<Transport> { return std::make_shared<HostTransport>(nullptr); });
   m.def(
       "shm_transport",
-      [](int rank, int world, const std::string& socket_name, const py::bytes& token,
-         double timeout_s) -> std::shared_ptr<Transport> {
-        return std::make_shared<HostTransport>(shm_group(rank, world, socket_name, token, timeout_s));
+      [](std::shared_ptr<cpu::ShmGroup> group) -> std::shared_ptr<Transport> {
+        return std::make_shared<HostTransport>(std::move(group));
       },
-      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"));
+      py::arg("group"));
   py::class_<HostAllReduce>(m, "HostAllReduce")
-      .def(py::init([](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s) {
-             return std::make_unique<HostAllReduce>(shm_group(rank, world, socket_name, token, timeout_s));
-           }),
-           py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"))
+      .def(py::init<std::shared_ptr<cpu::ShmGroup>>(), py::arg("group"))
       .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
   m.def(
       "group_transport",
@@ -390,6 +374,7 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   fsdp2x::bind_layout(m);
+  fsdp2x::bind_shared_memory(m);
   fsdp2x::bind_transports(m);
   fsdp2x::bind_device(m);
   fsdp2x::bind_group(m);

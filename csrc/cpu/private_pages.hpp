@@ -14,8 +14,8 @@ class PrivatePages {
   PrivatePages();
 
   // Afterwards [begin, begin + bytes), of a private mapping of shared memory, shows what the shared memory holds; so do
-  // the rest of the pages it lies in.
-  void discard(std::byte* begin, size_t bytes) const;
+  // the rest of the pages it lies in. False when the kernel refused; errno says why.
+  bool discard(std::byte* begin, size_t bytes) const;
 
  private:
   FileDescriptor pagemap_;

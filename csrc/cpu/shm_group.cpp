@@ -1,385 +1,96 @@
-// The gather and reduction protocols of csrc/README.md on the records of shm_map.hpp.
+// The memory of a group: met over, mapped window by window.
 #include "cpu/shm_group.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <optional>
+#include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "core/error.hpp"
 #include "cpu/shm_handshake.hpp"
-#include "cpu/shm_map.hpp"
-#include "cpu/shm_peers.hpp"
-#include "cpu/shm_windows.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
 
-// Tells the peers what this rank waits for, as long as it lives.
-class Wish {
- public:
-  Wish(Word& word, uint64_t value, const Peers& peers) : word_(word) {
-    word_.store(value, std::memory_order_release);
-    peers.ring();
-  }
-  ~Wish() { word_.store(0, std::memory_order_release); }
-  Wish(const Wish&) = delete;
-  Wish& operator=(const Wish&) = delete;
+constexpr FileSizes kSizes = {size_t{1} << 36, size_t{1} << 46};
 
- private:
-  Word& word_;
-};
+void check_window(uint64_t offset, size_t bytes, size_t arena_bytes, const char* arena) {
+  if (offset % page_bytes() != 0 || bytes == 0 || bytes > arena_bytes || offset > arena_bytes - bytes) {
+    throw Error(std::string("shared memory: no window of ") + std::to_string(bytes) + " bytes at " +
+                std::to_string(offset) + " in the " + arena + " arena of " + std::to_string(arena_bytes) +
+                " bytes: it must begin at a page and lie inside");
+  }
+}
 
 }  // namespace
 
-struct ShmGroup::Impl {
-  explicit Impl(const ShmOptions& given) : options(given), map(given.world, 0) {}
+ShmGroup::ShmGroup(const ShmOptions& options, const ShmMap& map, Mapping control_area)
+    : ShmProtocol(options, map, control_area.data()), map_(map), control_area_(std::move(control_area)) {}
 
-  ShmOptions options;
-  pid_t creator = ::getpid();
-  FileDescriptor memory;
-  ShmMap map;
-  Mapping control_area;
-  std::optional<Peers> peers;
-  Windows shared{View::read_write};
-  Windows isolated{View::isolated};
-  Windows own_scratch{View::read_write};
-  Windows peer_scratch{View::read_only};
-  std::vector<std::string> unit_names;
-
-  std::byte* control() const { return control_area.data(); }
-  RankState& state(int rank) const { return map.state(control(), rank); }
-  RankState& own() const { return state(options.rank); }
-
-  UnitRecord& record(uint32_t unit, int rank) const {
-    if (unit >= kMaxUnits) {
-      throw Error("shared memory: unit " + std::to_string(unit) + " is beyond the " + std::to_string(kMaxUnits) +
-                  " that a group holds: shard fewer modules");
+std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::string& reason) {
+  std::unique_ptr<ShmGroup> group;
+  const auto map_control = [&](Meeting& meeting) {
+    const ShmMap map(options.world, meeting.total_bytes);
+    Mapping control(meeting.memory.get(), 0, map.control_bytes(), View::read_write);
+    for (size_t rank = 0; options.rank == 0 && rank < meeting.pids.size(); ++rank) {
+      map.state(control.data(), static_cast<int>(rank)).pid.store(static_cast<uint64_t>(meeting.pids[rank]));
     }
-    return map.unit(control(), rank, unit);
-  }
-  Word& released(uint32_t slot, int rank) const {
-    if (slot >= kMaxSlots) {
-      throw Error("shared memory: slot " + std::to_string(slot) + " is beyond the " + std::to_string(kMaxSlots) +
-                  " that a group holds: reshard units after use");
-    }
-    return map.released(control(), rank, slot);
-  }
-
-  // True when `rank` cannot go on before this rank does.
-  bool waits_for_me(int rank) const {
-    if (state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load()) return true;
-    const uint64_t wish = state(rank).wanted_slot.load(std::memory_order_acquire);
-    return wish != 0 && released(wished_slot(wish), options.rank).load() + 1 < wished_use(wish);
-  }
-
-  std::string unit_text(uint64_t unit) const {
-    if (unit < unit_names.size() && !unit_names[unit].empty()) return "unit '" + unit_names[unit] + "'";
-    return "unit " + std::to_string(unit);
-  }
-  std::string gather_text(uint64_t sequence, uint64_t unit) const {
-    return "all-gather #" + std::to_string(sequence) + " of " + unit_text(unit);
-  }
-  std::string gather_text(const GatherPost& post) const { return gather_text(post.sequence, post.unit); }
-  std::string place_text(const GatherPost& post) const {
-    return gather_text(post) + " (slot " + std::to_string(post.slot) + " at " + std::to_string(post.slot_offset) +
-           ", " + std::to_string(post.bytes) + " bytes)";
-  }
-  std::string reduction_text(uint32_t unit, uint64_t epoch) const {
-    return "reduction #" + std::to_string(epoch) + " of " + unit_text(unit);
-  }
-  std::string where(int rank) const {
-    const uint64_t sequence = state(rank).num_posted.load(std::memory_order_acquire);
-    if (sequence == 0) return "has not begun any all-gather yet";
-    const uint64_t unit = map.entry(control(), rank, sequence).unit.load(std::memory_order_relaxed);
-    return "began " + gather_text(sequence, unit) + " last";
-  }
-
-  // The entry that `rank` posted for `sequence`. To be called when its num_posted has reached it.
-  GatherPost entry_of(int rank, uint64_t sequence) const {
-    const RingEntry& entry = map.entry(control(), rank, sequence);
-    GatherPost post;
-    const uint64_t before = entry.sequence.load(std::memory_order_acquire);
-    post.sequence = sequence;
-    post.unit = static_cast<uint32_t>(entry.unit.load(std::memory_order_relaxed));
-    post.slot = static_cast<uint32_t>(entry.slot.load(std::memory_order_relaxed));
-    post.slot_offset = entry.slot_offset.load(std::memory_order_relaxed);
-    post.bytes = entry.bytes.load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    const uint64_t after = entry.sequence.load(std::memory_order_relaxed);
-    if (before != sequence || after != sequence) {
-      throw Error("shared memory: rank " + std::to_string(rank) + " skipped all-gather #" + std::to_string(sequence) +
-                  " or is more than " + std::to_string(kRingEntries) + " ahead of rank " +
-                  std::to_string(options.rank) + "; it " + where(rank) +
-                  ": after an exception, every rank must reset (`reset_iter_state`)");
-    }
-    return post;
-  }
-
-  [[noreturn]] void fail_mismatch(const GatherPost& mine, int rank, const GatherPost& theirs) const {
-    std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(mine) +
-                       ", rank " + std::to_string(rank) + " in " + place_text(theirs) + ": ";
-    if (mine.unit != theirs.unit) {
-      text += "the ranks ran their units in different order; every rank must run the same modules in the same order";
-    } else {
-      text +=
-          "the ranks gather the same unit into different places; they must have the same parameters, dtypes and "
-          "history of unshard() and reshard() calls";
-    }
-    throw Error(text);
-  }
-
-  void check_window(uint64_t offset, size_t bytes, size_t arena_bytes, const char* arena) const {
-    if (offset % page_bytes() != 0 || bytes == 0 || bytes > arena_bytes || offset > arena_bytes - bytes) {
-      throw Error(std::string("shared memory: no window of ") + std::to_string(bytes) + " bytes at " +
-                  std::to_string(offset) + " in the " + arena + " arena of " + std::to_string(arena_bytes) +
-                  " bytes: it must begin at a page and lie inside");
-    }
-  }
-
-  void barrier(const char* what) {
-    const uint64_t count = own().barriers.load(std::memory_order_relaxed) + 1;
-    own().barriers.store(count, std::memory_order_release);
-    peers->ring();
-    peers->wait([&](int rank) { return state(rank).barriers.load(std::memory_order_acquire) >= count; },
-                [&] { return std::string("the barrier '") + what + "'"; });
-  }
-};
-
-ShmGroup::ShmGroup() = default;
-
-std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                                               std::chrono::duration<double>(options.timeout_s));
-  Meeting meeting = meet(options, deadline);
-  std::unique_ptr<ShmGroup> group(new ShmGroup());
-  group->impl_ = std::make_unique<Impl>(options);
-  Impl& impl = *group->impl_;
-  impl.memory = std::move(meeting.memory);
-  impl.map = ShmMap(options.world, meeting.total_bytes);
-  impl.control_area = Mapping(impl.memory.get(), 0, impl.map.control_bytes(), View::read_write);
-  impl.peers.emplace(impl.options, impl.map, impl.control(), [&impl](int rank) { return impl.where(rank); });
-  if (options.rank == 0) {
-    for (int rank = 0; rank < options.world; ++rank) {
-      impl.state(rank).pid.store(static_cast<uint64_t>(meeting.pids[static_cast<size_t>(rank)]));
-    }
-    hand_out(impl.memory, meeting, options);
-  }
+    group.reset(new ShmGroup(options, map, std::move(control)));
+  };
+  std::optional<Meeting> meeting = meet(options, kSizes, map_control, reason);
+  if (!meeting) return nullptr;
+  group->memory_ = std::move(meeting->memory);
   // A rank in a pid namespace of its own cannot tell what the published numbers mean.
-  if (meeting.pids_are_shared && impl.own().pid.load() == static_cast<uint64_t>(impl.creator)) impl.peers->watch();
-  impl.barrier("set-up of the group");
+  if (meeting->pids_are_shared) group->watch_peers();
   return group;
 }
 
-ShmGroup::~ShmGroup() {
-  // A forked child inherits the group but is not the rank: its end must not look like the rank's.
-  if (!impl_ || impl_->control() == nullptr || impl_->creator != ::getpid()) return;
-  impl_->own().closed.store(1, std::memory_order_release);
-  if (impl_->peers) impl_->peers->ring();
-}
+ShmGroup::~ShmGroup() { close(); }
 
-int ShmGroup::rank() const { return impl_->options.rank; }
-int ShmGroup::world() const { return impl_->options.world; }
-size_t ShmGroup::page_bytes() { return cpu::page_bytes(); }
-
-void ShmGroup::set_unit_name(uint32_t unit, const std::string& name) {
-  impl_->record(unit, 0);  // refuses an index beyond the table
-  if (impl_->unit_names.size() <= unit) impl_->unit_names.resize(size_t{unit} + 1);
-  impl_->unit_names[unit] = name;
+std::byte* ShmGroup::map(Windows& windows, size_t position, size_t bytes) {
+  require_own_process();
+  try {
+    return windows.get(memory_.get(), position, bytes);
+  } catch (const std::exception& error) {
+    // The others would wait for this rank, and it cannot come.
+    const std::string text = "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) +
+                             " cannot go on: " + error.what();
+    fail(text);
+    throw Error(text);
+  }
 }
 
 GatherWindow ShmGroup::gather_window(uint64_t offset, size_t bytes) {
-  Impl& impl = *impl_;
-  impl.check_window(offset, bytes, impl.map.gather_bytes(), "gather");
-  const size_t position = impl.map.gather_offset() + offset;
-  return {impl.shared.get(impl.memory.get(), position, bytes), impl.isolated.get(impl.memory.get(), position, bytes)};
+  check_window(offset, bytes, map_.gather_bytes(), "gather");
+  const size_t position = map_.gather_offset() + offset;
+  return {map(shared_, position, bytes), map(isolated_, position, bytes)};
 }
 
 std::byte* ShmGroup::scratch_window(int owner_rank, uint64_t offset, size_t bytes) {
-  Impl& impl = *impl_;
-  if (owner_rank < 0 || owner_rank >= impl.options.world) {
+  if (owner_rank < 0 || owner_rank >= world()) {
     throw Error("shared memory: rank " + std::to_string(owner_rank) + " has no scratch in a world of " +
-                std::to_string(impl.options.world));
+                std::to_string(world()));
   }
-  impl.check_window(offset, bytes, impl.map.scratch_bytes(), "scratch");
-  Windows& windows = owner_rank == impl.options.rank ? impl.own_scratch : impl.peer_scratch;
-  return windows.get(impl.memory.get(), impl.map.scratch_offset(owner_rank) + offset, bytes);
+  check_window(offset, bytes, map_.scratch_bytes(), "scratch");
+  return map(owner_rank == rank() ? own_scratch_ : peer_scratch_, map_.scratch_offset(owner_rank) + offset, bytes);
+}
+
+void ShmGroup::discard_private_pages(std::byte* isolated, size_t bytes) {
+  require_own_process();
+  if (private_pages_.discard(isolated, bytes)) return;
+  // What was written would hide the next gather from this rank.
+  const std::string text = "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) +
+                           " cannot go on: it cannot drop pages that were written in place (" + std::strerror(errno) +
+                           ")";
+  fail(text);
+  throw Error(text);
 }
 
 size_t ShmGroup::mapped_bytes() const {
-  return impl_->shared.mapped_bytes() + impl_->own_scratch.mapped_bytes() + impl_->peer_scratch.mapped_bytes();
+  return shared_.mapped_bytes() + own_scratch_.mapped_bytes() + peer_scratch_.mapped_bytes();
 }
 
 size_t ShmGroup::num_windows() const {
-  return impl_->shared.count() + impl_->isolated.count() + impl_->own_scratch.count() + impl_->peer_scratch.count();
+  return shared_.count() + isolated_.count() + own_scratch_.count() + peer_scratch_.count();
 }
-
-void ShmGroup::acquire_slot(const GatherPost& post, uint64_t num_uses) {
-  Impl& impl = *impl_;
-  const auto is_released = [&](int rank) {
-    return impl.released(post.slot, rank).load(std::memory_order_acquire) + 1 >= num_uses;
-  };
-  if (impl.peers->all_done(is_released)) return;
-  const Wish wish(impl.own().wanted_slot, wish_for_slot(post.slot, num_uses), *impl.peers);
-  impl.peers->wait(is_released, [&] {
-    return "the release of slot " + std::to_string(post.slot) + " for " + impl.gather_text(post);
-  });
-}
-
-void ShmGroup::post_gather(const GatherPost& post) {
-  Impl& impl = *impl_;
-  impl.record(post.unit, 0);
-  // The entry that this post overwrites was read by every peer that has come so far, see kRingEntries.
-  impl.peers->wait(
-      [&](int rank) {
-        return impl.state(rank).num_posted.load(std::memory_order_acquire) + kRingEntries / 2 >= post.sequence;
-      },
-      [&] { return "the ring of " + impl.gather_text(post); });
-  RingEntry& entry = impl.map.entry(impl.control(), impl.options.rank, post.sequence);
-  entry.sequence.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  entry.unit.store(post.unit, std::memory_order_relaxed);
-  entry.slot.store(post.slot, std::memory_order_relaxed);
-  entry.slot_offset.store(post.slot_offset, std::memory_order_relaxed);
-  entry.bytes.store(post.bytes, std::memory_order_relaxed);
-  entry.sequence.store(post.sequence, std::memory_order_release);
-  impl.own().num_posted.store(post.sequence, std::memory_order_release);
-  impl.peers->ring();
-}
-
-bool ShmGroup::gather_is_complete(const GatherPost& post) const {
-  return impl_->peers->all_done(
-      [&](int rank) { return impl_->state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; });
-}
-
-void ShmGroup::join_gather(const GatherPost& post) {
-  Impl& impl = *impl_;
-  if (!gather_is_complete(post)) {
-    const Wish wish(impl.own().wanted_gather, post.sequence, *impl.peers);
-    impl.peers->wait(
-        [&](int rank) { return impl.state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; },
-        [&] { return impl.gather_text(post); });
-  }
-  for (int rank = 0; rank < impl.options.world; ++rank) {
-    if (rank == impl.options.rank) continue;
-    const GatherPost theirs = impl.entry_of(rank, post.sequence);
-    const bool equal = theirs.unit == post.unit && theirs.slot == post.slot && theirs.slot_offset == post.slot_offset &&
-                       theirs.bytes == post.bytes;
-    if (!equal) impl.fail_mismatch(post, rank, theirs);
-  }
-}
-
-void ShmGroup::release_slot(uint32_t slot, uint64_t num_uses) {
-  impl_->released(slot, impl_->options.rank).store(num_uses, std::memory_order_release);
-  impl_->peers->ring();
-}
-
-void ShmGroup::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset) {
-  Impl& impl = *impl_;
-  impl.peers->wait(
-      [&](int rank) { return impl.record(unit, rank).consumed.load(std::memory_order_acquire) + 1 >= epoch; },
-      [&] { return "the end of " + impl.reduction_text(unit, epoch - 1) + " before the next"; });
-  UnitRecord& record = impl.record(unit, impl.options.rank);
-  record.tag.store(tag, std::memory_order_relaxed);
-  record.scratch_offset.store(scratch_offset, std::memory_order_relaxed);
-  record.posted.store(epoch, std::memory_order_release);
-  impl.peers->ring();
-}
-
-Joined ShmGroup::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t position, bool flush) {
-  Impl& impl = *impl_;
-  const uint64_t own_epoch = impl.record(unit, impl.options.rank).posted.load(std::memory_order_relaxed);
-  if (own_epoch != epoch) {
-    throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " joins " +
-                impl.reduction_text(unit, epoch) + " but posted #" + std::to_string(own_epoch) + " last");
-  }
-  bool later = false;
-  const auto posted = [&](int rank) { return impl.record(unit, rank).posted.load(std::memory_order_acquire) >= epoch; };
-  impl.peers->wait(
-      [&](int rank) {
-        if (later || posted(rank)) return true;
-        if (flush) return false;
-        // A peer posts first and publishes its progress or its wishes then: they are read before the last look at the
-        // post. When units run in different order, a peer may wait for this rank's next gather before it posts.
-        const bool elsewhere =
-            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
-        if (posted(rank)) return true;
-        later = elsewhere;
-        return later;
-      },
-      [&] { return impl.reduction_text(unit, epoch); });
-  if (later) return Joined::later;
-  for (int rank = 0; rank < impl.options.world; ++rank) {
-    if (rank == impl.options.rank) continue;
-    const UnitRecord& record = impl.record(unit, rank);
-    const uint64_t their_tag = record.tag.load(std::memory_order_relaxed);
-    if (their_tag != tag) {
-      throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " and rank " + std::to_string(rank) +
-                  " disagree about " + impl.reduction_text(unit, epoch) + " (tags " + std::to_string(tag) + " and " +
-                  std::to_string(their_tag) +
-                  "): its parameters, dtypes and requires_grad must be the same on every rank");
-    }
-  }
-  return Joined::ready;
-}
-
-uint64_t ShmGroup::peer_scratch_offset(uint32_t unit, int rank) const {
-  return impl_->record(unit, rank).scratch_offset.load(std::memory_order_relaxed);
-}
-
-void ShmGroup::consume_reduction(uint32_t unit, uint64_t epoch) {
-  impl_->record(unit, impl_->options.rank).consumed.store(epoch, std::memory_order_release);
-  impl_->peers->ring();
-}
-
-bool ShmGroup::reduction_is_consumed(uint32_t unit, uint64_t epoch) const {
-  for (int rank = 0; rank < impl_->options.world; ++rank) {
-    if (impl_->record(unit, rank).consumed.load(std::memory_order_acquire) < epoch) return false;
-  }
-  return true;
-}
-
-bool ShmGroup::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t position) {
-  Impl& impl = *impl_;
-  bool given_up = false;
-  const auto consumed = [&](int rank) {
-    return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
-  };
-  impl.peers->wait(
-      [&](int rank) {
-        if (given_up || consumed(rank)) return true;
-        const bool elsewhere =
-            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
-        given_up = elsewhere && !consumed(rank);
-        return elsewhere;
-      },
-      [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });
-  return !given_up;
-}
-
-void ShmGroup::wait_consumed(uint32_t unit, uint64_t epoch) {
-  Impl& impl = *impl_;
-  if (impl.record(unit, impl.options.rank).consumed.load(std::memory_order_relaxed) < epoch) {
-    throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " waits for the end of " +
-                impl.reduction_text(unit, epoch) + " before it has read it itself");
-  }
-  impl.peers->wait([&](int rank) { return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch; },
-                   [&] { return "the end of " + impl.reduction_text(unit, epoch); });
-}
-
-void ShmGroup::publish_progress(uint64_t position) {
-  Word& progress = impl_->own().progress;
-  const uint64_t before = progress.load(std::memory_order_relaxed);
-  if (position < before) {
-    throw Error("shared memory: the progress of rank " + std::to_string(impl_->options.rank) + " goes back from " +
-                std::to_string(before) + " to " + std::to_string(position));
-  }
-  if (position == before) return;
-  progress.store(position, std::memory_order_release);
-  impl_->peers->ring();
-}
-
-void ShmGroup::barrier(const char* what) { impl_->barrier(what); }
 
 }  // namespace fsdp2x::cpu

@@ -1,12 +1,15 @@
 // The meeting of the ranks: memfd, abstract unix socket, and the checks of who is at the other end.
 //
-//   peer   connect (again and again until rank 0 listens) -> check the listener's user -> Hello {rank, token ..}
-//   rank 0 accept -> check the peer's user, token, version, world, rank -> keep the connection
-//          when all are there: Reply {ok, total bytes} + the descriptor of the memfd
+//   rank 0     make the file, listen                                          | exchange
+//   the others connect, check the listener's user, say Hello {rank, token ..} | exchange
+//   rank 0     accept all that came, check user, token, version, world, rank; use the file; Reply + its descriptor
+//              to the ranks, nothing to anybody else                          | exchange
+//   the others take Reply and descriptor, check them, use the file            | exchange
+//
+// What a step needs from another rank has happened before the exchange: nothing waits for a rank that failed.
 #include "cpu/shm_handshake.hpp"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -15,27 +18,20 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
-#include <optional>
-#include <string>
-#include <thread>
+#include <type_traits>
 
 #include "core/error.hpp"
+#include "cpu/shm_limits.hpp"
 #include "cpu/shm_map.hpp"
-#include "cpu/shm_peers.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr size_t kTokenBytes = 32;
-constexpr size_t kMinTotalBytes = size_t{1} << 36;
-constexpr size_t kMaxTotalBytes = size_t{1} << 46;
-constexpr auto kSlice = std::chrono::milliseconds(50);
-
-enum class Verdict : uint32_t { ok, wrong_token, wrong_version, wrong_world, wrong_rank };
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 struct Hello {
   uint64_t magic = kShmMagic;
@@ -47,26 +43,12 @@ struct Hello {
 
 struct Reply {
   uint64_t magic = kShmMagic;
-  Verdict verdict = Verdict::ok;
   uint64_t total_bytes = 0;
   int64_t pid = 0;  // rank 0's own idea of its pid
 };
 
-const char* reason(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::ok:
-      return "accepted";
-    case Verdict::wrong_token:
-      return "it showed a wrong token: it belongs to another job or was given another group's address";
-    case Verdict::wrong_version:
-      return "it runs another version of fsdp2x: install the same one for all ranks";
-    case Verdict::wrong_world:
-      return "it counts another number of ranks: start all ranks with the same process group";
-    case Verdict::wrong_rank:
-      return "its rank is not one that is still missing: two processes have the same rank";
-  }
-  return "unknown";
-}
+// Padding would send bytes of the stack along.
+static_assert(std::has_unique_object_representations_v<Hello> && std::has_unique_object_representations_v<Reply>);
 
 [[noreturn]] void fail(const ShmOptions& options, const std::string& what) {
   throw Error("shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " " +
@@ -81,18 +63,6 @@ sockaddr_un address_of(const ShmOptions& options, socklen_t& length) {
   std::memcpy(address.sun_path + 1, options.socket_name.data(), options.socket_name.size());
   length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + options.socket_name.size());
   return address;
-}
-
-// False when `deadline` passed first.
-bool wait_readable(int fd, const ShmOptions& options, Deadline deadline) {
-  while (true) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
-    pollfd item = {fd, POLLIN, 0};
-    const auto slice = std::clamp<std::chrono::milliseconds>(left, std::chrono::milliseconds(0), kSlice);
-    if (::poll(&item, 1, static_cast<int>(slice.count())) > 0) return true;
-    if (left.count() <= 0) return false;
-    if (options.on_wait) options.on_wait();
-  }
 }
 
 ucred peer_of(int fd, const ShmOptions& options) {
@@ -110,23 +80,24 @@ FileDescriptor make_socket(const ShmOptions& options) {
   return fd;
 }
 
-FileDescriptor make_memory(const ShmOptions& options, size_t& total_bytes) {
+FileDescriptor make_memory(const ShmOptions& options, FileSizes sizes, size_t& total_bytes) {
   FileDescriptor memory(::memfd_create("fsdp2x", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.valid()) fail(options, "cannot make a memfd" + system_error());
-  rlimit limit = {};
+  rlimit limit = {RLIM_INFINITY, RLIM_INFINITY};
   ::getrlimit(RLIMIT_FSIZE, &limit);  // going beyond it is answered with a signal
-  for (total_bytes = kMaxTotalBytes; total_bytes >= kMinTotalBytes; total_bytes /= 4) {
+  int error = EFBIG;
+  for (total_bytes = sizes.most_bytes; total_bytes >= sizes.least_bytes; total_bytes /= 4) {
     if (limit.rlim_cur != RLIM_INFINITY && total_bytes > limit.rlim_cur) continue;
     if (::ftruncate(memory.get(), static_cast<off_t>(total_bytes)) == 0) break;
+    error = errno;
   }
-  if (total_bytes < kMinTotalBytes) {
-    fail(options, "cannot make a sparse memfd of " + std::to_string(kMinTotalBytes) +
-                      " bytes (only what is written takes memory): check `ulimit -f`");
+  if (total_bytes < sizes.least_bytes) {
+    errno = error;
+    fail(options, "cannot make a sparse memfd of " + std::to_string(sizes.least_bytes) +
+                      " bytes (only what is written takes memory)" + system_error() + ": check `ulimit -f`");
   }
   // Nobody may shrink it under the others' mappings.
-  if (::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    fail(options, "cannot seal its memfd" + system_error());
-  }
+  if (::fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) fail(options, "cannot seal its memfd" + system_error());
   return memory;
 }
 
@@ -136,154 +107,6 @@ bool same_token(const ShmOptions& options, const Hello& hello) {
     difference |= static_cast<unsigned char>(options.token[i]) ^ static_cast<unsigned char>(hello.token[i]);
   }
   return difference == 0;
-}
-
-Verdict judge(const ShmOptions& options, const Hello& hello, const std::vector<FileDescriptor>& sockets) {
-  if (hello.magic != kShmMagic) return Verdict::wrong_version;
-  if (!same_token(options, hello)) return Verdict::wrong_token;
-  if (hello.world != options.world) return Verdict::wrong_world;
-  const bool missing =
-      hello.rank >= 1 && hello.rank < options.world && !sockets[static_cast<size_t>(hello.rank)].valid();
-  return missing ? Verdict::ok : Verdict::wrong_rank;
-}
-
-std::string missing_ranks(const std::vector<FileDescriptor>& sockets) {
-  std::string text;
-  for (size_t rank = 1; rank < sockets.size(); ++rank) {
-    if (!sockets[rank].valid()) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  }
-  return text;
-}
-
-void send_verdict(int fd, Verdict verdict) {
-  Reply reply;
-  reply.verdict = verdict;
-  ::send(fd, &reply, sizeof(reply), MSG_NOSIGNAL);  // it is refused either way
-}
-
-Meeting meet_as_rank_0(const ShmOptions& options, Deadline deadline) {
-  Meeting meeting;
-  meeting.memory = make_memory(options, meeting.total_bytes);
-  meeting.pids.assign(static_cast<size_t>(options.world), 0);
-  meeting.pids[0] = ::getpid();
-  meeting.sockets.resize(static_cast<size_t>(options.world));
-  if (options.world == 1) return meeting;
-
-  const FileDescriptor listener = make_socket(options);
-  socklen_t length = 0;
-  const sockaddr_un address = address_of(options, length);
-  if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      ::listen(listener.get(), options.world + 16) != 0) {
-    fail(options, "cannot listen on its unix socket" + system_error());
-  }
-  std::string strangers;
-  for (int num_missing = options.world - 1; num_missing > 0;) {
-    if (!wait_readable(listener.get(), options, deadline)) {
-      fail(options, "waited " + seconds_text(options.timeout_s) + " for rank " + missing_ranks(meeting.sockets) +
-                        " to join: it failed earlier, did not start, or runs on another host" + strangers);
-    }
-    FileDescriptor connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!connection.valid()) continue;  // the peer went away again
-    const ucred peer = peer_of(connection.get(), options);
-    if (peer.uid != ::geteuid()) {
-      // Anybody may connect to an abstract socket; that must not end the job.
-      strangers = "; a process of another user (uid " + std::to_string(peer.uid) + ", not " +
-                  std::to_string(::geteuid()) + ") was refused";
-      continue;
-    }
-    Hello hello;
-    if (!wait_readable(connection.get(), options, deadline)) {
-      fail(options, "has a connection from process " + std::to_string(peer.pid) + ", which said nothing");
-    }
-    const ssize_t received = ::recv(connection.get(), &hello, sizeof(hello), 0);
-    if (received <= 0) continue;  // the peer went away again
-    if (received != static_cast<ssize_t>(sizeof(hello))) hello.magic = 0;
-    const Verdict verdict = judge(options, hello, meeting.sockets);
-    if (verdict != Verdict::ok) {
-      send_verdict(connection.get(), verdict);
-      fail(options, "refused process " + std::to_string(peer.pid) + ", which calls itself rank " +
-                        std::to_string(hello.rank) + ": " + reason(verdict));
-    }
-    const auto rank = static_cast<size_t>(hello.rank);
-    meeting.pids[rank] = peer.pid == hello.pid ? peer.pid : 0;
-    meeting.sockets[rank] = std::move(connection);
-    --num_missing;
-  }
-  return meeting;
-}
-
-FileDescriptor connect_to_rank_0(const ShmOptions& options, Deadline deadline) {
-  socklen_t length = 0;
-  const sockaddr_un address = address_of(options, length);
-  auto pause = std::chrono::milliseconds(1);
-  while (true) {
-    FileDescriptor connection = make_socket(options);
-    if (::connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return connection;
-    if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR) {
-      fail(options, "cannot connect to rank 0" + system_error());
-    }
-    if (Clock::now() >= deadline) {
-      fail(options, "waited " + seconds_text(options.timeout_s) +
-                        " for rank 0 to listen: it failed earlier, did not start, or runs on another host");
-    }
-    if (options.on_wait) options.on_wait();
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::milliseconds(20));
-  }
-}
-
-// The reply of rank 0 and the descriptor that came with it, if one did.
-std::optional<Reply> receive_reply(int socket, FileDescriptor& memory) {
-  Reply reply;
-  iovec data = {&reply, sizeof(reply)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message = {};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  const ssize_t received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (received >= 0 && header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
-    int fd = -1;
-    std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
-    memory = FileDescriptor(fd);
-  }
-  if (received != static_cast<ssize_t>(sizeof(reply))) return std::nullopt;
-  return reply;
-}
-
-Meeting meet_as_peer(const ShmOptions& options, Deadline deadline) {
-  Meeting meeting;
-  FileDescriptor connection = connect_to_rank_0(options, deadline);
-  const ucred listener = peer_of(connection.get(), options);
-  if (listener.uid != ::geteuid()) {
-    fail(options, "found a process of another user (uid " + std::to_string(listener.uid) + ", not " +
-                      std::to_string(::geteuid()) + ") on its group's socket: run all ranks as one user");
-  }
-  Hello hello;
-  hello.rank = options.rank;
-  hello.world = options.world;
-  hello.pid = ::getpid();
-  std::memcpy(hello.token, options.token.data(), kTokenBytes);
-  ::send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL);  // a failure shows in the answer
-  if (!wait_readable(connection.get(), options, deadline)) {
-    fail(options, "waited " + seconds_text(options.timeout_s) +
-                      " for rank 0 to let it in: another rank did not come; see rank 0's message");
-  }
-  const std::optional<Reply> reply = receive_reply(connection.get(), meeting.memory);
-  if (!reply) fail(options, "lost the connection to rank 0 while the group was set up: see rank 0's message");
-  const Verdict verdict = reply->magic == kShmMagic ? reply->verdict : Verdict::wrong_version;
-  if (verdict != Verdict::ok) fail(options, std::string("was refused by rank 0: ") + reason(verdict));
-  struct stat status = {};
-  if (!meeting.memory.valid() || ::fstat(meeting.memory.get(), &status) != 0 ||
-      static_cast<uint64_t>(status.st_size) != reply->total_bytes) {
-    fail(options, "got no usable memfd from rank 0: check `ulimit -n`");
-  }
-  meeting.total_bytes = reply->total_bytes;
-  meeting.pids_are_shared = listener.pid == reply->pid;
-  meeting.sockets.push_back(std::move(connection));
-  return meeting;
 }
 
 void check(const ShmOptions& options) {
@@ -300,36 +123,238 @@ void check(const ShmOptions& options) {
   }
 }
 
-}  // namespace
+class Host {  // rank 0
+ public:
+  Host(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
 
-Meeting meet(const ShmOptions& options, Deadline deadline) {
-  check(options);
-  return options.rank == 0 ? meet_as_rank_0(options, deadline) : meet_as_peer(options, deadline);
-}
+  void open(Meeting& meeting) {
+    meeting.memory = make_memory(options_, sizes_, meeting.total_bytes);
+    meeting.pids.assign(static_cast<size_t>(options_.world), 0);
+    meeting.pids[0] = ::getpid();
+    guests_.resize(static_cast<size_t>(options_.world));
+    if (options_.world == 1) return;
+    listener_ = make_socket(options_);
+    socklen_t length = 0;
+    const sockaddr_un address = address_of(options_, length);
+    if (::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        ::listen(listener_.get(), SOMAXCONN) != 0) {
+      fail(options_, "cannot listen on its unix socket" + system_error());
+    }
+  }
 
-void hand_out(const FileDescriptor& memory, const Meeting& meeting, const ShmOptions& options) {
-  Reply reply;
-  reply.total_bytes = meeting.total_bytes;
-  reply.pid = ::getpid();
-  for (size_t rank = 1; rank < meeting.sockets.size(); ++rank) {
+  // The ranks are waiting at the socket; among them may be anybody.
+  void admit(Meeting& meeting) {
+    for (int num_missing = options_.world - 1; num_missing > 0;) {
+      FileDescriptor connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!connection.valid()) {
+        if (errno == EINTR || errno == ECONNABORTED) continue;
+        if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+        fail(options_, "cannot accept a connection" + system_error());
+      }
+      const ucred peer = peer_of(connection.get(), options_);
+      Hello hello;
+      if (!listen_to(connection, peer, hello)) continue;
+      const auto rank = static_cast<size_t>(hello.rank);
+      meeting.pids[rank] = peer.pid == hello.pid ? peer.pid : 0;
+      guests_[rank] = std::move(connection);
+      --num_missing;
+    }
+    listener_.reset();
+    for (int rank = 1; rank < options_.world; ++rank) {
+      if (guests_[static_cast<size_t>(rank)].valid()) continue;
+      fail(options_, "did not see rank " + std::to_string(rank) + " at its socket" + refusals_);
+    }
+  }
+
+  void serve(const Meeting& meeting) {
+    Reply reply;
+    reply.total_bytes = meeting.total_bytes;
+    reply.pid = ::getpid();
+    for (int rank = 1; rank < options_.world; ++rank) {
+      iovec data = {&reply, sizeof(reply)};
+      alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+      msghdr message = {};
+      message.msg_iov = &data;
+      message.msg_iovlen = 1;
+      message.msg_control = control.data();
+      message.msg_controllen = control.size();
+      cmsghdr* header = CMSG_FIRSTHDR(&message);
+      header->cmsg_level = SOL_SOCKET;
+      header->cmsg_type = SCM_RIGHTS;
+      header->cmsg_len = CMSG_LEN(sizeof(int));
+      const int fd = meeting.memory.get();
+      std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+      const FileDescriptor& guest = guests_[static_cast<size_t>(rank)];
+      if (::sendmsg(guest.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(reply))) {
+        fail(options_, "cannot hand its memfd to rank " + std::to_string(rank) + system_error());
+      }
+    }
+  }
+
+ private:
+  // Whether a rank that is still missing is at the other end. Anybody may connect to an abstract socket; that must not
+  // end the job.
+  bool listen_to(const FileDescriptor& connection, const ucred& peer, Hello& hello) {
+    const char* reason = nullptr;
+    if (peer.uid != ::geteuid()) {
+      reason = "belongs to another user";
+    } else if (::recv(connection.get(), &hello, sizeof(hello), MSG_TRUNC) != static_cast<ssize_t>(sizeof(hello))) {
+      reason = "did not greet as a rank does";
+    } else if (hello.magic != kShmMagic) {
+      reason = "runs another version of fsdp2x, or none";
+    } else if (!same_token(options_, hello)) {
+      reason = "showed a wrong token";
+    } else if (hello.world != options_.world) {
+      reason = "counts another number of ranks";
+    } else if (hello.rank < 1 || hello.rank >= options_.world || guests_[static_cast<size_t>(hello.rank)].valid()) {
+      reason = "calls itself a rank that is there already, or that does not exist";
+    }
+    if (reason == nullptr) return true;
+    if (refusals_.size() < 200) refusals_ += "; refused process " + std::to_string(peer.pid) + ", which " + reason;
+    return false;
+  }
+
+  const ShmOptions& options_;
+  FileSizes sizes_;
+  FileDescriptor listener_;
+  std::vector<FileDescriptor> guests_;  // by rank
+  std::string refusals_;
+};
+
+class Guest {  // every other rank
+ public:
+  Guest(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
+
+  void come(Meeting& meeting) {
+    connection_ = make_socket(options_);
+    socklen_t length = 0;
+    const sockaddr_un address = address_of(options_, length);
+    if (::connect(connection_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+      fail(options_, "cannot connect to rank 0" + system_error());
+    }
+    const ucred listener = peer_of(connection_.get(), options_);
+    if (listener.uid != ::geteuid()) {
+      fail(options_, "found a process of another user (uid " + std::to_string(listener.uid) + ", not " +
+                         std::to_string(::geteuid()) + ") on its group's socket: run all ranks as one user");
+    }
+    host_pid_ = listener.pid;
+    Hello hello;
+    hello.rank = options_.rank;
+    hello.world = options_.world;
+    hello.pid = ::getpid();
+    std::memcpy(hello.token, options_.token.data(), kTokenBytes);
+    if (::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+      fail(options_, "cannot greet rank 0" + system_error());
+    }
+    meeting.pids_are_shared = false;
+  }
+
+  void take(Meeting& meeting) {
+    Reply reply;
+    meeting.memory = receive(reply);
+    struct stat status = {};
+    if (reply.magic != kShmMagic) fail(options_, "got a reply of another version of fsdp2x: install the same one");
+    if (!meeting.memory.valid() || ::fstat(meeting.memory.get(), &status) != 0) {
+      fail(options_, "got no memfd from rank 0: check `ulimit -n`");
+    }
+    // A file that can shrink would turn reads into SIGBUS.
+    const int seals = ::fcntl(meeting.memory.get(), F_GET_SEALS);
+    const bool is_right = S_ISREG(status.st_mode) && static_cast<uint64_t>(status.st_size) == reply.total_bytes &&
+                          reply.total_bytes >= sizes_.least_bytes && reply.total_bytes <= sizes_.most_bytes &&
+                          seals >= 0 && (seals & kSeals) == kSeals;
+    if (!is_right) fail(options_, "got a file from rank 0 that is not its memfd");
+    meeting.total_bytes = reply.total_bytes;
+    meeting.pids_are_shared = host_pid_ == reply.pid;
+    connection_.reset();
+  }
+
+ private:
+  // The message of rank 0 and the descriptor that came with it, if one did. Whatever else came along is closed.
+  FileDescriptor receive(Reply& reply) {
+    constexpr size_t kMaxDescriptors = 8;
     iovec data = {&reply, sizeof(reply)};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control = {};
     msghdr message = {};
     message.msg_iov = &data;
     message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    const int fd = memory.get();
-    std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-    if (::sendmsg(meeting.sockets[rank].get(), &message, MSG_NOSIGNAL) < 0) {
-      fail(options, "lost rank " + std::to_string(rank) + " while the group was set up" + system_error() +
-                        ": see that rank's message");
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    const ssize_t received = ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_TRUNC);
+    if (received < 0) fail(options_, "got no reply from rank 0" + system_error());
+    std::vector<FileDescriptor> descriptors;
+    descriptors.reserve(kMaxDescriptors);
+    for (const cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
+         header = CMSG_NXTHDR(&message, const_cast<cmsghdr*>(header))) {
+      if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+      for (size_t at = CMSG_LEN(0); at + sizeof(int) <= header->cmsg_len; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, reinterpret_cast<const char*>(header) + at, sizeof(fd));
+        descriptors.emplace_back(fd);
+      }
     }
+    if (received != static_cast<ssize_t>(sizeof(reply)) || descriptors.size() > 1) {
+      fail(options_, "got a reply from rank 0 that it does not understand");
+    }
+    return descriptors.empty() ? FileDescriptor() : std::move(descriptors.front());
   }
+
+  const ShmOptions& options_;
+  FileSizes sizes_;
+  FileDescriptor connection_;
+  pid_t host_pid_ = 0;
+};
+
+// Collective: runs a step and tells the others how it ended. False when it failed anywhere.
+bool all_succeed(const ShmOptions& options, const std::function<void()>& step, std::string& reason) {
+  std::string mine;
+  try {
+    step();
+  } catch (const Error& error) {
+    mine = error.what();
+  } catch (const std::exception& error) {
+    mine = "shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
+           " failed to enter its group (" + error.what() + ")";
+  }
+  const std::vector<std::string> said = options.world == 1 ? std::vector<std::string>{mine} : options.exchange(mine);
+  size_t num_failed = 0;
+  for (const std::string& text : said) {
+    if (text.empty()) continue;
+    if (num_failed++ == 0) reason = text;
+  }
+  if (num_failed > 1) reason += "; and so did " + std::to_string(num_failed - 1) + " more of the ranks";
+  return num_failed == 0;
+}
+
+}  // namespace
+
+std::optional<Meeting> meet(const ShmOptions& options, FileSizes sizes, const std::function<void(Meeting&)>& use,
+                            std::string& reason) {
+  Meeting meeting;
+  Host host(options, sizes);
+  Guest guest(options, sizes);
+  const bool hosts = options.rank == 0;
+  const auto open = [&] {
+    check(options);
+    if (hosts) host.open(meeting);
+  };
+  const auto come = [&] {
+    if (!hosts) guest.come(meeting);
+  };
+  const auto serve = [&] {
+    if (!hosts) return;
+    host.admit(meeting);
+    use(meeting);
+    host.serve(meeting);
+  };
+  const auto take = [&] {
+    if (hosts) return;
+    guest.take(meeting);
+    use(meeting);
+  };
+  for (const std::function<void()>& step : {std::function<void()>(open), {come}, {serve}, {take}}) {
+    if (!all_succeed(options, step, reason)) return std::nullopt;
+  }
+  return meeting;
 }
 
 }  // namespace fsdp2x::cpu

@@ -1,18 +1,19 @@
-// How the ranks of a group meet: rank 0 makes the memfd and hands it to the others over an abstract unix socket.
+// How the ranks of a group come to share one memory file: rank 0 makes it and hands it to the others over an abstract
+// unix socket. In steps that never wait; between them the ranks tell each other who failed.
 #pragma once
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/file_descriptor.hpp"
-#include "cpu/shm_group.hpp"
+#include "cpu/shm_options.hpp"
 
 namespace fsdp2x::cpu {
-
-using Deadline = std::chrono::steady_clock::time_point;
 
 struct Meeting {
   FileDescriptor memory;
@@ -21,13 +22,18 @@ struct Meeting {
   std::vector<pid_t> pids;
   // Other ranks: whether pids published by rank 0 mean the same processes here.
   bool pids_are_shared = true;
-  // Kept until all ranks have mapped the control area, so that a rank that dies meanwhile is noticed.
-  std::vector<FileDescriptor> sockets;
 };
 
-// Throws Error when a peer does not come before `deadline`, belongs to another user or shows a wrong token.
-Meeting meet(const ShmOptions& options, Deadline deadline);
-// Rank 0, second half: gives `memory` to everyone. To be called when the control area is ready to be read.
-void hand_out(const FileDescriptor& memory, const Meeting& meeting, const ShmOptions& options);
+// Sizes that a memory file may have; the largest that the system grants is taken. Only what is written takes memory.
+struct FileSizes {
+  size_t least_bytes = 0;
+  size_t most_bytes = 0;
+};
+
+// Collective. `use` runs on every rank that has the file: on rank 0 when the others have come and before they get the
+// file, on them when they have it. Empty on every rank when a step, or `use`, threw on any of them: `reason` is then
+// the same everywhere.
+std::optional<Meeting> meet(const ShmOptions& options, FileSizes sizes, const std::function<void(Meeting&)>& use,
+                            std::string& reason);
 
 }  // namespace fsdp2x::cpu

@@ -4,27 +4,21 @@
 // same cache line. All of it starts as zero: sequence numbers and epochs count from 1.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/shm_limits.hpp"
+#include "cpu/shm_word.hpp"
+
 namespace fsdp2x::cpu {
 
-inline constexpr uint64_t kShmMagic = 0x6d68732d78326466;  // changes with the layout below
-inline constexpr uint64_t kRingEntries = 4096;
-inline constexpr uint32_t kMaxSlots = 65536;
-inline constexpr uint32_t kMaxUnits = 65536;
-inline constexpr int kMaxRanks = 1024;
-
-using Word = std::atomic<uint64_t>;
-using Doorbell = std::atomic<uint32_t>;
-static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "shared memory needs lock-free 64-bit atomics");
-static_assert(Doorbell::is_always_lock_free && sizeof(Doorbell) == 4, "a futex is a 32-bit word");
+inline constexpr uint64_t kShmMagic = 0x6d68732d78326467;  // changes with the layout below
+inline constexpr size_t kFailureBytes = 1024;
 
 struct alignas(128) RankState {
   Word pid;         // as rank 0 sees it; 0 when the rank lives in another pid namespace
   Word closed;      // 1 when the rank destroyed its group
-  Word barriers;    // how many barriers it entered
+  Word failed;      // bytes of the sentence that says why the rank cannot go on; 0 while it can
   Word num_posted;  // sequence of its last gather
   Word progress;    // position in the backward order
   // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
@@ -35,8 +29,9 @@ struct alignas(128) RankState {
   Doorbell sleeping;
 };
 
+static_assert(kMaxSlots <= 65536, "a wish has 16 bits for the slot");
 inline uint64_t wish_for_slot(uint32_t slot, uint64_t num_uses) { return num_uses << 16 | slot; }
-inline uint32_t wished_slot(uint64_t wish) { return static_cast<uint32_t>(wish & (kMaxSlots - 1)); }
+inline uint32_t wished_slot(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
 inline uint64_t wished_use(uint64_t wish) { return wish >> 16; }
 
 struct alignas(64) RingEntry {
@@ -69,6 +64,9 @@ class ShmMap {
   RankState& state(std::byte* control, int rank) const {
     return *reinterpret_cast<RankState*>(control + static_cast<size_t>(rank) * sizeof(RankState));
   }
+  char* failure(std::byte* control, int rank) const {
+    return reinterpret_cast<char*>(control + failures_offset() + static_cast<size_t>(rank) * kFailureBytes);
+  }
   RingEntry& entry(std::byte* control, int rank, uint64_t sequence) const {
     const size_t index = static_cast<size_t>(rank) * kRingEntries + sequence % kRingEntries;
     return *reinterpret_cast<RingEntry*>(control + ring_offset() + index * sizeof(RingEntry));
@@ -86,7 +84,8 @@ class ShmMap {
  private:
   static constexpr size_t kAlign = 65536;  // at least the page size of every machine
   static size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-  size_t ring_offset() const { return align(world_ * sizeof(RankState)); }
+  size_t failures_offset() const { return align(world_ * sizeof(RankState)); }
+  size_t ring_offset() const { return align(failures_offset() + world_ * kFailureBytes); }
   size_t slots_offset() const { return align(ring_offset() + world_ * kRingEntries * sizeof(RingEntry)); }
   size_t units_offset() const { return align(slots_offset() + world_ * kMaxSlots * sizeof(Word)); }
 

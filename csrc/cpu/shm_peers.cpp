@@ -4,7 +4,6 @@
 // then looks whether the waiter sleeps. A full fence on both sides makes sure that one of the two sees the other.
 #include "cpu/shm_peers.hpp"
 
-#include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -13,9 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstdio>
-#include <ctime>
 
 #include "core/error.hpp"
 
@@ -71,12 +68,12 @@ void Peers::pause() {
 }
 
 void Peers::ring() const {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < options_.world; ++rank) {
     RankState& peer = state(rank);
     if (rank == options_.rank || peer.sleeping.load(std::memory_order_relaxed) == 0) continue;
     peer.doorbell.fetch_add(1);
-    ::syscall(SYS_futex, &peer.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    wake(peer.doorbell);
   }
 }
 
@@ -84,16 +81,14 @@ uint32_t Peers::begin_sleep() const {
   RankState& own = state(options_.rank);
   own.sleeping.store(1);
   const uint32_t bell = own.doorbell.load();
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  fence(std::memory_order_seq_cst);
   return bell;
 }
 
 void Peers::sleep(uint32_t bell, Clock::time_point deadline) const {
   const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
   const auto slice = std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(0), kSlice);
-  const timespec timeout = {0, static_cast<long>(slice.count())};
-  // Any return is fine: the caller looks again.
-  ::syscall(SYS_futex, &state(options_.rank).doorbell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
+  sleep_on(state(options_.rank).doorbell, bell, slice);
 }
 
 void Peers::end_sleep() const { state(options_.rank).sleeping.store(0, std::memory_order_relaxed); }
@@ -122,6 +117,12 @@ std::string Peers::other_dead(int rank) const {
     if (other != rank && is_dead(other) && !is_closed(other)) return "; " + name(other) + " has died";
   }
   return "";
+}
+
+void Peers::fail_failed(int rank, const std::string& what) const {
+  const std::string text(map_.failure(control_, rank), state(rank).failed.load(std::memory_order_acquire));
+  if (rank == options_.rank) throw Error(text);
+  throw Error(text + " (rank " + std::to_string(options_.rank) + " waited in " + what + ")");
 }
 
 void Peers::fail_gone(int rank, const std::string& what, double waited_s) const {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cpu/file_descriptor.hpp"
-#include "cpu/shm_group.hpp"
 #include "cpu/shm_map.hpp"
+#include "cpu/shm_options.hpp"
 
 namespace fsdp2x::cpu {
 
@@ -39,7 +39,8 @@ class Peers {
   bool all_done(const Done& done) const;
 
   // Returns when done(rank) is true for every peer. Throws Error when a peer for which it is false is dead or closed,
-  // and after the group's timeout. `describe()` names what is waited for; it is called only for an error.
+  // when any rank has failed, and after the group's timeout. `describe()` names what is waited for; it is called only
+  // for an error.
   template <class Done, class Describe>
   void wait(const Done& done, const Describe& describe);
 
@@ -55,6 +56,8 @@ class Peers {
   void look();
   bool is_dead(int rank) const { return dead_[static_cast<size_t>(rank)]; }
   bool is_closed(int rank) const { return state(rank).closed.load(std::memory_order_acquire) != 0; }
+  bool has_failed(int rank) const { return state(rank).failed.load(std::memory_order_acquire) != 0; }
+  [[noreturn]] void fail_failed(int rank, const std::string& what) const;
   [[noreturn]] void fail_gone(int rank, const std::string& what, double waited_s) const;
   [[noreturn]] void fail_timeout(int rank, const std::string& what, double waited_s) const;
   std::string name(int rank) const;
@@ -106,6 +109,7 @@ void Peers::wait(const Done& done, const Describe& describe) {
     const double waited_s = std::chrono::duration<double>(now - start).count();
     look();
     for (int rank = 0; rank < options_.world; ++rank) {
+      if (has_failed(rank)) fail_failed(rank, describe());
       if (rank == options_.rank || done(rank)) continue;
       // What a rank did before it went is still there, hence the second look.
       if ((is_dead(rank) || is_closed(rank)) && !done(rank)) fail_gone(rank, describe(), waited_s);

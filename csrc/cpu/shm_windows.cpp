@@ -26,19 +26,22 @@ Mapping::Mapping(int fd, size_t offset, size_t bytes, View view) : bytes_(bytes)
                 "): check `ulimit -v` and the number of mappings (vm.max_map_count)");
   }
   data_ = static_cast<std::byte*>(data);
+  // A child that wrote here would write into its parent's rank. Where this is refused ProcessGuard still stands.
+  ::madvise(data, bytes, MADV_DONTFORK);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : guard_(other.guard_), data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(guard_, other.guard_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
 }
 
 Mapping::~Mapping() {
-  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (data_ != nullptr && guard_.is_here()) ::munmap(data_, bytes_);
 }
 
 std::byte* Windows::get(int fd, size_t offset, size_t bytes) {

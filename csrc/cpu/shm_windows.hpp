@@ -5,13 +5,15 @@
 #include <map>
 #include <utility>
 
+#include "cpu/process_guard.hpp"
+
 namespace fsdp2x::cpu {
 
 enum class View { read_write, read_only, isolated };
 
 size_t page_bytes();
 
-// One mapping of a range of the memfd.
+// One mapping of a range of the memfd. A forked child does not have it: what the child maps may come to lie there.
 class Mapping {
  public:
   Mapping() = default;
@@ -25,6 +27,7 @@ class Mapping {
   size_t bytes() const { return bytes_; }
 
  private:
+  ProcessGuard guard_;
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
 };

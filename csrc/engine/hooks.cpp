@@ -92,6 +92,7 @@ UnitHooks::Handled UnitHooks::Handled::now() {
 }
 
 py::object UnitHooks::pre_forward(const py::object& module, py::object args, py::object kwargs) {
+  guard_.require("run a sharded model");
   if (!unit_) {
     const OutsideTransforms outside;
     lazy_init_();
@@ -145,6 +146,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
 
 py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
   if (!unit_ || !unit_->root) return py::none();  // lazy init raised
+  if (!guard_.is_here()) return py::none();       // what is running is the parent's
   Unit& unit = *unit_;
   if (unit.phase() != Phase::backward && unit.num_running > 0) --unit.num_running;
   if (output.is_none()) {

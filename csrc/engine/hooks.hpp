@@ -78,6 +78,7 @@ class UnitHooks {
   void warn_of_view();
   uint64_t& python_calls() const;
 
+  cpu::ProcessGuard guard_;
   std::shared_ptr<Unit> unit_;
   py::object lazy_init_;
   py::object explain_;

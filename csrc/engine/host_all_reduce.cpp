@@ -14,7 +14,7 @@
 
 namespace fsdp2x {
 
-HostAllReduce::HostAllReduce(std::unique_ptr<cpu::ShmGroup> group)
+HostAllReduce::HostAllReduce(std::shared_ptr<cpu::ShmGroup> group)
     : group_(std::move(group)), ledger_(cpu::ShmGroup::page_bytes()) {
   for (size_t unit = 0; unit < turns_.size(); ++unit) {
     group_->set_unit_name(static_cast<uint32_t>(unit), "all-reduce over the replicas");

@@ -17,7 +17,7 @@ namespace fsdp2x {
 // may fill one scratch while its peers still read the other.
 class HostAllReduce {
  public:
-  explicit HostAllReduce(std::unique_ptr<cpu::ShmGroup> group);
+  explicit HostAllReduce(std::shared_ptr<cpu::ShmGroup> group);
 
   // values = their sum over all ranks, in fp32 (f64 for f64) and rounded once; divided by the number of ranks when
   // `average`. Dense, on the CPU. Collective: the same sizes and dtypes in the same order on every rank.
@@ -29,7 +29,7 @@ class HostAllReduce {
     int slot = -1;
   };
 
-  std::unique_ptr<cpu::ShmGroup> group_;
+  std::shared_ptr<cpu::ShmGroup> group_;
   SlotLedger ledger_;
   std::array<Turn, 2> turns_;
   uint64_t num_runs_ = 0;

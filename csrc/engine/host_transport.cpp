@@ -51,7 +51,7 @@ class Gathering {
 
 }  // namespace
 
-HostTransport::HostTransport(std::unique_ptr<cpu::ShmGroup> group)
+HostTransport::HostTransport(std::shared_ptr<cpu::ShmGroup> group)
     : group_(std::move(group)),
       gather_ledger_(cpu::ShmGroup::page_bytes()),
       scratch_ledger_(cpu::ShmGroup::page_bytes()) {}
@@ -113,7 +113,7 @@ void HostTransport::finish_gather(Group& group) {
 void HostTransport::release_gather(Group& group) {
   const Slot& slot = group.gather.slot;
   if (group_) {
-    private_pages_.discard(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
+    group_->discard_private_pages(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
     group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
   }
   group.close_slot(gather_ledger_);

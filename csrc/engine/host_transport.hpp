@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
-#include "cpu/private_pages.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/transport.hpp"
 
@@ -17,7 +16,7 @@ namespace fsdp2x {
 class HostTransport final : public Transport {
  public:
   // `group` is null for a world of one rank: slots and scratches are then private memory.
-  explicit HostTransport(std::unique_ptr<cpu::ShmGroup> group);
+  explicit HostTransport(std::shared_ptr<cpu::ShmGroup> group);
   ~HostTransport() override;
 
   const char* name() const override { return group_ ? "shm" : "local"; }
@@ -71,8 +70,7 @@ class HostTransport final : public Transport {
   double before_sum(const Group& group) const;
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
-  std::unique_ptr<cpu::ShmGroup> group_;
-  cpu::PrivatePages private_pages_;
+  std::shared_ptr<cpu::ShmGroup> group_;
   SlotLedger gather_ledger_;
   SlotLedger scratch_ledger_;
   std::vector<at::Tensor> gather_memory_;   // per slot id; only without a group

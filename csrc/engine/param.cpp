@@ -77,6 +77,15 @@ PyObject* Param::registered_instead_of(PyObject* expected) const {
   return nullptr;
 }
 
+void Param::forbid() {
+  if (!storage_) return;
+  Poison("fsdp2x: the unsharded parameter '" + fqn_ +
+         "' was used in a forked child of the process that gathered it. Its memory is the parent's: copy what a child "
+         "needs before the fork, or start children by 'spawn' or 'forkserver'.")
+      .apply(*storage_, device_);
+}
+
+
 void Param::store(PyObject* parameter) const {
   for (const Owner& owner : owners_) {
     if (!owner.weak_module) {

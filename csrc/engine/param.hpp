@@ -53,6 +53,8 @@ class Param {
   void fill(void* data);
   // Takes the memory away; a later access throws a message that names the parameter.
   void empty();
+  // The same in a forked child, for good.
+  void forbid();
 
   bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
   // What the first module registers that does not register `expected`: a borrowed reference, None if it registers nothing

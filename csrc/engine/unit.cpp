@@ -4,12 +4,23 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <set>
 
 #include "core/error.hpp"
 #include "engine/gradient_stream.hpp"
 #include "engine/root.hpp"
 
 namespace fsdp2x {
+
+namespace {
+
+// Guarded by the GIL.
+std::set<Unit*>& live_units() {
+  static std::set<Unit*> units;
+  return units;
+}
+
+}  // namespace
 
 const char* to_string(ParamState state) {
   switch (state) {
@@ -45,13 +56,15 @@ Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::share
       device(unit_device),
       groups(std::move(unit_groups)) {
   for (const auto& group : groups) group->unit = this;
+  live_units().insert(this);
 }
 
 Unit::~Unit() {
   if (!Py_IsInitialized()) return;
   pybind11::gil_scoped_acquire gil;
+  live_units().erase(this);
   try {
-    reset();
+    if (guard_.is_here()) reset();
   } catch (const std::exception&) {
     // A peer is gone or the interpreter is shutting down: the memory goes with the process.
   }
@@ -77,6 +90,7 @@ void Unit::set_params(ParamState from, ParamState to) {
 
 void Unit::begin_unshard() {
   if (param_state_ != ParamState::sharded || !has_params()) return;
+  guard_.require("gather unit", name);
   const ProfileRange range(ranges.all_gather);
   set_params(ParamState::sharded, ParamState::gathering);
   size_t num_begun = 0;
@@ -110,6 +124,7 @@ void Unit::reshard() {
   if (param_state_ == ParamState::gathering) cancel_unshard();
   drop_post_forward();
   if (param_state_ != ParamState::unsharded) return;
+  guard_.require("reshard unit", name);
   for (const auto& group : groups) group->free();
   set_params(ParamState::unsharded, ParamState::sharded);
 }
@@ -126,6 +141,7 @@ void Unit::drop_post_forward() {
 }
 
 void Unit::cancel_unshard() {
+  guard_.require("reshard unit", name);
   for (const auto& group : groups) group->cancel_gather();
   set_params(ParamState::gathering, ParamState::sharded);
 }
@@ -151,6 +167,7 @@ bool Unit::has_open_scratch() const {
 void Unit::pre_backward() {
   root->begin_backward();
   if (phase_ == Phase::backward) return;
+  guard_.require("run backward of unit", name);
   const ProfileRange range(ranges.pre_backward);
   phase_ = Phase::backward;
   backward_stream = current_stream(device);
@@ -201,6 +218,7 @@ void Unit::abandon_backward() {
 }
 
 void Unit::reset() {
+  guard_.require("reset unit", name);
   if (root) {
     for (const auto& group : groups) group->drop_gradients();
     reshard();
@@ -209,6 +227,15 @@ void Unit::reset() {
   armed = false;
   num_running = 0;
   phase_ = Phase::idle;
+}
+
+void Unit::forbid_all() {
+  for (Unit* unit : live_units()) {
+    if (unit->param_state_ != ParamState::unsharded) continue;
+    for (const auto& group : unit->groups) {
+      for (Param& param : group->params) param.forbid();
+    }
+  }
 }
 
 UnitMove::UnitMove(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), state_(unit_->param_state()) {

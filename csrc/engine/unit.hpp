@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/process_guard.hpp"
 #include "engine/group.hpp"
 #include "engine/profile_range.hpp"
 
@@ -85,6 +86,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // What the unit takes while it is gathered.
   size_t slot_bytes() const;
 
+  // In a forked child: takes the memory of all unsharded parameters of all units away, because it is the parent's. A
+  // later access throws. Needs the GIL.
+  static void forbid_all();
+
   std::string name;
   RangeNames ranges;
   std::shared_ptr<Root> root;
@@ -103,6 +108,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
  private:
   void set_params(ParamState from, ParamState to);
 
+  cpu::ProcessGuard guard_;
   ParamState param_state_ = ParamState::sharded;
   Phase phase_ = Phase::idle;
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);

@@ -4,18 +4,24 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "core/error.hpp"
 #include "cpu/shm_group.hpp"
 
 namespace fsdp2x::ranks {
@@ -54,6 +60,60 @@ inline cpu::ShmOptions fresh_options(int world, double timeout_s = kTimeoutS) {
   return options;
 }
 
+// Memory through which the processes of a run exchange sentences, as the ranks of a job do over their process group.
+class Board {
+ public:
+  explicit Board(int world) : world_(world) {
+    void* data = ::mmap(nullptr, sizeof(Place) * static_cast<size_t>(world), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::runtime_error("mmap");
+    places_ = static_cast<Place*>(data);
+  }
+  ~Board() { ::munmap(places_, sizeof(Place) * static_cast<size_t>(world_)); }
+  Board(const Board&) = delete;
+  Board& operator=(const Board&) = delete;
+
+  std::vector<std::string> exchange(int rank, const std::string& mine) {
+    const uint64_t round = places_[rank].round.load() + 1;
+    std::array<char, kTextBytes>& text = places_[rank].texts[round % 2];  // a peer may still read the one before
+    text = {};
+    mine.copy(text.data(), kTextBytes - 1);
+    places_[rank].round.store(round);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kTimeoutS);
+    std::vector<std::string> said;
+    for (int peer = 0; peer < world_; ++peer) {
+      while (places_[peer].round.load() < round) {
+        if (std::chrono::steady_clock::now() > deadline) {
+          throw std::runtime_error("rank " + std::to_string(peer) + " did not come to the exchange");
+        }
+        sleep_ms(1);
+      }
+      said.emplace_back(places_[peer].texts[round % 2].data());
+    }
+    return said;
+  }
+
+ private:
+  static constexpr size_t kTextBytes = 2048;
+  struct Place {
+    std::atomic<uint64_t> round;
+    std::array<std::array<char, kTextBytes>, 2> texts;
+  };
+  int world_;
+  Place* places_;
+};
+
+// Throws Error with the reason when the ranks cannot share memory.
+inline std::unique_ptr<cpu::ShmGroup> enter(const cpu::ShmOptions& options) {
+  std::string reason;
+  auto group = cpu::ShmGroup::create(options, reason);
+  if (!group) throw Error(reason);
+  return group;
+}
+
+// Every rank of a run waits for the others.
+inline void meet_all(const cpu::ShmOptions& options) { options.exchange(""); }
+
 using Body = std::function<void(const cpu::ShmOptions&)>;
 
 [[noreturn]] inline void run_child(const cpu::ShmOptions& options, const Body& body, int pipe) {
@@ -75,6 +135,7 @@ inline std::vector<Outcome> run(const cpu::ShmOptions& options, const Body& body
     int pipe;
   };
   std::vector<Child> children;
+  Board board(options.world);
   for (int rank = 0; rank < options.world; ++rank) {
     int ends[2];
     if (::pipe(ends) != 0) throw std::runtime_error("pipe");
@@ -84,6 +145,7 @@ inline std::vector<Outcome> run(const cpu::ShmOptions& options, const Body& body
       ::close(ends[0]);
       cpu::ShmOptions own = options;
       own.rank = rank;
+      own.exchange = [&board, rank](const std::string& mine) { return board.exchange(rank, mine); };
       run_child(own, body, ends[1]);
     }
     ::close(ends[1]);

@@ -21,7 +21,6 @@ namespace {
 
 using cpu::GatherPost;
 using cpu::GatherWindow;
-using cpu::PrivatePages;
 using cpu::ShmGroup;
 using cpu::ShmOptions;
 using ranks::expect_all_ok;
@@ -80,7 +79,7 @@ class ShmGather : public testing::TestWithParam<int> {};
 // Four units of different size, the next one gathered ahead, ranks that are late at random.
 TEST_P(ShmGather, GivesTheRowsOfEveryRankManyTimes) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     SlotLedger ledger(ShmGroup::page_bytes());
     std::vector<Unit> units;
     for (uint32_t i = 0; i < 4; ++i) units.emplace_back(*group, ledger, i, 3000 + 9000 * i);
@@ -105,7 +104,7 @@ TEST_P(ShmGather, GivesTheRowsOfEveryRankManyTimes) {
 
 TEST_P(ShmGather, RunsAroundTheRing) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     for (uint64_t sequence = 1; sequence <= 10000; ++sequence) {
       const GatherPost post = {sequence, static_cast<uint32_t>(sequence % 7), 0, 0, sequence};
       group->post_gather(post);
@@ -118,7 +117,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ShmGather, testing::Values(2, 3, 4));
 
 TEST(ShmGatherProtocol, ThousandsOfGathersMayBeOpen) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     for (int round = 0; round < 3; ++round) {
       const uint64_t first = static_cast<uint64_t>(round) * 2000 + 1;
       for (uint64_t i = 0; i < 2000; ++i) group->post_gather({first + i, static_cast<uint32_t>(i), 0, 0, first + i});
@@ -129,25 +128,25 @@ TEST(ShmGatherProtocol, ThousandsOfGathersMayBeOpen) {
 
 TEST(ShmGatherProtocol, CompletenessIsSeenWithoutWaiting) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     const GatherPost post = {1, 0, 0, 0, 64};
     if (options.rank == 0) {
       group->post_gather(post);
       require(!group->gather_is_complete(post), "the peer has not posted");
-      group->barrier("before");
-      group->barrier("after");
+      ranks::meet_all(options);
+      ranks::meet_all(options);
       require(group->gather_is_complete(post), "the peer has posted");
     } else {
-      group->barrier("before");
+      ranks::meet_all(options);
       group->post_gather(post);
-      group->barrier("after");
+      ranks::meet_all(options);
     }
   }));
 }
 
 TEST(ShmGatherProtocol, ASlotIsNotWrittenBeforeEveryRankReleasedIt) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     const GatherWindow window = group->gather_window(0, 4096);
     GatherPost post = {1, 0, 0, 0, 4096};
     group->acquire_slot(post, 1);
@@ -171,28 +170,28 @@ TEST(ShmGatherProtocol, ASlotIsNotWrittenBeforeEveryRankReleasedIt) {
 // A weight written in place: only the writer sees it, until its pages are dropped.
 TEST(ShmGatherProtocol, WritesThroughTheIsolatedViewStayPrivate) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     const size_t page = ShmGroup::page_bytes();
     const GatherWindow window = group->gather_window(0, 4 * page);
     const std::byte gathered{10};
     const std::byte written{20};
     const std::byte gathered_again{30};
     if (options.rank == 0) std::memset(window.shared, 10, 4 * page);
-    group->barrier("gathered");
+    ranks::meet_all(options);
     require(window.isolated[page] == gathered && window.isolated[3 * page] == gathered, "the gathered bytes");
-    group->barrier("read");
+    ranks::meet_all(options);
     if (options.rank == 0) window.isolated[page + 5] = written;
-    group->barrier("written");
+    ranks::meet_all(options);
     if (options.rank == 0) require(window.isolated[page + 5] == written, "the writer sees its write");
     if (options.rank == 1) require(window.isolated[page + 5] == gathered, "the peer does not");
     require(window.shared[page + 5] == gathered, "the shared view does not");
-    group->barrier("compared");
+    ranks::meet_all(options);
     if (options.rank == 1) std::memset(window.shared, 30, 4 * page);
-    group->barrier("gathered again");
+    ranks::meet_all(options);
     if (options.rank == 0) {
       require(window.isolated[page + 5] == written, "a private page is stale");
       require(window.isolated[0] == gathered_again, "an untouched page is fresh");
-      PrivatePages().discard(window.isolated, 4 * page);
+      group->discard_private_pages(window.isolated, 4 * page);
     }
     require(window.isolated[page + 5] == gathered_again, "fresh after the pages were dropped");
   }));
@@ -200,7 +199,7 @@ TEST(ShmGatherProtocol, WritesThroughTheIsolatedViewStayPrivate) {
 
 TEST(ShmGatherProtocol, PeersMayNotWriteAScratch) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 1) {
       ::signal(SIGSEGV, [](int) { ::_exit(9); });
       group->scratch_window(0, 0, 4096)[0] = std::byte{1};
@@ -212,7 +211,7 @@ TEST(ShmGatherProtocol, PeersMayNotWriteAScratch) {
 
 TEST(ShmGatherProtocol, AnotherOrderOfUnitsIsAnErrorThatNamesBothSides) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(0, "encoder");
     group->set_unit_name(1, "decoder");
     const GatherPost post = {1, static_cast<uint32_t>(options.rank), 0, 0, 4096};
@@ -227,7 +226,7 @@ TEST(ShmGatherProtocol, AnotherOrderOfUnitsIsAnErrorThatNamesBothSides) {
 
 TEST(ShmGatherProtocol, AnotherSizeIsAnError) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     const GatherPost post = {1, 3, 0, 0, options.rank == 0 ? 4096u : 8192u};
     group->post_gather(post);
     group->join_gather(post);
@@ -237,7 +236,7 @@ TEST(ShmGatherProtocol, AnotherSizeIsAnError) {
 
 TEST(ShmGatherProtocol, ASkippedGatherIsAnError) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) group->post_gather({1, 0, 0, 0, 64});
     if (options.rank == 1) group->post_gather({2, 5, 0, 0, 64});
     if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
@@ -247,7 +246,7 @@ TEST(ShmGatherProtocol, ASkippedGatherIsAnError) {
 
 TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
   const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(4, "model.layers.3");
     if (options.rank == 1) ::_exit(7);
     const GatherPost post = {1, 4, 0, 0, 64};
@@ -265,7 +264,7 @@ TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
 
 TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    auto group = ShmGroup::create(options);
+    auto group = ranks::enter(options);
     if (options.rank == 1) {
       group.reset();
       ranks::sleep_ms(4000);  // alive, but no longer a rank
@@ -281,7 +280,7 @@ TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
 
 TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    auto group = ShmGroup::create(options);
+    auto group = ranks::enter(options);
     const GatherPost post = {1, 0, 0, 0, 64};
     group->post_gather(post);
     if (options.rank == 1) return;
@@ -292,7 +291,7 @@ TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
 
 TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
   const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(2, "head");
     const GatherPost post = {1, 2, 0, 0, 64};
     if (options.rank == 1) {
@@ -309,7 +308,7 @@ TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
 
 TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
   const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(0, "first");
     group->post_gather({1, 0, 0, 0, 64});
     if (options.rank == 1) {
@@ -324,7 +323,7 @@ TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
 
 TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
   const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) group->acquire_slot({2, 0, 5, 0, 64}, 2);
     if (options.rank == 1) ranks::sleep_ms(4000);
   });
@@ -334,11 +333,11 @@ TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
 // A sleeper looks by itself every 50 ms; it must not need to.
 TEST(ShmGatherProtocol, ASleepingRankIsWoken) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     double shortest_s = 1.0;
     for (uint64_t sequence = 1; sequence <= 20; ++sequence) {
       const GatherPost post = {sequence, 0, 0, 0, 64};
-      group->barrier("start");
+      ranks::meet_all(options);
       const auto start = std::chrono::steady_clock::now();
       if (options.rank == 1) ranks::sleep_ms(8);  // long enough for the other one to fall asleep
       group->post_gather(post);
@@ -358,7 +357,7 @@ TEST(ShmGatherProtocol, AWaitCanBeInterrupted) {
     mine.on_wait = [&] {
       if (armed && ++calls == 3) throw Error("interrupted");
     };
-    const auto group = ShmGroup::create(mine);
+    const auto group = ranks::enter(mine);
     armed = options.rank == 0;
     if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
     if (options.rank == 1) ranks::sleep_ms(4000);

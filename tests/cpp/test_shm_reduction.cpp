@@ -97,7 +97,7 @@ class ShmReduction : public testing::TestWithParam<int> {};
 
 TEST_P(ShmReduction, SumsTheScratchesOfAllRanksManyTimes) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     Reducer reducer(*group);
     std::mt19937 random(static_cast<unsigned>(options.rank));
     for (uint64_t step = 1; step <= 100; ++step) {
@@ -120,7 +120,7 @@ TEST_P(ShmReduction, SumsTheScratchesOfAllRanksManyTimes) {
 // Every rank has an order of its own: what cannot be joined in time is left to the flush, and nobody hangs.
 TEST_P(ShmReduction, UnitsInDifferentOrderMeetInTheFlush) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     Reducer reducer(*group);
     std::mt19937 random(static_cast<unsigned>(options.rank) + 5);
     std::vector<uint32_t> order(5);
@@ -148,18 +148,18 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ShmReduction, testing::Values(2, 3, 4));
 
 TEST(ShmReductionProtocol, APeerThatIsPastTheUnitIsNotWaitedFor) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) {
       group->post_reduction(0, 1, 7, 0);
-      group->barrier("the peer is at 5");
+      ranks::meet_all(options);
       require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "the peer is past 3");
-      group->barrier("asked");
+      ranks::meet_all(options);
       require(group->join_reduction(0, 1, 7, 3, true) == Joined::ready, "the flush waits");
       require(group->peer_scratch_offset(0, 1) == 4096, "the peer's offset");
     } else {
       group->publish_progress(5);
-      group->barrier("the peer is at 5");
-      group->barrier("asked");
+      ranks::meet_all(options);
+      ranks::meet_all(options);
       ranks::sleep_ms(100);
       group->post_reduction(0, 1, 7, 4096);
     }
@@ -168,7 +168,7 @@ TEST(ShmReductionProtocol, APeerThatIsPastTheUnitIsNotWaitedFor) {
 
 TEST(ShmReductionProtocol, APeerThatIsBeforeTheUnitIsWaitedFor) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) {
       group->post_reduction(0, 1, 7, 0);
       require(group->join_reduction(0, 1, 7, 3, false) == Joined::ready, "the peer comes at 3");
@@ -184,7 +184,7 @@ TEST(ShmReductionProtocol, APeerThatIsBeforeTheUnitIsWaitedFor) {
 // A waiting rank is told when its peer passes by, long before the timeout.
 TEST(ShmReductionProtocol, PassingByEndsTheWait) {
   const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) {
       group->post_reduction(0, 1, 7, 0);
       // Rank 1 never comes; rank 2 passes by.
@@ -193,7 +193,7 @@ TEST(ShmReductionProtocol, PassingByEndsTheWait) {
       ranks::sleep_ms(100);
       group->publish_progress(4);
     }
-    group->barrier("end");
+    ranks::meet_all(options);
   });
   expect_all_ok(outcomes);
   for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
@@ -202,7 +202,7 @@ TEST(ShmReductionProtocol, PassingByEndsTheWait) {
 // Units in different order: the peer needs this rank's next gather before it can post, so waiting would never end.
 TEST(ShmReductionProtocol, APeerThatWaitsForThisRankIsNotWaitedFor) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     const cpu::GatherPost gather = {1, 1, 0, 0, 64};
     const cpu::GatherPost again = {2, 2, 0, 0, 64};
     if (options.rank == 0) {
@@ -226,7 +226,7 @@ TEST(ShmReductionProtocol, APeerThatWaitsForThisRankIsNotWaitedFor) {
 
 TEST(ShmReductionProtocol, DifferentTagsAreAnErrorThatNamesBothSides) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(0, "layers.0");
     const auto tag = static_cast<uint64_t>(40 + options.rank);
     group->post_reduction(0, 1, tag, 0);
@@ -238,7 +238,7 @@ TEST(ShmReductionProtocol, DifferentTagsAreAnErrorThatNamesBothSides) {
 
 TEST(ShmReductionProtocol, ARecordIsNotOverwrittenBeforeItIsRead) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 0) {
       group->post_reduction(0, 1, 7, 4096);
       group->consume_reduction(0, 1);
@@ -259,7 +259,7 @@ TEST(ShmReductionProtocol, ARecordIsNotOverwrittenBeforeItIsRead) {
 }
 
 TEST(ShmReductionProtocol, MisuseIsRefused) {
-  const auto group = ShmGroup::create(ShmOptions());
+  const auto group = ranks::enter(ShmOptions());
   EXPECT_THROW(group->join_reduction(0, 1, 7, 0, true), Error) << "joined before posted";
   group->post_reduction(0, 1, 7, 0);
   EXPECT_THROW(group->wait_consumed(0, 1), Error) << "its own part is not read";
@@ -270,7 +270,7 @@ TEST(ShmReductionProtocol, MisuseIsRefused) {
 
 TEST(ShmReductionProtocol, WaitingForReadersEndsInOrderOnly) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     for (uint32_t unit = 0; unit < 3; ++unit) group->post_reduction(unit, 1, 7, 0);
     for (uint32_t unit = 0; unit < 3; ++unit) group->join_reduction(unit, 1, 7, 0, true);
     group->consume_reduction(0, 1);
@@ -286,13 +286,13 @@ TEST(ShmReductionProtocol, WaitingForReadersEndsInOrderOnly) {
       group->join_gather({1, 0, 0, 0, 64});
       for (uint32_t unit = 1; unit < 3; ++unit) group->consume_reduction(unit, 1);
     }
-    group->barrier("end");
+    ranks::meet_all(options);
   }));
 }
 
 TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     group->set_unit_name(0, "layers.0");
     if (options.rank == 1) ::_exit(3);
     group->post_reduction(0, 1, 7, 0);
@@ -304,7 +304,7 @@ TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
 
 TEST(ShmReductionProtocol, WaitingForTheEndTimesOut) {
   const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     if (options.rank == 1) {
       ranks::sleep_ms(1000);
       return;

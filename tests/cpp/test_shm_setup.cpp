@@ -46,7 +46,7 @@ std::vector<int> group_descriptors() {
 TEST(ShmSetup, OneRankNeedsNoSocket) {
   ShmOptions options;
   options.timeout_s = 5;
-  const auto group = ShmGroup::create(options);
+  const auto group = ranks::enter(options);
   EXPECT_EQ(group->rank(), 0);
   EXPECT_EQ(group->world(), 1);
   const cpu::GatherWindow window = group->gather_window(0, 100);
@@ -64,7 +64,6 @@ TEST(ShmSetup, OneRankNeedsNoSocket) {
   group->consume_reduction(0, 1);
   EXPECT_TRUE(group->reduction_is_consumed(0, 1));
   group->wait_consumed(0, 1);
-  group->barrier("alone");
 }
 
 class ShmWorld : public testing::TestWithParam<int> {};
@@ -72,9 +71,9 @@ class ShmWorld : public testing::TestWithParam<int> {};
 TEST_P(ShmWorld, RanksMeet) {
   const int world = GetParam();
   expect_all_ok(ranks::run(fresh_options(world), [&](const ShmOptions& options) {
-    const auto group = ShmGroup::create(options);
+    const auto group = ranks::enter(options);
     require(group->rank() == options.rank && group->world() == world, "rank and world");
-    for (int i = 0; i < 100; ++i) group->barrier("test");
+    for (int i = 0; i < 100; ++i) ranks::meet_all(options);
   }));
 }
 
@@ -83,7 +82,7 @@ TEST_P(ShmWorld, RanksMayComeInAnyOrder) {
   for (int last = 0; last < world; ++last) {
     expect_all_ok(ranks::run(fresh_options(world), [&](const ShmOptions& options) {
       if (options.rank == last) ranks::sleep_ms(150);
-      ShmGroup::create(options)->barrier("test");
+      ranks::enter(options);
     }));
   }
 }
@@ -95,84 +94,84 @@ TEST(ShmSetup, SeveralGroupsLiveSideBySide) {
   expect_all_ok(ranks::run(fresh_options(2), [&](const ShmOptions& options) {
     ShmOptions reversed = second;  // rank 0 of one group is rank 1 of the other
     reversed.rank = 1 - options.rank;
-    const auto a = ShmGroup::create(options);
-    const auto b = ShmGroup::create(reversed);
+    reversed.exchange = options.exchange;
+    const auto a = ranks::enter(options);
+    const auto b = ranks::enter(reversed);
     const auto window_a = a->gather_window(0, 4096);
     const auto window_b = b->gather_window(0, 4096);
     if (options.rank == 0) window_a.shared[0] = std::byte{1};
     if (options.rank == 0) window_b.shared[0] = std::byte{2};
-    b->barrier("written");
+    ranks::meet_all(options);
     require(window_a.shared[0] == std::byte{1} && window_b.shared[0] == std::byte{2}, "separate memory");
-    b->barrier("read");
+    ranks::meet_all(options);
   }));
 }
 
+// Every rank ends with the same sentence, whoever failed.
+void expect_same_error(const std::vector<ranks::Outcome>& outcomes, const std::vector<std::string>& parts) {
+  for (const auto& outcome : outcomes) {
+    expect_error(outcome, parts);
+    EXPECT_EQ(outcome.message, outcomes[0].message);
+    EXPECT_LT(outcome.seconds, 8.0);
+  }
+}
+
 TEST(ShmSetup, AWrongTokenIsRefused) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
     ShmOptions mine = options;
     if (options.rank == 1) mine.token[31] = static_cast<char>(mine.token[31] ^ 1);
-    ShmGroup::create(mine);
+    ranks::enter(mine);
   });
-  expect_error(outcomes[0], {"rank 0", "refused", "wrong token"});
-  expect_error(outcomes[1], {"rank 1", "refused by rank 0", "wrong token"});
-  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 8.0);
+  expect_same_error(outcomes, {"rank 0 of 3 did not see rank 1", "refused process", "wrong token"});
 }
 
 TEST(ShmSetup, AnotherNumberOfRanksIsRefused) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
     ShmOptions mine = options;
     if (options.rank == 1) mine.world = 3;
-    ShmGroup::create(mine);
+    ranks::enter(mine);
   });
-  expect_error(outcomes[0], {"number of ranks"});
-  expect_error(outcomes[1], {"number of ranks"});
+  expect_same_error(outcomes, {"did not see rank 1", "number of ranks"});
 }
 
 TEST(ShmSetup, TwoProcessesWithOneRankAreRefused) {
   const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
     ShmOptions mine = options;
     if (options.rank == 2) mine.rank = 1;
-    ShmGroup::create(mine);
+    ranks::enter(mine);
   });
-  expect_error(outcomes[0], {"same rank"});
-  EXPECT_FALSE(outcomes[1].ok);
-  EXPECT_FALSE(outcomes[2].ok);
+  expect_same_error(outcomes, {"did not see rank 2", "there already"});
 }
 
-TEST(ShmSetup, ARankThatDoesNotComeIsNamed) {
-  const auto outcomes = ranks::run(fresh_options(3, 0.4), [](const ShmOptions& options) {
-    if (options.rank != 2) ShmGroup::create(options);
+TEST(ShmSetup, BadOptionsOfOneRankAreToldToAll) {
+  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
+    ShmOptions mine = options;
+    if (options.rank == 2) mine.token = "short";
+    ranks::enter(mine);
   });
-  expect_error(outcomes[0], {"rank 0 of 3", "for rank 2 to join", "0.4 s"});
-  EXPECT_EQ(outcomes[0].message.find("rank 1"), std::string::npos);
-  expect_error(outcomes[1], {"rank 1 of 3", "rank 0"});
-  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 8.0);
-}
-
-TEST(ShmSetup, WithoutRank0ThePeersGiveUp) {
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
-    if (options.rank == 1) ShmGroup::create(options);
-  });
-  expect_error(outcomes[1], {"rank 1 of 2", "for rank 0 to listen"});
+  expect_same_error(outcomes, {"rank 2 of 3", "token of 32 bytes", "got 5"});
 }
 
 TEST(ShmSetup, BadOptionsAreRefused) {
-  ShmOptions options = fresh_options(2, 0.2);
-  options.token = "short";
-  EXPECT_THROW(ShmGroup::create(options), Error);
-  options = fresh_options(2, 0.2);
-  options.socket_name.clear();
-  EXPECT_THROW(ShmGroup::create(options), Error);
-  options = fresh_options(2, 0.2);
-  options.rank = 2;
-  EXPECT_THROW(ShmGroup::create(options), Error);
-  options.rank = -1;
-  EXPECT_THROW(ShmGroup::create(options), Error);
+  ShmOptions options = fresh_options(2);
+  options.exchange = [](const std::string& mine) { return std::vector<std::string>{mine, ""}; };
+  const auto refused = [&options](const std::function<void(ShmOptions&)>& change) {
+    ShmOptions bad = options;
+    change(bad);
+    std::string reason;
+    EXPECT_EQ(ShmGroup::create(bad, reason), nullptr);
+    return reason;
+  };
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.socket_name.clear(); }).find("socket name"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.socket_name.assign(101, 'x'); }).find("101"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = 2; }).find("not a rank"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = -1; }).find("not a rank"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.world = 1 << 20; }).find("1024 ranks"), std::string::npos);
 }
 
 TEST(ShmSetup, WindowsAreKept) {
   ShmOptions options;
-  const auto group = ShmGroup::create(options);
+  const auto group = ranks::enter(options);
   const size_t page = ShmGroup::page_bytes();
   const auto a = group->gather_window(0, page);
   const auto b = group->gather_window(4 * page, 3 * page);
@@ -196,7 +195,7 @@ TEST(ShmSetup, NothingStaysBehind) {
   const ShmOptions shared = fresh_options(2);
   expect_all_ok(ranks::run(shared, [](const ShmOptions& options) {
     {
-      const auto group = ShmGroup::create(options);
+      const auto group = ranks::enter(options);
       group->gather_window(0, 1 << 20).shared[0] = std::byte{1};
       group->scratch_window(options.rank, 0, 1 << 20)[0] = std::byte{1};
       const std::vector<int> descriptors = group_descriptors();
@@ -206,7 +205,7 @@ TEST(ShmSetup, NothingStaysBehind) {
       require(maps.find("/memfd:fsdp2x (deleted)") != std::string::npos, "the memory has no name");
       require(file_text("/proc/net/unix").find(options.socket_name) == std::string::npos || options.rank == 1,
               "rank 0 listens no more");
-      group->barrier("test");
+      ranks::meet_all(options);
     }
     require(group_descriptors().empty(), "descriptors are closed");
     require(file_text("/proc/self/maps").find("memfd:fsdp2x") == std::string::npos, "windows are unmapped");
@@ -218,24 +217,6 @@ TEST(ShmSetup, NothingStaysBehind) {
       EXPECT_EQ(entry.path().string().find(shared.socket_name), std::string::npos);
     }
   }
-}
-
-// A data loader's worker is forked with the group in it; its end is not the rank's.
-TEST(ShmSetup, AForkedChildDoesNotCloseTheGroup) {
-  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    auto group = ShmGroup::create(options);
-    if (options.rank == 0) {
-      const pid_t child = ::fork();
-      if (child == 0) {
-        group.reset();
-        ::_exit(0);
-      }
-      int status = 0;
-      require(::waitpid(child, &status, 0) == child, "the child ended");
-      ranks::sleep_ms(200);
-    }
-    group->barrier("after the child");
-  }));
 }
 
 }  // namespace

@@ -6,13 +6,13 @@ Nothing here may be skipped by a rank: each function is a collective of its grou
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.processes import Process, ended_ranks
 
 T = TypeVar("T")
 
@@ -86,6 +86,7 @@ def _exchange(mine: T, group: Group) -> list[T]:
     size = rank_and_size(group)[1]
     if size == 1:
         return [mine]
+    require_own_process("agree with the other ranks")
     found: list[Any] = [None] * size
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -126,29 +127,16 @@ class LostRanks:
     """
 
     def __init__(self) -> None:
-        mine = (socket.gethostname(), _boot_id(), os.getpid(), _start_time(os.getpid()))
-        self.processes = [mine]
-        if dist.is_initialized():
-            self.processes = [mine] * dist.get_world_size()
-            dist.all_gather_object(self.processes, mine)
-        self._here = mine[:2]
+        mine = Process.own()
+        self.processes = _exchange(mine, None)
 
     @property
     def pids(self) -> list[int]:
-        return [process[2] for process in self.processes]
+        return [process.pid for process in self.processes]
 
     def find(self, wait_s: float = 1.0) -> list[int]:
         """Ranks of this host whose process has ended; sockets close before processes end, so it looks for `wait_s`."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            lost = [
-                rank
-                for rank, (host, boot, pid, start) in enumerate(self.processes)
-                if (host, boot) == self._here and _start_time(pid) != start
-            ]
-            if lost or time.monotonic() > deadline:
-                return lost
-            time.sleep(0.05)
+        return ended_ranks(self.processes, wait_s)
 
     @contextlib.contextmanager
     def named(self, during: str) -> Iterator[None]:
@@ -159,23 +147,5 @@ class LostRanks:
             lost = self.find() if isinstance(error, RuntimeError) else []
             if not lost:
                 raise
-            ranks = ", ".join(f"{rank} (process {self.processes[rank][2]})" for rank in lost)
+            ranks = ", ".join(f"{rank} (process {self.processes[rank].pid})" for rank in lost)
             raise RuntimeError(f"{during}: lost rank {ranks}, which ended while the others waited for it") from error
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _start_time(pid: int) -> str | None:
-    """Kernel's start time of a process, which tells a reused pid apart; None when it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

@@ -86,6 +86,7 @@ class Writer:
         self._error: BaseException | None = None
         self._group: dist.ProcessGroup | None = None
         self._world: Any = None
+        self._guard = _C.ProcessGuard()  # a forked child has no such thread
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Writer:
@@ -101,6 +102,7 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
+        self._guard.require("wait for a save of its parent")
         return self._thread is not None and self._thread.is_alive()
 
     def is_busy_anywhere(self, when_busy: str) -> bool:
@@ -118,6 +120,7 @@ class Writer:
 
     def wait(self) -> None:
         """Joins the thread; its error is raised once."""
+        self._guard.require("wait for a save of its parent")
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -17,18 +17,15 @@ where k-1 was.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import socket
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry, aligned
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.transport import why_not_shared
+from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.sharing import introduce
 
 NUM_SLOTS = 2
 # From here on two passes over the bytes cost more than one more collective.
@@ -50,16 +47,29 @@ def make_ring(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, t
     Raises:
         ValueError: ``transport="shm"`` where the ranks cannot share memory.
     """
-    reason: str | None = "the parameters are not on the CPU"
+    reason = "the parameters are not on the CPU"
     if transport != "process_group" and device.type == "cpu":
-        reason, hello, is_observed = why_not_shared(group)
-        if transport == "auto" and is_observed:
-            reason = "a dispatch mode watches the collectives"
-        if reason is None:
-            return SharedRing(group, slot_bytes, hello)
+        ring, reason = _shared_ring(group, slot_bytes, transport)
+        if ring is not None:
+            return ring
     if transport == "shm":
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
     return GroupRing(group, device, slot_bytes, receivers)
+
+
+def _shared_ring(group: dist.ProcessGroup, slot_bytes: int, transport: str) -> tuple[SharedRing | None, str]:
+    """(a ring in shared memory, "") or (None, why not); the same on every rank."""
+    known = introduce(group)
+    if known is None:
+        return None, "the process group is fake"
+    if transport == "auto" and known.is_observed:
+        return None, "a dispatch mode watches the collectives"
+    if known.why_not_shared is not None:
+        return None, known.why_not_shared
+    slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    rings: list[SharedRing] = []
+    reason = known.memory_file(NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(group, slot_bytes, file)))
+    return (None, reason) if reason else (rings[0], "")
 
 
 class GroupRing:
@@ -164,24 +174,24 @@ class GroupRing:
 
 
 class SharedRing:
-    """One anonymous memory file, mapped by all ranks of the group; gone with the last of them."""
+    """One anonymous memory file, mapped by all ranks of the group; gone with the last of them.
 
-    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, hello: dict) -> None:
+    ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
-        self._slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = NUM_SLOTS * self._slot_bytes
-        file = _share_memory_file(group, size, hello)
-        try:
-            self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
-            self._private = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(file)
+        self._slot_bytes = slot_bytes
+        size = NUM_SLOTS * slot_bytes
+        self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
+        self._private = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._num_filled = self._num_finished = 0
         self._given: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(NUM_SLOTS)]
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry]) -> None:
         """Writes this rank's rows of a bucket."""
+        require_own_process("export a sharded model")
         begin = self._num_filled % NUM_SLOTS * self._slot_bytes
         self._num_filled += 1
         slot = torch.frombuffer(self._written, dtype=torch.uint8)[begin : begin + self._slot_bytes]
@@ -192,6 +202,7 @@ class SharedRing:
 
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
+        require_own_process("export a sharded model")
         index = self._num_finished % NUM_SLOTS
         self._num_finished += 1
         dist.barrier(group=self.group)
@@ -204,37 +215,3 @@ class SharedRing:
             tensors = [entry.whole(slot, start) for entry, start in zip(entries, place(entries)[0], strict=True)]
         self._given[index] = [(tensor, tensor._version) for tensor in tensors]
         return tensors
-
-
-def _share_memory_file(group: dist.ProcessGroup, size: int, hello: dict) -> int:
-    """A file descriptor of the same anonymous memory on every rank; rank 0 makes it and hands it out by socket."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    limit_s = torch_private.group_timeout(group).total_seconds()
-    with contextlib.ExitStack() as stack:
-        local = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-        local.settimeout(limit_s)
-        if rank == 0:
-            local.bind("\0" + hello["socket"])
-            local.listen(world)
-        dist.barrier(group=group)
-        if rank != 0:
-            local.connect("\0" + hello["socket"])
-            local.sendall(hello["token"])
-            _, files, _, _ = socket.recv_fds(local, 1, 1)
-            if not files:
-                raise RuntimeError("fsdp2x.export.stream: rank 0 of the group ended before it shared its memory")
-            return files[0]
-        file = os.memfd_create("fsdp2x-export", os.MFD_CLOEXEC)
-        undo = stack.enter_context(contextlib.ExitStack())
-        undo.callback(os.close, file)
-        os.ftruncate(file, size)
-        num_served = 1
-        while num_served < world:
-            connection, _ = local.accept()
-            with contextlib.closing(connection):
-                connection.settimeout(limit_s)
-                if connection.recv(len(hello["token"]), socket.MSG_WAITALL) == hello["token"]:
-                    socket.send_fds(connection, [b"m"], [file])
-                    num_served += 1
-        undo.pop_all()
-        return file

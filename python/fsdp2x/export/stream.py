@@ -19,6 +19,7 @@ from fsdp2x.export.entries import Entry, aligned
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring, place
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.lookup import named_params
+from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.transport import check_transport
 
 # Two of these stay in the caches of a CPU and cost few page faults; collectives of this size reach full bandwidth.
@@ -163,6 +164,7 @@ def _ring_of(rings: dict, plan: _Plan) -> GroupRing | SharedRing:
 
 
 def _make_rings(plans: list[_Plan], receive: bool, transport: str) -> dict:
+    require_own_process("export a sharded model")
     sizes: dict = {}
     for plan in plans:
         if plan.gathered:

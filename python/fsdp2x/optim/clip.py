@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2x.optim.local import local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
 
 
@@ -197,6 +198,7 @@ class _Buckets:
         order: list[dist.ProcessGroup] = []
         for groups in self._groups:
             order.extend(group for group in groups if group not in order)
+        require_own_process("clip gradients with the other ranks")
         for group in order:
             reduced = [row for row, groups in zip(rows, self._groups, strict=True) if group in groups]
             # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.sharing import introduce
 
 TRANSPORTS = ("auto", "shm", "process_group")
 
@@ -72,20 +73,19 @@ class TransportChoice:
         """
         group = ranks.replicate_group
         if group not in self._all_reduces:
-            reason, arguments = self._sharing(group, ranks.device)
-            if reason is None:
-                self._all_reduces[group] = _C.HostAllReduce(*arguments)
-            else:
-                self._all_reduces[group] = functools.partial(_all_reduce, group)
+            shared, _ = self._shared(group, ranks.device)
+            self._all_reduces[group] = (
+                functools.partial(_all_reduce, group) if shared is None else _C.HostAllReduce(shared)
+            )
         return self._all_reduces[group]
 
     def _make(self, ranks: ShardGroup):
         on_cpu = ranks.device.type == "cpu"
         if ranks.world == 1 and on_cpu and (self._name != "process_group" or ranks.group is None):
             return _C.local_transport()
-        reason, arguments = self._sharing(ranks.group, ranks.device)
-        if reason is None:
-            return _C.shm_transport(*arguments)
+        shared, reason = self._shared(ranks.group, ranks.device)
+        if shared is not None:
+            return _C.shm_transport(shared)
         if self._name == "shm":
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
         return self._over_process_group(ranks)
@@ -104,20 +104,32 @@ class TransportChoice:
             ranks.device,
         )
 
-    def _sharing(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, tuple]:
-        """Why the ranks of a group are not to share memory, or None and the arguments of what lets them."""
+    def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
+        """The engine's memory that the ranks of a group share, or None and why they do not. Collective.
+
+        With "auto" a rank that could share memory but for a limit or a fault of its system is warned of, once.
+        """
         if device.type != "cpu":
-            return "the mesh is not on the CPU", ()
+            return None, "the mesh is not on the CPU"
         if self._name == "process_group":
-            return "a process group was asked for", ()
-        reason, hello, is_observed = why_not_shared(group)
-        if reason is None and self._name == "auto" and is_observed:
-            reason = "a dispatch mode watches the collectives"
-        if reason is not None:
-            return reason, ()
-        limit = self._timeout or torch_private.group_timeout(group)
-        place = (dist.get_rank(group), dist.get_world_size(group))
-        return None, (*place, hello["socket"], hello["token"], limit.total_seconds())
+            return None, "a process group was asked for"
+        known = introduce(group)
+        if known is None:
+            return None, "the process group is fake"
+        if self._name == "auto" and known.is_observed:
+            return None, "a dispatch mode watches the collectives"
+        shared, fault = None, known.fault
+        reason = known.why_not_shared
+        if reason is None:
+            shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group))
+            reason = fault
+        if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
+            warnings.warn(
+                f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions go through the process group, "
+                'which is slower; transport="process_group" chooses that without this warning.',
+                stacklevel=2,
+            )
+        return shared, reason
 
 
 def layer_maker(device: torch.device) -> Callable[[], Any] | None:
@@ -211,43 +223,6 @@ def _reduce_scatter_scaled(group: dist.ProcessGroup, output: torch.Tensor, sourc
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, source, op=torch_private.premultiplied_sum(factor), group=group)
     return True
-
-
-def why_not_shared(group: dist.ProcessGroup) -> tuple[str | None, dict | None, bool]:
-    """Exchanges who runs where. Returns why memory cannot be shared (or None), rank 0's greeting, who is observed."""
-    world = dist.get_world_size(group)
-    if dist.get_backend(group) == "fake":
-        return "the process group is fake", None, False
-    mine = {
-        "host": _host_identity(),
-        "pid": os.getpid(),
-        "uid": os.getuid(),
-        "socket": f"fsdp2x-{secrets.token_hex(16)}",
-        "token": secrets.token_bytes(32),
-        "observed": torch_private.is_observed(),
-    }
-    everyone: list[dict] = [{} for _ in range(world)]
-    with torch_private.unobserved():
-        dist.all_gather_object(everyone, mine, group=group)
-    reason = None
-    if len({other["host"] for other in everyone}) > 1:
-        reason = "the ranks run on several hosts"
-    elif len({other["uid"] for other in everyone}) > 1:
-        reason = "the ranks belong to several users"
-    elif len({other["pid"] for other in everyone}) < world:
-        reason = "several ranks are threads of one process"
-    return reason, everyone[0], any(other["observed"] for other in everyone)
-
-
-def _host_identity() -> str:
-    """Equal for processes that can hand each other file descriptors: same boot, same network namespace.
-
-    FSDP2X_HOST, any name, tells ranks apart that are not to share memory although they could: containers with memory
-    limits of their own, NUMA nodes, or a test that plays several hosts.
-    """
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"{os.environ.get('FSDP2X_HOST', '')}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):

@@ -1,0 +1,98 @@
+// Shared memory between the ranks of a host, and what a forked child may not do.
+#include "bind/shared_memory.hpp"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/own.hpp"
+#include "cpu/process_guard.hpp"
+#include "cpu/shm_group.hpp"
+#include "cpu/shm_handshake.hpp"
+#include "engine/unit.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Lets Ctrl-C end a wait. Signals are handled by the main thread only; on others this does nothing.
+void raise_on_signal() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw_python_error();
+}
+
+// What Python says the ranks exchanged, and the other way round.
+std::function<std::vector<std::string>(const std::string&)> exchange_by(const py::object& exchange) {
+  // Shared: a std::function must be able to copy it.
+  const auto function = std::make_shared<PyRef>(own(exchange));
+  return [function](const std::string& mine) {
+    const py::gil_scoped_acquire gil;
+    const PyRef text = PyRef::steal(PyUnicode_DecodeUTF8(mine.data(), static_cast<Py_ssize_t>(mine.size()), "replace"));
+    const PyRef said =
+        PyRef::steal(text ? PyObject_CallFunctionObjArgs(function->get(), text.get(), nullptr) : nullptr);
+    if (!said) throw_python_error();
+    return py::reinterpret_borrow<py::object>(said.get()).cast<std::vector<std::string>>();
+  };
+}
+
+cpu::ShmOptions shm_options(int rank, int world, const std::string& socket_name, const py::bytes& token,
+                            double timeout_s, const py::object& exchange) {
+  return {rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal, exchange_by(exchange)};
+}
+
+}  // namespace
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<cpu::ShmGroup, std::shared_ptr<cpu::ShmGroup>>(m, "ShmGroup");
+  // (group, "") or (None, why the ranks cannot share memory).
+  m.def(
+      "shm_group",
+      [](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s,
+         const py::object& exchange) {
+        const cpu::ShmOptions options = shm_options(rank, world, socket_name, token, timeout_s, exchange);
+        std::string reason;
+        std::shared_ptr<cpu::ShmGroup> group;
+        {
+          const py::gil_scoped_release released;
+          group = cpu::ShmGroup::create(options, reason);
+        }
+        return std::make_pair(group, reason);
+      },
+      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
+      py::arg("exchange"));
+  // Calls use(descriptor) with a memory file of `num_bytes` that all ranks have; the descriptor is closed afterwards.
+  // "", or why that failed on some rank.
+  m.def(
+      "share_memory_file",
+      [](int rank, int world, const std::string& socket_name, const py::bytes& token, const py::object& exchange,
+         size_t num_bytes, const py::object& use) {
+        const cpu::ShmOptions options = shm_options(rank, world, socket_name, token, /*timeout_s=*/0.0, exchange);
+        const auto call_use = [&use](const cpu::Meeting& meeting) {
+          const py::gil_scoped_acquire gil;
+          const PyRef file = PyRef::steal(PyLong_FromLong(meeting.memory.get()));
+          const PyRef done =
+              PyRef::steal(file ? PyObject_CallFunctionObjArgs(use.ptr(), file.get(), nullptr) : nullptr);
+          if (!done) throw_python_error();
+        };
+        std::string reason;
+        const py::gil_scoped_release released;
+        cpu::meet(options, {num_bytes, num_bytes}, call_use, reason);
+        return reason;
+      },
+      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("exchange"),
+      py::arg("num_bytes"), py::arg("use"));
+  py::class_<cpu::ProcessGuard>(m, "ProcessGuard")
+      .def(py::init<>())
+      .def(
+          "require", [](const cpu::ProcessGuard& guard, const std::string& what) { guard.require(what.c_str()); },
+          py::arg("what"));
+  // For os.register_at_fork.
+  m.def("forbid_in_child", &Unit::forbid_all);
+}
+
+}  // namespace fsdp2x

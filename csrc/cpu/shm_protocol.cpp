@@ -1,0 +1,339 @@
+// The gather and reduction protocols of csrc/README.md on the records of shm_map.hpp.
+#include "cpu/shm_protocol.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "core/error.hpp"
+#include "cpu/shm_map.hpp"
+#include "cpu/shm_peers.hpp"
+
+namespace fsdp2x::cpu {
+namespace {
+
+// Tells the peers what this rank waits for, as long as it lives.
+class Wish {
+ public:
+  Wish(Word& word, uint64_t value, const Peers& peers) : word_(word) {
+    word_.store(value, std::memory_order_release);
+    peers.ring();
+  }
+  ~Wish() { word_.store(0, std::memory_order_release); }
+  Wish(const Wish&) = delete;
+  Wish& operator=(const Wish&) = delete;
+
+ private:
+  Word& word_;
+};
+
+}  // namespace
+
+struct ShmProtocol::Impl {
+  Impl(const ShmOptions& given, const ShmMap& given_map, std::byte* given_control)
+      : options(given),
+        map(given_map),
+        control(given_control),
+        peers(options, map, control, [this](int rank) { return where(rank); }) {
+    options.exchange = nullptr;  // the caller's, for the set-up
+  }
+
+  ShmOptions options;
+  ShmMap map;
+  std::byte* control;
+  Peers peers;
+  std::vector<std::string> unit_names;
+
+  RankState& state(int rank) const { return map.state(control, rank); }
+  RankState& own() const { return state(options.rank); }
+
+  UnitRecord& record(uint32_t unit, int rank) const {
+    if (unit >= kMaxUnits) {
+      throw Error("shared memory: unit " + std::to_string(unit) + " is beyond the " + std::to_string(kMaxUnits) +
+                  " that a group holds: shard fewer modules");
+    }
+    return map.unit(control, rank, unit);
+  }
+  Word& released(uint32_t slot, int rank) const {
+    if (slot >= kMaxSlots) {
+      throw Error("shared memory: slot " + std::to_string(slot) + " is beyond the " + std::to_string(kMaxSlots) +
+                  " that a group holds: reshard units after use");
+    }
+    return map.released(control, rank, slot);
+  }
+
+  // True when `rank` cannot go on before this rank does.
+  bool waits_for_me(int rank) const {
+    if (state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load()) return true;
+    const uint64_t wish = state(rank).wanted_slot.load(std::memory_order_acquire);
+    return wish != 0 && released(wished_slot(wish), options.rank).load() + 1 < wished_use(wish);
+  }
+
+  std::string unit_text(uint64_t unit) const {
+    if (unit < unit_names.size() && !unit_names[unit].empty()) return "unit '" + unit_names[unit] + "'";
+    return "unit " + std::to_string(unit);
+  }
+  std::string gather_text(uint64_t sequence, uint64_t unit) const {
+    return "all-gather #" + std::to_string(sequence) + " of " + unit_text(unit);
+  }
+  std::string gather_text(const GatherPost& post) const { return gather_text(post.sequence, post.unit); }
+  std::string place_text(const GatherPost& post) const {
+    return gather_text(post) + " (slot " + std::to_string(post.slot) + " at " + std::to_string(post.slot_offset) +
+           ", " + std::to_string(post.bytes) + " bytes)";
+  }
+  std::string reduction_text(uint32_t unit, uint64_t epoch) const {
+    return "reduction #" + std::to_string(epoch) + " of " + unit_text(unit);
+  }
+  std::string where(int rank) const {
+    const uint64_t sequence = state(rank).num_posted.load(std::memory_order_acquire);
+    if (sequence == 0) return "has not begun any all-gather yet";
+    const uint64_t unit = map.entry(control, rank, sequence).unit.load(std::memory_order_relaxed);
+    return "began " + gather_text(sequence, unit) + " last";
+  }
+
+  // The entry that `rank` posted for `sequence`. To be called when its num_posted has reached it.
+  GatherPost entry_of(int rank, uint64_t sequence) const {
+    const RingEntry& entry = map.entry(control, rank, sequence);
+    GatherPost post;
+    const uint64_t before = entry.sequence.load(std::memory_order_acquire);
+    post.sequence = sequence;
+    post.unit = static_cast<uint32_t>(entry.unit.load(std::memory_order_relaxed));
+    post.slot = static_cast<uint32_t>(entry.slot.load(std::memory_order_relaxed));
+    post.slot_offset = entry.slot_offset.load(std::memory_order_relaxed);
+    post.bytes = entry.bytes.load(std::memory_order_relaxed);
+    fence(std::memory_order_acquire);
+    const uint64_t after = entry.sequence.load(std::memory_order_relaxed);
+    if (before != sequence || after != sequence) {
+      throw Error("shared memory: rank " + std::to_string(rank) + " skipped all-gather #" + std::to_string(sequence) +
+                  " or is more than " + std::to_string(kRingEntries) + " ahead of rank " +
+                  std::to_string(options.rank) + "; it " + where(rank) +
+                  ": after an exception, every rank must reset (`reset_iter_state`)");
+    }
+    return post;
+  }
+
+  [[noreturn]] void fail_mismatch(const GatherPost& mine, int rank, const GatherPost& theirs) const {
+    std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(mine) +
+                       ", rank " + std::to_string(rank) + " in " + place_text(theirs) + ": ";
+    if (mine.unit != theirs.unit) {
+      text += "the ranks ran their units in different order; every rank must run the same modules in the same order";
+    } else {
+      text +=
+          "the ranks gather the same unit into different places; they must have the same parameters, dtypes and "
+          "history of unshard() and reshard() calls";
+    }
+    throw Error(text);
+  }
+};
+
+ShmProtocol::ShmProtocol(const ShmOptions& options, const ShmMap& map, std::byte* control)
+    : impl_(std::make_unique<Impl>(options, map, control)) {}
+
+ShmProtocol::~ShmProtocol() = default;
+
+int ShmProtocol::rank() const { return impl_->options.rank; }
+int ShmProtocol::world() const { return impl_->options.world; }
+
+void ShmProtocol::watch_peers() { impl_->peers.watch(); }
+
+void ShmProtocol::close() {
+  // A forked child inherits the group but is not the rank: its end must not look like the rank's.
+  if (!guard_.is_here()) return;
+  impl_->own().closed.store(1, std::memory_order_release);
+  impl_->peers.ring();
+}
+
+void ShmProtocol::fail(const std::string& text) {
+  if (!guard_.is_here() || impl_->own().failed.load(std::memory_order_relaxed) != 0) return;
+  const size_t bytes = std::min(text.size(), kFailureBytes);
+  std::memcpy(impl_->map.failure(impl_->control, impl_->options.rank), text.data(), bytes);
+  impl_->own().failed.store(bytes, std::memory_order_release);
+  impl_->peers.ring();
+}
+
+void ShmProtocol::set_unit_name(uint32_t unit, const std::string& name) {
+  impl_->record(unit, 0);  // refuses an index beyond the table
+  if (impl_->unit_names.size() <= unit) impl_->unit_names.resize(size_t{unit} + 1);
+  impl_->unit_names[unit] = name;
+}
+
+void ShmProtocol::acquire_slot(const GatherPost& post, uint64_t num_uses) {
+  require_own_process();
+  Impl& impl = *impl_;
+  const auto is_released = [&](int rank) {
+    return impl.released(post.slot, rank).load(std::memory_order_acquire) + 1 >= num_uses;
+  };
+  if (impl.peers.all_done(is_released)) return;
+  const Wish wish(impl.own().wanted_slot, wish_for_slot(post.slot, num_uses), impl.peers);
+  impl.peers.wait(is_released, [&] {
+    return "the release of slot " + std::to_string(post.slot) + " for " + impl.gather_text(post);
+  });
+}
+
+void ShmProtocol::post_gather(const GatherPost& post) {
+  require_own_process();
+  Impl& impl = *impl_;
+  impl.record(post.unit, 0);
+  // The entry that this post overwrites was read by every peer that has come so far, see kRingEntries.
+  impl.peers.wait(
+      [&](int rank) {
+        return impl.state(rank).num_posted.load(std::memory_order_acquire) + kRingEntries / 2 >= post.sequence;
+      },
+      [&] { return "the ring of " + impl.gather_text(post); });
+  RingEntry& entry = impl.map.entry(impl.control, impl.options.rank, post.sequence);
+  entry.sequence.store(0, std::memory_order_relaxed);
+  fence(std::memory_order_release);
+  entry.unit.store(post.unit, std::memory_order_relaxed);
+  entry.slot.store(post.slot, std::memory_order_relaxed);
+  entry.slot_offset.store(post.slot_offset, std::memory_order_relaxed);
+  entry.bytes.store(post.bytes, std::memory_order_relaxed);
+  entry.sequence.store(post.sequence, std::memory_order_release);
+  impl.own().num_posted.store(post.sequence, std::memory_order_release);
+  impl.peers.ring();
+}
+
+bool ShmProtocol::gather_is_complete(const GatherPost& post) const {
+  require_own_process();
+  return impl_->peers.all_done(
+      [&](int rank) { return impl_->state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; });
+}
+
+void ShmProtocol::join_gather(const GatherPost& post) {
+  require_own_process();
+  Impl& impl = *impl_;
+  if (!gather_is_complete(post)) {
+    const Wish wish(impl.own().wanted_gather, post.sequence, impl.peers);
+    impl.peers.wait(
+        [&](int rank) { return impl.state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; },
+        [&] { return impl.gather_text(post); });
+  }
+  for (int rank = 0; rank < impl.options.world; ++rank) {
+    if (rank == impl.options.rank) continue;
+    const GatherPost theirs = impl.entry_of(rank, post.sequence);
+    const bool equal = theirs.unit == post.unit && theirs.slot == post.slot && theirs.slot_offset == post.slot_offset &&
+                       theirs.bytes == post.bytes;
+    if (!equal) impl.fail_mismatch(post, rank, theirs);
+  }
+}
+
+void ShmProtocol::release_slot(uint32_t slot, uint64_t num_uses) {
+  require_own_process();
+  impl_->released(slot, impl_->options.rank).store(num_uses, std::memory_order_release);
+  impl_->peers.ring();
+}
+
+void ShmProtocol::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset) {
+  require_own_process();
+  Impl& impl = *impl_;
+  impl.peers.wait(
+      [&](int rank) { return impl.record(unit, rank).consumed.load(std::memory_order_acquire) + 1 >= epoch; },
+      [&] { return "the end of " + impl.reduction_text(unit, epoch - 1) + " before the next"; });
+  UnitRecord& record = impl.record(unit, impl.options.rank);
+  record.tag.store(tag, std::memory_order_relaxed);
+  record.scratch_offset.store(scratch_offset, std::memory_order_relaxed);
+  record.posted.store(epoch, std::memory_order_release);
+  impl.peers.ring();
+}
+
+Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t position, bool flush) {
+  require_own_process();
+  Impl& impl = *impl_;
+  const uint64_t own_epoch = impl.record(unit, impl.options.rank).posted.load(std::memory_order_relaxed);
+  if (own_epoch != epoch) {
+    throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " joins " +
+                impl.reduction_text(unit, epoch) + " but posted #" + std::to_string(own_epoch) + " last");
+  }
+  bool later = false;
+  const auto posted = [&](int rank) { return impl.record(unit, rank).posted.load(std::memory_order_acquire) >= epoch; };
+  impl.peers.wait(
+      [&](int rank) {
+        if (later || posted(rank)) return true;
+        if (flush) return false;
+        // A peer posts first and publishes its progress or its wishes then: they are read before the last look at the
+        // post. When units run in different order, a peer may wait for this rank's next gather before it posts.
+        const bool elsewhere =
+            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
+        if (posted(rank)) return true;
+        later = elsewhere;
+        return later;
+      },
+      [&] { return impl.reduction_text(unit, epoch); });
+  if (later) return Joined::later;
+  for (int rank = 0; rank < impl.options.world; ++rank) {
+    if (rank == impl.options.rank) continue;
+    const UnitRecord& record = impl.record(unit, rank);
+    const uint64_t their_tag = record.tag.load(std::memory_order_relaxed);
+    if (their_tag != tag) {
+      throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " and rank " + std::to_string(rank) +
+                  " disagree about " + impl.reduction_text(unit, epoch) + " (tags " + std::to_string(tag) + " and " +
+                  std::to_string(their_tag) +
+                  "): its parameters, dtypes and requires_grad must be the same on every rank");
+    }
+  }
+  return Joined::ready;
+}
+
+uint64_t ShmProtocol::peer_scratch_offset(uint32_t unit, int rank) const {
+  require_own_process();
+  return impl_->record(unit, rank).scratch_offset.load(std::memory_order_relaxed);
+}
+
+void ShmProtocol::consume_reduction(uint32_t unit, uint64_t epoch) {
+  require_own_process();
+  impl_->record(unit, impl_->options.rank).consumed.store(epoch, std::memory_order_release);
+  impl_->peers.ring();
+}
+
+bool ShmProtocol::reduction_is_consumed(uint32_t unit, uint64_t epoch) const {
+  require_own_process();
+  for (int rank = 0; rank < impl_->options.world; ++rank) {
+    if (impl_->record(unit, rank).consumed.load(std::memory_order_acquire) < epoch) return false;
+  }
+  return true;
+}
+
+bool ShmProtocol::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t position) {
+  require_own_process();
+  Impl& impl = *impl_;
+  bool given_up = false;
+  const auto consumed = [&](int rank) {
+    return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
+  };
+  impl.peers.wait(
+      [&](int rank) {
+        if (given_up || consumed(rank)) return true;
+        const bool elsewhere =
+            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
+        given_up = elsewhere && !consumed(rank);
+        return elsewhere;
+      },
+      [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });
+  return !given_up;
+}
+
+void ShmProtocol::wait_consumed(uint32_t unit, uint64_t epoch) {
+  require_own_process();
+  Impl& impl = *impl_;
+  if (impl.record(unit, impl.options.rank).consumed.load(std::memory_order_relaxed) < epoch) {
+    throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " waits for the end of " +
+                impl.reduction_text(unit, epoch) + " before it has read it itself");
+  }
+  impl.peers.wait([&](int rank) { return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch; },
+                  [&] { return "the end of " + impl.reduction_text(unit, epoch); });
+}
+
+void ShmProtocol::publish_progress(uint64_t position) {
+  require_own_process();
+  Word& progress = impl_->own().progress;
+  const uint64_t before = progress.load(std::memory_order_relaxed);
+  if (position < before) {
+    throw Error("shared memory: the progress of rank " + std::to_string(impl_->options.rank) + " goes back from " +
+                std::to_string(before) + " to " + std::to_string(position));
+  }
+  if (position == before) return;
+  progress.store(position, std::memory_order_release);
+  impl_->peers.ring();
+}
+
+}  // namespace fsdp2x::cpu

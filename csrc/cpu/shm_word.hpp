@@ -1,0 +1,34 @@
+// What the protocol does to shared memory: words, fences, and the two futex calls. Everything that ranks tell each
+// other while a group lives goes through this file, so that tests can compile the protocol against words of their own
+// and explore every order of their accesses (tests/cpp/model).
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+namespace fsdp2x::cpu {
+
+using Word = std::atomic<uint64_t>;
+using Doorbell = std::atomic<uint32_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "shared memory needs lock-free 64-bit atomics");
+static_assert(Doorbell::is_always_lock_free && sizeof(Doorbell) == 4, "a futex is a 32-bit word");
+
+inline void fence(std::memory_order order) { std::atomic_thread_fence(order); }
+
+// Sleeps until it is woken, for `limit` (below a second) at most, and not at all when `bell` no longer rings `value`.
+// Any return is fine: the caller looks again.
+inline void sleep_on(Doorbell& bell, uint32_t value, std::chrono::nanoseconds limit) {
+  const timespec timeout = {0, static_cast<long>(limit.count())};
+  ::syscall(SYS_futex, &bell, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+
+inline void wake(Doorbell& bell) { ::syscall(SYS_futex, &bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+}  // namespace fsdp2x::cpu

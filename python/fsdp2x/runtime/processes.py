@@ -1,0 +1,66 @@
+"""The processes behind the ranks of a group, and which of them have ended. Holds no handle: a process is told by its
+host, its number and when it began."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of some host. ``start`` is the kernel's start time, which tells a reused number apart."""
+
+    host: tuple[str, str]
+    pid: int
+    start: str | None
+
+    @classmethod
+    def own(cls) -> Process:
+        return cls(own_host(), os.getpid(), _start_time(os.getpid()))
+
+
+def own_host() -> tuple[str, str]:
+    """Name of the host, and which boot of it this is; the second is empty where it cannot be read."""
+    try:
+        return socket.gethostname(), boot_id()
+    except OSError:
+        return socket.gethostname(), ""
+
+
+def boot_id() -> str:
+    """The kernel's number for this boot of the host. Raises OSError where it is hidden."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def ended_ranks(processes: list[Process], wait_s: float = 1.0) -> list[int]:
+    """Indices of the processes of this host that have ended; those elsewhere are never reported.
+
+    Sockets close before processes end, so it looks for ``wait_s`` until it finds one.
+    """
+    here = own_host()
+    deadline = time.monotonic() + wait_s
+    while True:
+        ended = [
+            index
+            for index, process in enumerate(processes)
+            if process.host == here and _start_time(process.pid) != process.start
+        ]
+        if ended or time.monotonic() > deadline:
+            return ended
+        time.sleep(_LOOK_S)
+
+
+def _start_time(pid: int) -> str | None:
+    """Kernel's start time of a process; None when it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

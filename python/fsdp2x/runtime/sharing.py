@@ -1,0 +1,135 @@
+"""The ranks of a group introduce themselves, and share memory where they can.
+
+    introduce      every rank says who it is and where it runs            one exchange
+    why_not_shared what follows from that: several hosts, users, threads  the same on every rank
+    shm_group      the engine's group, or why a rank could not enter it   the same on every rank
+    memory_file    a file of the same memory for every rank, or why not   the same on every rank
+
+Nothing here waits for a rank that failed: after each step that can fail the ranks exchange how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.processes import Process, boot_id
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a rank says of itself."""
+
+    process: Process
+    uid: int
+    host: str  # equal for processes that can hand each other file descriptors; empty when it cannot be told
+    fault: str  # why it cannot
+    socket: str  # rank 0's count, as does its token
+    token: bytes
+    is_observed: bool  # a dispatch mode watches this rank's collectives
+
+
+@dataclass(frozen=True)
+class Introductions:
+    """The greetings of a group's ranks, in rank order."""
+
+    group: dist.ProcessGroup
+    greetings: list[Greeting]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [greeting.process for greeting in self.greetings]
+
+    @property
+    def is_observed(self) -> bool:
+        return any(greeting.is_observed for greeting in self.greetings)
+
+    @property
+    def fault(self) -> str | None:
+        """Why a rank cannot tell where it runs."""
+        for rank, greeting in enumerate(self.greetings):
+            if greeting.fault:
+                return f"rank {rank} cannot tell which host it runs on ({greeting.fault})"
+        return None
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """Why the ranks cannot share memory, None when they can."""
+        if len({greeting.host for greeting in self.greetings if not greeting.fault}) > 1:
+            return "the ranks run on several hosts"
+        if self.fault is not None:
+            return self.fault
+        if len({greeting.uid for greeting in self.greetings}) > 1:
+            return "the ranks belong to several users"
+        if len({greeting.process.pid for greeting in self.greetings}) < len(self.greetings):
+            return "several ranks are threads of one process"
+        return None
+
+    def shm_group(self, timeout: timedelta):
+        """(the engine's group, "") or (None, why a rank could not enter it). Collective."""
+        return _C.shm_group(*self._place, timeout.total_seconds(), _exchange_of(self.group))
+
+    def memory_file(self, num_bytes: int, use: Callable[[int], None]) -> str:
+        """Calls ``use`` with the descriptor of a file of the same anonymous memory on every rank. Collective.
+
+        Returns "", or why a rank could not have the file or use it. The descriptor is closed afterwards.
+        """
+        return _C.share_memory_file(*self._place, _exchange_of(self.group), num_bytes, use)
+
+    @property
+    def _place(self) -> tuple[int, int, str, bytes]:
+        first = self.greetings[0]
+        return dist.get_rank(self.group), len(self.greetings), first.socket, first.token
+
+
+def introduce(group: dist.ProcessGroup) -> Introductions | None:
+    """Collective over ``group``. None where the process group is fake: nobody is there to answer."""
+    require_own_process("talk to the other ranks")
+    if dist.get_backend(group) == "fake":
+        return None
+    host, fault = "", ""
+    try:
+        host = _host_identity()
+    except OSError as error:
+        fault = str(error)
+    mine = Greeting(
+        Process.own(),
+        os.getuid(),
+        host,
+        fault,
+        f"fsdp2x-{secrets.token_hex(16)}",
+        secrets.token_bytes(32),
+        torch_private.is_observed(),
+    )
+    return Introductions(group, _all_gather_object(group, mine))
+
+
+def _all_gather_object(group: dist.ProcessGroup, mine) -> list:
+    everyone = [None] * dist.get_world_size(group)
+    with torch_private.unobserved():
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _exchange_of(group: dist.ProcessGroup) -> Callable[[str], list[str]]:
+    def exchange(mine: str) -> list[str]:
+        return _all_gather_object(group, mine)
+
+    return exchange
+
+
+def _host_identity() -> str:
+    """Equal for processes that can hand each other file descriptors: same boot, same network namespace.
+
+    FSDP2X_HOST, any name, tells ranks apart that are not to share memory although they could: containers with memory
+    limits of their own, NUMA nodes, or a test that plays several hosts.
+    """
+    return f"{os.environ.get('FSDP2X_HOST', '')}/{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
