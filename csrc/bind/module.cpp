@@ -292,6 +292,8 @@ void bind_group(py::module_& m) {
   bind_call<&GroupCalls::gather_slowly>(group, "gather_slowly");
   bind_call<&GroupCalls::finish_slowly>(group, "finish_slowly");
   bind_call<&GroupCalls::free_slowly>(group, "free_slowly");
+  bind_call<&GroupCalls::explain>(group, "explain");
+  bind_call<&GroupCalls::explain_all_reduce>(group, "explain_all_reduce");
 }
 
 void set_prefetch(std::vector<std::weak_ptr<Unit>>& list, const std::vector<std::shared_ptr<Unit>>& units) {

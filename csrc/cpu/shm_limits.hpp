@@ -1,4 +1,5 @@
-// How much a group holds. Tests of the protocol have smaller rings (tests/cpp/model).
+// How much a group holds, and how long a rank looks before it sleeps. Tests of the protocol have smaller numbers
+// (tests/cpp/model).
 #pragma once
 
 #include <cstdint>
@@ -9,5 +10,11 @@ inline constexpr uint64_t kRingEntries = 4096;
 inline constexpr uint32_t kMaxSlots = 65536;
 inline constexpr uint32_t kMaxUnits = 65536;
 inline constexpr int kMaxRanks = 1024;
+
+// Pauses and yields before a sleep. A peer that has no core of its own cannot arrive while this rank spins.
+inline constexpr int kPauses = 300;
+inline constexpr int kYields = 100;
+inline constexpr int kPausesCrowded = 8;
+inline constexpr int kYieldsCrowded = 20;
 
 }  // namespace fsdp2x::cpu

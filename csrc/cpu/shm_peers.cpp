@@ -15,6 +15,7 @@
 #include <cstdio>
 
 #include "core/error.hpp"
+#include "cpu/shm_limits.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
@@ -41,9 +42,8 @@ Peers::Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::fun
       map_(map),
       control_(control),
       where_(std::move(where)),
-      // A peer that has no core of its own cannot arrive while this rank spins.
-      num_pauses_(options.world > num_cores() ? 8 : 300),
-      num_yields_(options.world > num_cores() ? 20 : 100),
+      num_pauses_(options.world > num_cores() ? kPausesCrowded : kPauses),
+      num_yields_(options.world > num_cores() ? kYieldsCrowded : kYields),
       processes_(static_cast<size_t>(options.world)),
       polled_(static_cast<size_t>(options.world), pollfd{-1, POLLIN, 0}),
       dead_(static_cast<size_t>(options.world), false) {}

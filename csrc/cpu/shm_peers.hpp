@@ -21,6 +21,12 @@ namespace fsdp2x::cpu {
 // "12.3 s"
 std::string seconds_text(double seconds);
 
+// What a wait finds at a peer. elsewhere: it comes only after this rank has gone on.
+enum class Seen { late, done, elsewhere };
+
+inline Seen seen(Seen seen) { return seen; }
+inline Seen seen(bool is_done) { return is_done ? Seen::done : Seen::late; }
+
 class Peers {
  public:
   // `where(rank)` says for a timeout what that rank did last.
@@ -34,15 +40,15 @@ class Peers {
   // Wakes the peers that sleep. Call it after every store that somebody may wait for.
   void ring() const;
 
-  // done(rank) for every peer, without waiting.
-  template <class Done>
-  bool all_done(const Done& done) const;
+  // What see(rank), a Seen or whether the rank is done, says of all peers; without waiting.
+  template <class See>
+  Seen see_all(const See& see) const;
 
-  // Returns when done(rank) is true for every peer. Throws Error when a peer for which it is false is dead or closed,
-  // when any rank has failed, and after the group's timeout. `describe()` names what is waited for; it is called only
-  // for an error.
-  template <class Done, class Describe>
-  void wait(const Done& done, const Describe& describe);
+  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late peer
+  // is dead or closed, when any rank has failed, and after the group's timeout. `describe()` names what is waited for;
+  // it is called only for an error.
+  template <class See, class Describe>
+  bool wait(const See& see, const Describe& describe);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -76,46 +82,46 @@ class Peers {
   std::vector<bool> dead_;
 };
 
-template <class Done>
-bool Peers::all_done(const Done& done) const {
-  bool all = true;
+template <class See>
+Seen Peers::see_all(const See& see) const {
+  Seen all = Seen::done;
   for (int rank = 0; rank < options_.world; ++rank) {
-    if (rank != options_.rank && !done(rank)) all = false;
+    if (rank == options_.rank) continue;
+    const Seen one = seen(see(rank));
+    if (one == Seen::elsewhere) return one;
+    if (one == Seen::late) all = one;
   }
   return all;
 }
 
-template <class Done, class Describe>
-void Peers::wait(const Done& done, const Describe& describe) {
-  for (int i = 0; i < num_pauses_; ++i) {
-    if (all_done(done)) return;
-    pause();
-  }
-  for (int i = 0; i < num_yields_; ++i) {
-    if (all_done(done)) return;
-    ::sched_yield();
-  }
+template <class See, class Describe>
+bool Peers::wait(const See& see, const Describe& describe) {
+  Seen all = see_all(see);
+  for (int i = 0; all == Seen::late && i < num_pauses_; ++i, all = see_all(see)) pause();
+  for (int i = 0; all == Seen::late && i < num_yields_; ++i, all = see_all(see)) ::sched_yield();
+  if (all != Seen::late) return all == Seen::done;
   const auto start = Clock::now();
   const auto deadline =
       start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
   while (true) {
     const uint32_t bell = begin_sleep();
-    const bool ready = all_done(done);
-    if (!ready) sleep(bell, deadline);
+    all = see_all(see);
+    if (all == Seen::late) sleep(bell, deadline);
     end_sleep();
-    if (ready || all_done(done)) return;
+    if (all == Seen::late) all = see_all(see);
+    if (all != Seen::late) return all == Seen::done;
 
     const auto now = Clock::now();
     const double waited_s = std::chrono::duration<double>(now - start).count();
     look();
+    const auto is_late = [&](int rank) { return rank != options_.rank && seen(see(rank)) == Seen::late; };
     for (int rank = 0; rank < options_.world; ++rank) {
       if (has_failed(rank)) fail_failed(rank, describe());
-      if (rank == options_.rank || done(rank)) continue;
-      // What a rank did before it went is still there, hence the second look.
-      if ((is_dead(rank) || is_closed(rank)) && !done(rank)) fail_gone(rank, describe(), waited_s);
+      // What a rank did before it went is still there, hence the look afterwards.
+      if ((is_dead(rank) || is_closed(rank)) && is_late(rank)) fail_gone(rank, describe(), waited_s);
     }
     for (int rank = 0; now >= deadline && rank < options_.world; ++rank) {
-      if (rank != options_.rank && !done(rank)) fail_timeout(rank, describe(), waited_s);
+      if (is_late(rank)) fail_timeout(rank, describe(), waited_s);
     }
     if (options_.on_wait) options_.on_wait();
   }

@@ -70,6 +70,17 @@ struct ShmProtocol::Impl {
     return wish != 0 && released(wished_slot(wish), options.rank).load() + 1 < wished_use(wish);
   }
 
+  // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and publishes
+  // its progress or its wishes then: they are read before the last look at what it did. When units run in different
+  // order, a peer may wait for this rank's next gather before it comes.
+  template <class Done>
+  Seen see(int rank, uint64_t position, const Done& done) const {
+    if (done(rank)) return Seen::done;
+    const bool elsewhere = state(rank).progress.load(std::memory_order_acquire) > position || waits_for_me(rank);
+    if (done(rank)) return Seen::done;
+    return elsewhere ? Seen::elsewhere : Seen::late;
+  }
+
   std::string unit_text(uint64_t unit) const {
     if (unit < unit_names.size() && !unit_names[unit].empty()) return "unit '" + unit_names[unit] + "'";
     return "unit " + std::to_string(unit);
@@ -164,7 +175,7 @@ void ShmProtocol::acquire_slot(const GatherPost& post, uint64_t num_uses) {
   const auto is_released = [&](int rank) {
     return impl.released(post.slot, rank).load(std::memory_order_acquire) + 1 >= num_uses;
   };
-  if (impl.peers.all_done(is_released)) return;
+  if (impl.peers.see_all(is_released) == Seen::done) return;
   const Wish wish(impl.own().wanted_slot, wish_for_slot(post.slot, num_uses), impl.peers);
   impl.peers.wait(is_released, [&] {
     return "the release of slot " + std::to_string(post.slot) + " for " + impl.gather_text(post);
@@ -195,8 +206,10 @@ void ShmProtocol::post_gather(const GatherPost& post) {
 
 bool ShmProtocol::gather_is_complete(const GatherPost& post) const {
   require_own_process();
-  return impl_->peers.all_done(
-      [&](int rank) { return impl_->state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; });
+  const auto posted = [&](int rank) {
+    return impl_->state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence;
+  };
+  return impl_->peers.see_all(posted) == Seen::done;
 }
 
 void ShmProtocol::join_gather(const GatherPost& post) {
@@ -244,22 +257,11 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
     throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " joins " +
                 impl.reduction_text(unit, epoch) + " but posted #" + std::to_string(own_epoch) + " last");
   }
-  bool later = false;
   const auto posted = [&](int rank) { return impl.record(unit, rank).posted.load(std::memory_order_acquire) >= epoch; };
-  impl.peers.wait(
-      [&](int rank) {
-        if (later || posted(rank)) return true;
-        if (flush) return false;
-        // A peer posts first and publishes its progress or its wishes then: they are read before the last look at the
-        // post. When units run in different order, a peer may wait for this rank's next gather before it posts.
-        const bool elsewhere =
-            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
-        if (posted(rank)) return true;
-        later = elsewhere;
-        return later;
-      },
-      [&] { return impl.reduction_text(unit, epoch); });
-  if (later) return Joined::later;
+  const bool all_posted =
+      impl.peers.wait([&](int rank) { return flush ? seen(posted(rank)) : impl.see(rank, position, posted); },
+                      [&] { return impl.reduction_text(unit, epoch); });
+  if (!all_posted) return Joined::later;
   for (int rank = 0; rank < impl.options.world; ++rank) {
     if (rank == impl.options.rank) continue;
     const UnitRecord& record = impl.record(unit, rank);
@@ -296,20 +298,12 @@ bool ShmProtocol::reduction_is_consumed(uint32_t unit, uint64_t epoch) const {
 bool ShmProtocol::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t position) {
   require_own_process();
   Impl& impl = *impl_;
-  bool given_up = false;
   const auto consumed = [&](int rank) {
     return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
   };
-  impl.peers.wait(
-      [&](int rank) {
-        if (given_up || consumed(rank)) return true;
-        const bool elsewhere =
-            impl.state(rank).progress.load(std::memory_order_acquire) > position || impl.waits_for_me(rank);
-        given_up = elsewhere && !consumed(rank);
-        return elsewhere;
-      },
+  return impl.peers.wait(
+      [&](int rank) { return impl.see(rank, position, consumed); },
       [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });
-  return !given_up;
 }
 
 void ShmProtocol::wait_consumed(uint32_t unit, uint64_t epoch) {

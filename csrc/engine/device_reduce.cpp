@@ -143,7 +143,7 @@ void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output
     done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
                                                      group.averages() ? Py_True : Py_False, nullptr));
   }
-  if (!done) throw_python_error();
+  if (!done) throw_collective_error(group, group.calls.explain, "reduction");
   ++group.root().counters.python_calls;
   note_rows(scales             ? "reduce_scatter (scaled)"
             : group.averages() ? "reduce_scatter (average)"
@@ -179,7 +179,7 @@ void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
   const PyRef tensor = PyRef::steal(THPVariable_Wrap(rows));
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls.all_reduce.get(), tensor.get(),
                                                                group.averages() ? Py_True : Py_False, nullptr));
-  if (!done) throw_python_error();
+  if (!done) throw_collective_error(group, group.calls.explain_all_reduce, "all-reduce");
   ++group.root().counters.python_calls;
   note_rows("all_reduce", group, rows, rows);
 }

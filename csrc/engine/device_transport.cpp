@@ -260,7 +260,7 @@ void DeviceTransport::call_all_gather(Group& group, PerGroup& mine, DeviceBuffer
     done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.all_gather_group.get(), lists.first.get(),
                                                      lists.second.get(), nullptr));
   }
-  if (!done) throw_python_error();
+  if (!done) throw_collective_error(group, group.calls.explain, "all-gather");
   ++group.root().counters.python_calls;
   note_collective("all_gather", group, lists);
 }

@@ -54,6 +54,19 @@ Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool,
   scratch.filled.assign(params.size(), 0);
 }
 
+void throw_collective_error(const Group& group, const PyRef& explain, const std::string& operation) {
+  if (!explain) throw_python_error();
+  pybind11::error_already_set error;
+  const std::string what = operation + " of unit '" + group.name + "'";
+  const PyRef told = PyRef::steal(PyObject_CallFunction(explain.get(), "Os", error.value().ptr(), what.c_str()));
+  if (told.get() == error.value().ptr()) {
+    error.restore();
+  } else if (told) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.get())), told.get());
+  }
+  throw_python_error();
+}
+
 const UnitOptions& Group::options() const { return unit->options; }
 
 Root& Group::root() const { return *unit->root; }
@@ -365,7 +378,7 @@ void Group::all_reduce(const at::Tensor& partial) {
         PyRef::steal(THPVariable_Wrap(typed(partial, reduce_type(), 0, partial.nbytes() / dtype_bytes(reduce_type()))));
     const PyRef done = PyRef::steal(
         PyObject_CallFunctionObjArgs(calls.all_reduce.get(), rows.get(), averages() ? Py_True : Py_False, nullptr));
-    if (!done) throw_python_error();
+    if (!done) throw_collective_error(*this, calls.explain_all_reduce, "all-reduce");
     ++root().counters.python_calls;
   }
   attach_segment(partial, *partial_plan_, partial_divisor_);

@@ -33,6 +33,8 @@ struct GroupCalls {
   PyRef gather_slowly;  // (): refreshes aliases; starts the gathers of extensions unless all_gather will
   PyRef finish_slowly;  // (): fills their unsharded parameters
   PyRef free_slowly;    // ()
+  PyRef explain;             // (exception, what failed) -> the exception to raise
+  PyRef explain_all_reduce;  // the same over the replicas
 };
 
 class Group {
@@ -145,5 +147,9 @@ class Group {
   double partial_divisor_ = 1.0;
   Parts partial_parts_;
 };
+
+// Throws the exception that a collective of `group` left in the interpreter, as `explain` tells it. `operation`:
+// "all-gather".
+[[noreturn]] void throw_collective_error(const Group& group, const PyRef& explain, const std::string& operation);
 
 }  // namespace fsdp2x

@@ -38,6 +38,7 @@ GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return
 void GroupTransport::register_group(Group& group) {
   group.index = num_groups_++;
   PerGroup& mine = per_group(group);
+  mine.group = &group;
   mine.segments_to_slot = joined(group.layout.segments_to_slot(group.layout.gather_segment_bytes()));
 }
 
@@ -66,12 +67,12 @@ void GroupTransport::give_back(at::Tensor& memory) {
   free_.emplace(bytes, std::exchange(memory, at::Tensor()));
 }
 
-void GroupTransport::wait(Staging& staging) {
+void GroupTransport::wait(const Group& group, Staging& staging, const char* operation) {
   if (!staging.work) return;
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
-  if (!done) throw_python_error();
+  if (!done) throw_collective_error(group, group.calls.explain, operation);
 }
 
 at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const {
@@ -104,14 +105,14 @@ void GroupTransport::begin_gather(Group& group) {
   const PyRef input = PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, wire, rank * segment, segment)));
   const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
   mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
-  if (!mine.gather.work) throw_python_error();
+  if (!mine.gather.work) throw_collective_error(group, group.calls.explain, "all-gather");
   ++group.root().counters.python_calls;
 }
 
 void GroupTransport::finish_gather(Group& group) {
   if (is_local(group)) return;
   PerGroup& mine = per_group(group);
-  wait(mine.gather);
+  wait(group, mine.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
   run_copies_on(device_, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
   give_back(mine.gather.memory);
@@ -119,7 +120,7 @@ void GroupTransport::finish_gather(Group& group) {
 
 void GroupTransport::release_gather(Group& group) {
   PerGroup& mine = per_group(group);
-  wait(mine.gather);
+  wait(group, mine.gather, "all-gather");
   give_back(mine.gather.memory);
   const int id = group.gather.slot.id;
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
@@ -132,7 +133,7 @@ std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) {
 void GroupTransport::open_scratch(Group& group) {
   group.root().finish_pending();  // its staging serves this unit, too
   if (frugal_) {
-    for (auto& [index, other] : groups_) wait(other.gather);
+    for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
   }
   PerGroup& mine = per_group(group);
   mine.plan = &mine.plans.of(group);
@@ -206,7 +207,7 @@ void GroupTransport::begin_reduce(Group& group) {
   const PyRef& reduce_scatter = group.calls.reduce_scatter ? group.calls.reduce_scatter : collectives_.reduce_scatter;
   mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),
                                                                 group.averages() ? Py_True : Py_False, nullptr));
-  if (!mine.reduced.work) throw_python_error();
+  if (!mine.reduced.work) throw_collective_error(group, group.calls.explain, "reduction");
   ++group.root().counters.python_calls;
 }
 
@@ -218,7 +219,7 @@ bool GroupTransport::needs_empty_reduction(const Group& group) const {
 bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
   if (!group.scratch.posted) return true;
   PerGroup& mine = per_group(group);
-  wait(mine.reduced);
+  wait(group, mine.reduced, "reduction");
   const bool alone = group.layout.world() == 1;
   const double before = alone ? 1.0 : pre_divisor(group);
   // Copies that outlive abandon_reduce, which gives the staging back: the user's hooks run in take_segment.
@@ -235,7 +236,7 @@ bool GroupTransport::abandon_reduce(Group& group) {
   Scratch& scratch = group.scratch;
   if (!scratch.open) return false;
   PerGroup& mine = per_group(group);
-  wait(mine.reduced);
+  wait(group, mine.reduced, "reduction");
   give_back(mine.reduced.memory);
   give_back(mine.reduction.memory);
   scratch.open = scratch.posted = scratch.pending_flush = false;

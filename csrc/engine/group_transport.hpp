@@ -47,6 +47,7 @@ class GroupTransport final : public Transport {
     PyRef work;
   };
   struct PerGroup {
+    const Group* group = nullptr;
     Staging gather;
     Staging reduction;                   // W segments laid end to end
     Staging reduced;                     // this rank's summed segment
@@ -59,7 +60,7 @@ class GroupTransport final : public Transport {
   void fill_gaps(Group& group);  // zeros and flags
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
-  void wait(Staging& staging);
+  void wait(const Group& group, Staging& staging, const char* operation);
   at::Tensor as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const;
   PerGroup& per_group(const Group& group);
 

@@ -12,7 +12,6 @@
 
 #include "core/error.hpp"
 #include "core/slots.hpp"
-#include "cpu/private_pages.hpp"
 #include "cpu/shm_group.hpp"
 #include "ranks.hpp"
 

@@ -17,6 +17,7 @@ where k-1 was.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -25,7 +26,8 @@ import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry, aligned
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.sharing import introduce
+from fsdp2x.runtime.same_units import UnitFacts
+from fsdp2x.runtime.sharing import Introductions, introduce
 
 NUM_SLOTS = 2
 # From here on two passes over the bytes cost more than one more collective.
@@ -41,41 +43,67 @@ def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
     return starts, end
 
 
-def make_ring(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, transport: str, receivers: list[bool]):
-    """The ring of one process group; collective over it. ``receivers``: by rank of the group, who wants the tensors.
+def make_ring(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    buckets: Sequence[Sequence[Entry]],
+    transport: str,
+    receivers: list[bool],
+):
+    """The ring of one process group for these buckets; collective over it.
+
+    ``receivers``: by rank of the group, who wants the tensors.
 
     Raises:
-        ValueError: ``transport="shm"`` where the ranks cannot share memory.
+        ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
     """
-    reason = "the parameters are not on the CPU"
-    if transport != "process_group" and device.type == "cpu":
-        ring, reason = _shared_ring(group, slot_bytes, transport)
+    slot_bytes = aligned(max(place(bucket)[1] for bucket in buckets))
+    known = introduce(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
+    if known is not None:
+        known.require_same_units("fsdp2x.export")
+    reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
+    if transport != "process_group" and device.type == "cpu" and known is not None:
+        ring, reason = _shared_ring(known, slot_bytes, transport)
         if ring is not None:
             return ring
     if transport == "shm":
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
-    return GroupRing(group, device, slot_bytes, receivers)
+    return GroupRing(group, known, device, slot_bytes, receivers)
 
 
-def _shared_ring(group: dist.ProcessGroup, slot_bytes: int, transport: str) -> tuple[SharedRing | None, str]:
+def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple[SharedRing | None, str]:
     """(a ring in shared memory, "") or (None, why not); the same on every rank."""
-    known = introduce(group)
-    if known is None:
-        return None, "the process group is fake"
     if transport == "auto" and known.is_observed:
         return None, "a dispatch mode watches the collectives"
     if known.why_not_shared is not None:
         return None, known.why_not_shared
     slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     rings: list[SharedRing] = []
-    reason = known.memory_file(NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(group, slot_bytes, file)))
+    reason = known.memory_file(NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known, slot_bytes, file)))
     return (None, reason) if reason else (rings[0], "")
+
+
+def _facts(index: int, bucket: Sequence[Entry]) -> UnitFacts:
+    params = ((entry.name, (tuple(entry.param.shape), str(entry.dtype))) for entry in bucket)
+    return UnitFacts(f"bucket {index}", tuple(params))
+
+
+def _gather_of(entries: Sequence[Entry]) -> str:
+    return f"export of '{entries[0].name}' to '{entries[-1].name}'"
 
 
 class GroupRing:
     """Two slots of this rank, and for what is packed one send and one receive buffer, reused by every bucket."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, receivers: list[bool]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        known: Introductions | None,
+        device: torch.device,
+        slot_bytes: int,
+        receivers: list[bool],
+    ) -> None:
+        self._known = known
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
         self._slot_bytes, self._index = slot_bytes, 0
@@ -151,10 +179,11 @@ class GroupRing:
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
         """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
-        for work in self._work:
-            if work is not None:
-                work.wait()
-        self._work = []
+        works, self._work = self._work, []
+        with contextlib.nullcontext() if self._known is None else self._known.explained(_gather_of(entries)):
+            for work in works:
+                if work is not None:
+                    work.wait()
         if not self.receivers[self.rank]:
             return None
         tensors = []
@@ -179,8 +208,9 @@ class SharedRing:
     ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int) -> None:
-        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, known: Introductions, slot_bytes: int, file: int) -> None:
+        self._known, self.group = known, known.group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._slot_bytes = slot_bytes
         size = NUM_SLOTS * slot_bytes
         self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
@@ -205,7 +235,8 @@ class SharedRing:
         require_own_process("export a sharded model")
         index = self._num_finished % NUM_SLOTS
         self._num_finished += 1
-        dist.barrier(group=self.group)
+        with self._known.explained(_gather_of(entries)):
+            dist.barrier(group=self.group)
         begin = index * self._slot_bytes
         if any(tensor._version != version for tensor, version in self._given[index]):
             # Somebody wrote to the tensors that were here: his pages would hide what the ranks wrote since.

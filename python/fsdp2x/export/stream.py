@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.export.entries import Entry, aligned
-from fsdp2x.export.rings import GroupRing, SharedRing, make_ring, place
+from fsdp2x.export.entries import Entry
+from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.lookup import named_params
 from fsdp2x.runtime.forks import require_own_process
@@ -165,18 +165,17 @@ def _ring_of(rings: dict, plan: _Plan) -> GroupRing | SharedRing:
 
 def _make_rings(plans: list[_Plan], receive: bool, transport: str) -> dict:
     require_own_process("export a sharded model")
-    sizes: dict = {}
+    buckets: dict = {}
     for plan in plans:
         if plan.gathered:
-            key = (id(plan.group), plan.device)
-            sizes[key] = max(sizes.get(key, 0), place(plan.gathered)[1])
+            buckets.setdefault((id(plan.group), plan.device), []).append(plan)
     rings = {}
-    for plan in plans:
-        key = (id(plan.group), plan.device)
-        if plan.gathered and key not in rings:
-            receivers = [True] * dist.get_world_size(plan.group)
-            dist.all_gather_object(receivers, receive, group=plan.group)
-            rings[key] = make_ring(plan.group, plan.gathered[0].wire_device, aligned(sizes[key]), transport, receivers)
+    for key, members in buckets.items():
+        group = members[0].group
+        receivers = [True] * dist.get_world_size(group)
+        dist.all_gather_object(receivers, receive, group=group)
+        gathered = [plan.gathered for plan in members]
+        rings[key] = make_ring(group, gathered[0][0].wire_device, gathered, transport, receivers)
     return rings
 
 

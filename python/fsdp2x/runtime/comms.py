@@ -69,8 +69,15 @@ class _SlowGathers:
         return True
 
     def _wait(self) -> None:
-        wait(self._work)
-        self._work = None
+        work, self._work = self._work, None
+        try:
+            wait(work)
+        except Exception as error:
+            engine = self._group().engine
+            told = error if engine.explain is None else engine.explain(error, f"all-gather of unit '{engine.name}'")
+            if told is error:
+                raise
+            raise told  # noqa: B904 (it has its cause)
 
     def finish(self) -> bool:
         group = self._group()

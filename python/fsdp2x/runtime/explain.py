@@ -1,4 +1,5 @@
-"""Says what an exception in a sharded model's forward has to do with sharding: notes added to the exception itself."""
+"""Says what an exception has to do with sharding: notes added to what a forward raised, ranks and units named where a
+collective failed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,32 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from fsdp2x.runtime.processes import Process, ended_ranks
+
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
+
+
+def explain_collective(processes: list[Process], rank: int, error: BaseException, what: str) -> BaseException:
+    """The exception to raise in place of ``error``, which a collective of a process group raised on this ``rank``.
+
+    ``what``: the operation and its unit. Errors that are not the backend's get a note and stay themselves.
+    """
+    where = f"rank {rank} of {len(processes)} was in the {what}"
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        error.add_note(f"fsdp2x: {where}")
+        return error
+    ended = ended_ranks(processes)
+    if ended:
+        names = ", ".join(f"rank {other} (pid {processes[other].pid})" for other in ended)
+        said = f"{names} ended meanwhile: its own output says why; restart all ranks"
+    else:
+        elsewhere = any(process.host != processes[rank].host for process in processes)
+        said = "no rank of this host has ended" + (", one of another host may have" if elsewhere else "")
+        said += "; where none has, one hangs or runs other modules than this one: look at the stacks of all"
+    explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
+    explained.__cause__ = error
+    return explained
 
 
 def explain_error(error: BaseException, root: UnitState) -> None:

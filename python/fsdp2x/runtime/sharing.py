@@ -10,18 +10,21 @@ Nothing here waits for a rank that failed: after each step that can fail the ran
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.explain import explain_collective
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.processes import Process, boot_id
+from fsdp2x.runtime.same_units import UnitFacts, digest, disagreement
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Greeting:
     socket: str  # rank 0's count, as does its token
     token: bytes
     is_observed: bool  # a dispatch mode watches this rank's collectives
+    shapes: bytes  # digest of the units' parameters
+    training: bytes  # and of which of them are trained
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,23 @@ class Introductions:
 
     group: dist.ProcessGroup
     greetings: list[Greeting]
+    units: list[UnitFacts]
+    trained: list[UnitFacts]
 
     @property
     def processes(self) -> list[Process]:
         return [greeting.process for greeting in self.greetings]
+
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """A collective of the block that fails is told with ``what``, this rank, and the ranks that have ended."""
+        try:
+            yield
+        except Exception as error:
+            told = explain_collective(self.processes, dist.get_rank(self.group), error, what)
+            if told is error:
+                raise
+            raise told  # noqa: B904 (it has its cause)
 
     @property
     def is_observed(self) -> bool:
@@ -84,14 +102,34 @@ class Introductions:
         """
         return _C.share_memory_file(*self._place, _exchange_of(self.group), num_bytes, use)
 
+    def require_same_units(self, caller: str = "fully_shard") -> None:
+        """Raises ValueError, the same on every rank, when the ranks do not have the same parameters."""
+        self._require_same("shapes", self.units, caller, "every rank must have the same modules, shapes and dtypes")
+
+    def require_same_training(self) -> None:
+        """Raises ValueError, the same on every rank, when they do not train the same parameters: over a process group
+        gradients would be of different sizes."""
+        demand = "over a process group every rank must train the same parameters"
+        self._require_same("training", self.trained, "fully_shard", demand)
+
+    def _require_same(self, what: str, units: list[UnitFacts], caller: str, demand: str) -> None:
+        if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
+            difference = disagreement(_all_gather_object(self.group, units))
+            raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
+
     @property
     def _place(self) -> tuple[int, int, str, bytes]:
         first = self.greetings[0]
         return dist.get_rank(self.group), len(self.greetings), first.socket, first.token
 
 
-def introduce(group: dist.ProcessGroup) -> Introductions | None:
-    """Collective over ``group``. None where the process group is fake: nobody is there to answer."""
+def introduce(
+    group: dist.ProcessGroup, units: list[UnitFacts] = (), trained: list[UnitFacts] = ()
+) -> Introductions | None:
+    """Collective over ``group``. None where the process group is fake: nobody is there to answer.
+
+    ``units`` and ``trained``: what the ranks are about to shard, and to train of it.
+    """
     require_own_process("talk to the other ranks")
     if dist.get_backend(group) == "fake":
         return None
@@ -108,8 +146,10 @@ def introduce(group: dist.ProcessGroup) -> Introductions | None:
         f"fsdp2x-{secrets.token_hex(16)}",
         secrets.token_bytes(32),
         torch_private.is_observed(),
+        digest(units),
+        digest(trained),
     )
-    return Introductions(group, _all_gather_object(group, mine))
+    return Introductions(group, _all_gather_object(group, mine), units, trained)
 
 
 def _all_gather_object(group: dist.ProcessGroup, mine) -> list:

@@ -225,6 +225,7 @@ class UnitState(StateNames, torch_private.State):
             custom=any(state.comms.is_custom for state in tree),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
             layers=next((state.layers for state in tree if state.layers is not None), None),
+            units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],
         )
         new = [state for state in tree if state.unit is None]
         try:
@@ -237,7 +238,7 @@ class UnitState(StateNames, torch_private.State):
             raise
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
         for state, unit, transports in zip(tree, units, joins, strict=True):
-            state._join(root, unit, *transports)
+            state._join(root, unit, choice, *transports)
         for state in tree:
             state.root_state = weakref.ref(self)
             state.apply_prefetch()
@@ -356,12 +357,16 @@ class UnitState(StateNames, torch_private.State):
             small = [choice.transport_of(post_forward_group(g.ranks, self.post_forward_world)) for g in self.groups]
         return [choice.transport_of(group.ranks) for group in self.groups], all_reduces, small
 
-    def _join(self, root, unit, transports: list, all_reduces: list, post_forward: list) -> None:
+    def _join(
+        self, root, unit, choice: TransportChoice, transports: list, all_reduces: list, post_forward: list
+    ) -> None:
         """Puts the engine's unit, a new one or one of another root, under ``root``."""
         root.add_unit(unit, transports)
         for group, all_reduce in zip(self.groups, all_reduces, strict=True):
+            group.engine.explain = choice.explain_of(group.ranks.group)
             if all_reduce is not None:
                 group.engine.all_reduce = all_reduce
+                group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
         for group, transport in zip(self.groups if post_forward else (), post_forward, strict=True):
             group.make_post_forward(post_forward_group(group.ranks, self.post_forward_world))
             root.add_post_forward(group.engine, transport)

@@ -8,17 +8,23 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.explain import explain_collective
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.sharing import introduce
+from fsdp2x.runtime.same_units import facts_of
+from fsdp2x.runtime.sharing import Introductions, introduce
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.params import GroupParams
 
 TRANSPORTS = ("auto", "shm", "process_group")
 
@@ -43,7 +49,10 @@ class TransportChoice:
         custom: bool = False,
         comm_memory: str | None = None,
         layers: dict[torch.device, Any] | None = None,
+        units: Iterable[tuple[str, MixedPrecisionPolicy, GroupParams]] = (),
     ) -> None:
+        """``units``: what the transports are for, in an order that is the same on every rank."""
+
         if custom and name == "shm":
             raise ValueError(
                 'fully_shard: custom collectives need a process group, but transport="shm" was asked for; use '
@@ -53,6 +62,8 @@ class TransportChoice:
         self._timeout = timeout
         self._comm_memory = comm_memory
         self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
+        self._units = list(units)
+        self._known: dict[Any, Introductions | None] = {}
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
 
@@ -60,7 +71,8 @@ class TransportChoice:
         """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
 
         Raises:
-            ValueError: ``transport="shm"`` where the ranks cannot share memory; the message says why.
+            ValueError: ``transport="shm"`` where the ranks cannot share memory, or they have different models; the
+                message says why, and is the same on every rank.
         """
         if ranks.group not in self._made:
             self._made[ranks.group] = self._make(ranks)
@@ -88,7 +100,33 @@ class TransportChoice:
             return _C.shm_transport(shared)
         if self._name == "shm":
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
+        known = self._introductions(ranks.group)
+        if known is not None:
+            known.require_same_training()
         return self._over_process_group(ranks)
+
+    def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
+        """What a failed collective of ``group`` is told with: see ``explain_collective``."""
+        known = self._known.get(group)
+        if known is None:
+            return None
+        return functools.partial(explain_collective, known.processes, dist.get_rank(group))
+
+    def _introductions(self, group: dist.ProcessGroup | None) -> Introductions | None:
+        """The ranks of ``group``; collective at the first call. None: there is nobody else.
+
+        Raises:
+            ValueError: they have different models.
+        """
+        if group not in self._known:
+            members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
+            units = [facts_of(*unit) for unit in members]
+            trained = [facts_of(*unit, with_training=True) for unit in members]
+            known = None if group is None else introduce(group, units, trained)
+            if known is not None:
+                known.require_same_units()
+            self._known[group] = known
+        return self._known[group]
 
     def _over_process_group(self, ranks: ShardGroup):
         if ranks.device not in self._layers:
@@ -113,7 +151,7 @@ class TransportChoice:
             return None, "the mesh is not on the CPU"
         if self._name == "process_group":
             return None, "a process group was asked for"
-        known = introduce(group)
+        known = self._introductions(group)
         if known is None:
             return None, "the process group is fake"
         if self._name == "auto" and known.is_observed:

@@ -1,0 +1,64 @@
+"""Every rank of a group must shard the same parameters in the same units: compared when the ranks meet, before any
+collective whose sizes would differ. A backend meets those with an abort of the process, or with wrong numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.params import GroupParams
+
+Facts = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What of one unit, or of its part over one mesh, decides about the sizes of collectives."""
+
+    name: str
+    params: tuple[tuple[str, Facts], ...]  # (name, facts) in order
+
+
+def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, with_training: bool = False) -> UnitFacts:
+    """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
+    params = []
+    shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
+    for sharded, (_, _, _, original, compute, reduce, _) in zip(group.params, shapes, strict=True):
+        facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(original)]
+        facts += [f"gathered as {compute}", f"reduced as {reduce}"]
+        if with_training:
+            facts.append("trained" if sharded.param.requires_grad else "frozen")
+        params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
+    return UnitFacts(name, tuple(params))
+
+
+def digest(units: list[UnitFacts]) -> bytes:
+    """Equal for equal units."""
+    return hashlib.sha256(repr(units).encode()).digest()
+
+
+def disagreement(everyone: list[list[UnitFacts]]) -> str:
+    """The first difference between the units of rank 0 and of another rank; "" when there is none."""
+    first = everyone[0]
+    for rank, units in enumerate(everyone):
+        for here, there in zip_longest(first, units):
+            if here != there:
+                return f"rank 0 has {_text(here, there)}, rank {rank} {_text(there, here)}"
+    return ""
+
+
+def _text(unit: UnitFacts | None, beside: UnitFacts | None) -> str:
+    if unit is None:
+        return "no more units"
+    text = f"unit {unit.name!r}"
+    for param, other in zip_longest(unit.params, beside.params if beside is not None else unit.params):
+        if param is None:
+            return f"{text} with {len(unit.params)} parameters"
+        if param != other:
+            return f"{text} with {param[0]!r} ({', '.join(str(fact) for fact in param[1])})"
+    return text
