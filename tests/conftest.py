@@ -13,6 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which fully_shard the parity tests exercise; 'torch' shows that the tests hold for upstream's own",
     )
     parser.addoption("--full", action="store_true", help="also run the slow and exotic tests marked `full`")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="of the first program that tests/fuzz draws")
 
 
 def pytest_configure(config: pytest.Config) -> None:

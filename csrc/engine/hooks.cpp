@@ -298,17 +298,34 @@ void UnitHooks::warn_of_view() {
   if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
 }
 
+// A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per leaf,
+// since a parameter outlives its forward. It must not own the unit, which owns the parameter.
+void UnitHooks::hook_leaf(PyObject* tensor) {
+  if (!leaf_hook_) {
+    leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
+      if (const auto unit = weak.lock()) unit->pre_backward();
+    });
+  }
+  const py::handle leaf(tensor);
+  ++python_calls();
+  if (const py::object known = leaf.attr("_backward_hooks"); !known.is_none()) {
+    for (const py::handle hook : known.attr("values")()) {
+      if (hook.is(leaf_hook_)) return;
+    }
+  }
+  leaf.attr("register_hook")(leaf_hook_);
+}
+
 void UnitHooks::attach_pre_backward(const py::object& output) {
   if (!at::GradMode::is_enabled()) return;
   const auto attach = [this](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!tensor.requires_grad()) return;
     if (tensor.is_view()) warn_of_view();
-    auto hook = std::make_unique<PreBackwardHook>(unit_);
     if (const auto& node = tensor.grad_fn()) {
-      node->add_tensor_pre_hook(std::move(hook));
-    } else {  // the module returned one of its inputs or parameters
-      torch::autograd::impl::add_hook(tensor, std::move(hook));
+      node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
+    } else {
+      hook_leaf(object);
     }
   };
   for_each_tensor(output.ptr(), attach, python_calls());

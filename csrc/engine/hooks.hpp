@@ -71,6 +71,7 @@ class UnitHooks {
   void attach_pre_backward(const py::object& output);
   // Inside a transform a tensor may need a gradient without saying so.
   py::object mark_outputs(const py::object& output) const;
+  void hook_leaf(PyObject* tensor);
   void finish_forward(const py::object& output);
   py::object complete_others(py::object output);
   void fail_forward();
@@ -87,6 +88,7 @@ class UnitHooks {
   py::object is_running_;
   std::vector<py::object> backward_hooks_;
   Handled handled_before_;  // the running forward
+  py::object leaf_hook_;  // the pre-backward hook on inputs and parameters that the unit returned as they are
   bool has_warned_ = false;
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward

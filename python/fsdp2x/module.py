@@ -41,9 +41,11 @@ _TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  
 class GradientReductionHandle(_TorchReductionHandle):
     """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
-    def __init__(self, state: UnitState) -> None:
-        self._state, self._generation = state, state.generation
-        state.reduction_pending = True
+    def __init__(self, state: UnitState | None) -> None:
+        self._state = state
+        if state is not None:
+            self._generation = state.generation
+            state.reduction_pending = True
 
     def wait(self) -> None:
         """Waits until all gradients are reduced and in ``.grad``.
@@ -198,14 +200,18 @@ class FSDPModule(_TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the reductions of all backwards since the last call. Root only, with manual finalization.
 
+        Nothing happens before the first forward.
+
         Args:
             async_op: return a handle instead of waiting; the reductions are done, and ``.grad`` set, at its ``wait()``.
 
         Raises:
-            RuntimeError: not the root; before the first forward; without manual finalization; during backward; while
-                an earlier handle was not waited for.
+            RuntimeError: not the root; without manual finalization; during backward; while an earlier handle was not
+                waited for.
         """
         state = self._get_fsdp_state()
+        if state.root is None:
+            return GradientReductionHandle(None) if async_op else None
         state.check_finalization()
         if async_op:
             return GradientReductionHandle(state)
@@ -294,8 +300,10 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         state = self._get_fsdp_state()
-        state.comm_memory = "process_group" if enable else None
-        state.remake_transports("memory")
+        memory = "process_group" if enable else None
+        if memory != state.comm_memory:
+            state.comm_memory = memory
+            state.remake_transports("memory")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
@@ -402,9 +410,10 @@ class FSDPModule(_TorchFSDPModule):
     def _apply(self, fn, recurse: bool = True):
         state = self._get_fsdp_state()
         state.reshard()
+        # Before: a gradient that somebody else has, too, cannot be exchanged.
+        state.forget_gradients()
         result = super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
         state.adopt()
-        state.forget_gradients()
         return result
 
 

@@ -284,8 +284,6 @@ class UnitState(StateNames, torch_private.State):
 
     def check_finalization(self) -> None:
         """What ``finalize_backward`` demands, in upstream's words."""
-        if self.root is None:
-            raise RuntimeError("finalize_backward must be called after the first forward")
         if self.reduction_pending:
             raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
         if not self.is_root:
@@ -311,7 +309,9 @@ class UnitState(StateNames, torch_private.State):
                     "FSDP requires running forward through the root module first"
                 )
             if state is not self and state.manual_finalization:
-                raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
+                raise RuntimeError(
+                    f"set_manual_backward_finalization must be called on the root FSDP module, not on '{name}'"
+                )
             if id(state) not in tree:
                 state.names = []
                 tree[id(state)] = state
@@ -429,7 +429,7 @@ class UnitState(StateNames, torch_private.State):
                     group.check_pool()
 
     def forget_gradients(self) -> None:
-        """After parameters moved: no gradient of before may be written to."""
+        """Before parameters move: their gradients belong to who has them from now on."""
         for group in self.groups:
             if group.engine is not None:
                 group.engine.forget_gradients()

@@ -1,0 +1,68 @@
+"""One rank alone fails, over shared memory: the others get an error that says whom they waited for, and soon."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+from fuzz.grammar import Grammar
+from fuzz.observe import Raised
+from fuzz.parts import FORWARD_FAULTS
+from fuzz.program import Program, op, parse
+from fuzz.search import Ranks
+from fuzz.sharded import Ours
+from harness.context import Body
+
+PATIENCE_S = 2.0
+# Of a rank that does not fail: one wait that ends, and what it computes before and after, on a busy machine.
+LIMIT_S = PATIENCE_S + 15.0
+
+
+def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float]:
+    """The first exception on this rank, and when it came. Only `victim` meets the program's faults."""
+    program = parse(text)
+    if ctx.rank != victim:
+        ops = (op(one.kind, **{k: v for k, v in one.arguments.items() if k != "fault"}) for one in program.ops)
+        program = replace(program, ops=tuple(ops))
+    machine = Ours(program, ctx.rank, ctx.world, transport="shm", patience=timedelta(seconds=PATIENCE_S))
+    start = time.monotonic()
+    machine.shard()
+    for one in program.ops:
+        seen = machine.observe(one)
+        if seen.raised is not None:
+            return seen.raised, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def draw_alone(seed: int, world: int) -> Program:
+    """Two steps; a fault in the first one."""
+    grammar = Grammar(seed, world)
+    program = grammar.program()
+    ops = [op("forward"), op("backward"), op("forward"), op("backward")]
+    if grammar.chance(2):
+        ops[0] = op("forward", fault=grammar.fault(FORWARD_FAULTS[:2]))
+    else:
+        ops[1] = op("backward", fault=grammar.fault(("gradient",)))
+    return replace(program, ops=tuple(ops))
+
+
+def check(ranks: Ranks, program: Program, victim: int) -> list[str]:
+    """What is wrong; nothing if the fault was never met."""
+    outcomes = ranks.collect(Body.of(run_alone), repr(program), victim)
+    if isinstance(outcomes, str):
+        return [outcomes]
+    found = []
+    failed, _ = outcomes[victim]
+    if failed is None or failed.kind != "Injected":
+        return []
+    for rank, (raised, seconds) in enumerate(outcomes):
+        if rank == victim:
+            continue
+        if raised is None:
+            found.append(f"rank {rank} went on, though rank {victim} had failed")
+        elif raised.kind != "RuntimeError" or f"rank {victim}" not in raised.text:
+            found.append(f"rank {rank} raised {raised}, which does not name rank {victim}\n{raised.trace}")
+        if seconds > LIMIT_S:
+            found.append(f"rank {rank} took {seconds:.1f} s")
+    return found

@@ -1,0 +1,170 @@
+"""What the judge leaves out, and why: where upstream differs from the unsharded model, or we differ on purpose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuzz.observe import Observation
+from fuzz.program import Part, Program
+
+Traces = dict[str, list[Observation]]
+
+ALL = frozenset({"all"})
+# Operations whose exception leaves a model in the middle of something.
+STEPS = ("forward", "backward", "input_grad", "generate", "accumulate")
+
+# Errors of upstream where the unsharded model and ours go on: from then on upstream is not compared.
+STOCK_RAISES = (
+    ("Inplace update to inference tensor|Inference tensors cannot be saved", "inference_mode gathered a unit first"),
+    ("no attribute 'reduce_scatter_states'", "reset_iter_state before the first forward"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: what `side`, one of ours, and `other` made of it."""
+
+    program: Program
+    traces: Traces
+    side: str
+    other: str
+    index: int
+
+    @property
+    def kind(self) -> str:
+        return self.program.ops[self.index - 1].kind if self.index else "fully_shard"
+
+    def at(self, side: str) -> Observation | None:
+        trace = self.traces.get(side, ())
+        return trace[self.index] if self.index < len(trace) else None
+
+    @property
+    def got(self) -> Observation:
+        return self.at(self.side)
+
+    @property
+    def expected(self) -> Observation:
+        return self.at(self.other)
+
+    def raised(self, side: str) -> str:
+        """The type and text of an exception; nothing if there was none."""
+        seen = self.at(side)
+        return f"{seen.raised.kind}: {seen.raised.text}" if seen is not None and seen.raised is not None else ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where `applies` says so, `keys` of an observation are not compared with `other`; from then on if it `stays`."""
+
+    other: tuple[str, ...]
+    keys: frozenset[str]
+    stays: bool
+    reason: str
+    applies: Callable[[Case], bool]
+
+
+def _lost_sync(case: Case) -> bool:
+    return case.kind == "forward" and bool(case.raised("unsharded")) and case.at("unsharded").state["pending"]
+
+
+def _graph_after_failure(case: Case) -> bool:
+    return case.kind == "backward" and "stale" in case.traces["unsharded"][case.index - 1].taint
+
+
+def _refused_alike(case: Case) -> bool:
+    stock = case.at("stock")
+    if case.kind not in STEPS or case.raised("unsharded") or not case.raised(case.side) or not case.raised("stock"):
+        return False
+    return case.got.raised.kind == stock.raised.kind
+
+
+def _stock_alone_raises(case: Case) -> bool:
+    return not case.raised(case.side) and any(re.search(text, case.raised("stock")) for text, _ in STOCK_RAISES)
+
+
+def _kinds(part: Part) -> set[str]:
+    return {one.kind for one in part.walk()}
+
+
+def _has_checkpoint(case: Case) -> bool:
+    return bool(_kinds(case.program.tree) & {"checkpoint", "reentrant"})
+
+
+def _stock_stays_gathered(case: Case) -> bool:
+    """Upstream has units gathered that ours has not, and none the other way round."""
+    pairs = [(case.got.state["sharded"][name], theirs) for name, theirs in case.expected.state["sharded"].items()]
+    return _has_checkpoint(case) and all(ours or not theirs for ours, theirs in pairs)
+
+
+def _reentrant_repeats(case: Case) -> bool:
+    if any(part.kind == "twice" and "reentrant" in _kinds(part) for part in case.program.tree.walk()):
+        return True
+    several = case.index and len(case.program.ops[case.index - 1].arguments.get("slots", ())) > 1
+    return bool(several) and "reentrant" in _kinds(case.program.tree)
+
+
+STOCK, UNSHARDED = ("stock",), ("unsharded",)
+GRADS = frozenset({"grads", "held"})
+VALUES = frozenset({"result", "log"})
+
+RULES = (
+    Rule(STOCK, ALL, True, "see STOCK_RAISES", _stock_alone_raises),
+    Rule(STOCK, ALL, True, "a unit in a reentrant checkpoint that runs twice in one backward loses gradients", _reentrant_repeats),
+    Rule(
+        STOCK,
+        VALUES,
+        False,
+        "makes zeros of missing gradients of a checkpoint's inputs: its post-backward node is a Python function",
+        lambda case: _has_checkpoint(case) and case.kind in ("backward", "input_grad", "accumulate"),
+    ),
+    Rule(
+        STOCK,
+        frozenset({"sharded"}),
+        False,
+        "leaves units gathered that a recomputation gathered and no gradient went through",
+        _stock_stays_gathered,
+    ),
+    Rule(
+        STOCK,
+        frozenset({"grads", "held", "params", "sharded", "requires_grad", "is_root", "buffers"}),
+        False,
+        "has an undefined state after an exception until reset_iter_state",
+        lambda case: bool(case.raised("stock")),
+    ),
+    Rule(UNSHARDED, ALL, True, "a failed forward drops gradients that were not synchronised", _lost_sync),
+    Rule(UNSHARDED, ALL, True, "a backward behind one that failed", _graph_after_failure),
+    Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
+    Rule(
+        UNSHARDED,
+        ALL,
+        False,
+        "what is refused outside of forward and backward is upstream's to say",
+        lambda case: case.kind not in STEPS and bool(case.raised(case.side)),
+    ),
+    Rule(
+        UNSHARDED,
+        VALUES,
+        False,
+        "computes in other dtypes than the policy's",
+        lambda case: case.program.policy != "full",
+    ),
+    Rule(
+        (),
+        GRADS,
+        False,
+        "holds what a backward did until it raised",
+        lambda case: "grads" in case.got.taint | case.expected.taint,
+    ),
+)
+
+
+def left_out(case: Case) -> tuple[set[str], bool]:
+    """Keys of the observations that are not compared, and whether the other side is not compared any more at all."""
+    keys, ends = set(), False
+    for rule in RULES:
+        if (not rule.other or case.other in rule.other) and rule.applies(case):
+            keys |= rule.keys
+            ends |= rule.stays
+    return keys, ends

@@ -1,0 +1,101 @@
+"""Runs programs in pools of ranks until the sides differ on one, and makes that one small."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from fuzz import execute
+from fuzz.grammar import draw
+from fuzz.program import Program
+from fuzz.reduce import reduced
+from harness.context import Body
+from harness.pool import RankPool, report
+
+TIMEOUT_S = 40.0
+# Meshes and groups that programs make have threads of gloo's for good: a pool with so many is replaced.
+MAX_THREADS = 100
+
+
+class Ranks:
+    """A pool that is made anew whenever a program has broken it."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._pool: RankPool | None = None
+
+    def run(self, program: Program, sides: tuple[str, ...]) -> list[str]:
+        """What the sides differ in, on any rank; ranks that hang, die or are out of step are a difference, too."""
+        values = self.collect(Body.of(execute.run_program), repr(program), sides)
+        if isinstance(values, str):
+            return [values]
+        found = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(values) for text in texts]
+        raised = [one for _, one in values]
+        if any(one != raised[0] for one in raised):
+            self.close()
+            found.append(f"ranks raised differently: {raised}")
+        return found
+
+    def collect(self, body: Body, *arguments: Any) -> list[Any] | str:
+        """What each rank returned, or a report of those that did not."""
+        if self._pool is None:
+            self._pool = RankPool(self.world)
+        outcomes = self._pool.run(body, "fsdp2x", {}, arguments, {}, TIMEOUT_S)
+        if self._pool.broken:
+            self.close()
+            return report("the ranks did not end together", outcomes)
+        if len(os.listdir(f"/proc/{self._pool.pids[0]}/task")) > MAX_THREADS:
+            self.close()
+        return [one.value for one in outcomes]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def explain(program: Program, world: int, found: list[str]) -> str:
+    """What a failing test prints: the divergences and the line that shows them again."""
+    lines = "\n".join(found[:6])
+    return f'{lines}\n\n{program}\n\ncd tests && python -m fuzz run --world {world} "{program!r}"'
+
+
+def search(ranks: Ranks, seeds: Iterable[int], sides: tuple[str, ...], *, only: str = "") -> None:
+    """Raises AssertionError on the first program whose differences match `only`, after having made it small."""
+    for seed in seeds:
+        program = draw(seed, ranks.world)
+        if _matches(ranks.run(program, sides), only):
+            small = shrink(ranks, program, sides, only)
+            raise AssertionError(f"seed {seed}: {explain(small, ranks.world, ranks.run(small, sides))}")
+
+
+def shrink(ranks: Ranks, program: Program, sides: tuple[str, ...], only: str = "", seconds: float = 120.0) -> Program:
+    """A smaller program that shows a difference, too; the program itself if it does not show one twice."""
+    return reduced(program, lambda smaller: _matches(ranks.run(smaller, sides), only), seconds)
+
+
+def _matches(found: list[str], only: str) -> bool:
+    return any(re.search(only, one) for one in found)
+
+
+def survey(ranks: Ranks, seeds: Iterable[int], sides: tuple[str, ...]) -> Counter:
+    """Prints the first program of each kind of difference; returns how often each kind was seen."""
+    kinds: Counter = Counter()
+    for seed in seeds:
+        program = draw(seed, ranks.world)
+        if found := ranks.run(program, sides):
+            kind = _kind(found[0])
+            kinds[kind] += 1
+            if kinds[kind] == 1:
+                print(f"==== {kind}\nseed {seed}: {explain(program, ranks.world, found)}\n", flush=True)
+    return kinds
+
+
+def _kind(text: str) -> str:
+    """A difference without its numbers, names and places."""
+    text = re.sub(r"rank \d: |operation \d+: |part \d+|\d+(\.\d+)?(e-?\d+)?", "", text.splitlines()[0])
+    text = re.sub(r"op\('(\w+)'[^:]*\)", r"\1", text)
+    return re.sub(r"(\.[\w.]+|\[[^]]*\])+", "", text)[:160]

@@ -1,0 +1,50 @@
+"""Random programs: losses, outputs, gradients, parameters, placements, errors and memory are the same on every side."""
+
+import pytest
+
+from fuzz import alone
+from fuzz.execute import SIDES
+from fuzz.search import Ranks, search
+from harness.session import current_session
+
+# Ranks -> programs; more ranks than cores are slow.
+NUM_PROGRAMS = {1: 25, 2: 200, 3: 30, 4: 40}
+NUM_FULL = {1: 500, 2: 3000, 3: 500, 4: 800}
+
+
+@pytest.fixture
+def ranks(request, world):
+    if request.config.getoption("--impl") == "torch":
+        pytest.skip("upstream is a side here already")
+    if current_session(request.config).under_torchrun:
+        pytest.skip("starts its own processes, which torchrun's world cannot")
+    pool = Ranks(world)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def first_seed(request):
+    return request.config.getoption("--fuzz-seed")
+
+
+@pytest.mark.parametrize("world", NUM_PROGRAMS)
+def test_programs(ranks, world, first_seed):
+    search(ranks, range(first_seed, first_seed + NUM_PROGRAMS[world]), SIDES)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("world", NUM_FULL)
+def test_many_programs(ranks, world, first_seed):
+    start = first_seed + NUM_PROGRAMS[world]
+    search(ranks, range(start, start + NUM_FULL[world]), SIDES)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_one_rank_fails(request, ranks, world, first_seed):
+    num = 100 if request.config.getoption("--full") else 10
+    for seed in range(first_seed, first_seed + num):
+        program, victim = alone.draw_alone(seed, world), seed % world
+        found = alone.check(ranks, program, victim)
+        assert not found, f"seed {seed}, victim {victim}: {program}\n{found}"
