@@ -1,0 +1,242 @@
+"""Log-probabilities and entropies from hidden states and the head's weight; logits never exist as a whole.
+
+Forward keeps three numbers a row; backward computes each tile again and adds its products to both gradients:
+
+    forward     for each block of the vocabulary, for each part of the rows:  z = h W^T  ->  max, sum e^z, sum e^z z
+    backward    z = h W^T  ->  G = dloss/dz (sequence/softmax.py)  ->  dh += G W,  dW += G^T h, both summed in fp32
+
+Rows without a label are dropped before all products, rows whose gradients are zero before those of backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fsdp2x.rl.products import LogitTransform, TiledProducts
+from fsdp2x.sequence.loss import check_labels, check_temperature
+from fsdp2x.sequence.packing import IGNORE
+from fsdp2x.sequence.softmax import RowGradients, RowSums
+
+# Tokens and vocabulary rows of a tile: products of this size are as fast as whole ones.
+_CPU_TILE, _DEVICE_TILE = (1024, 4096), (2048, 8192)
+
+
+class HeadScores(NamedTuple):
+    """What :func:`head_scores` returns: tensors of the labels' shape, zero where the label is -100."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+def head_scores(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    next_labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),  # noqa: B008 (frozen)
+    temperature: float | torch.Tensor = 1.0,
+    entropy: bool = False,
+    tile: tuple[int, int] | None = None,
+) -> HeadScores:
+    """``log_softmax(logits / temperature)`` at the labels, and its entropy, for the logits of a linear head.
+
+    ``logits = transform(hidden @ weight.T + bias)`` are never made: a tile of them exists at a time, in fp32 (fp64 for
+    fp64 operands), forward and backward, and so are the results. Both gradients are summed in that dtype over all
+    tiles and rounded once. Without gradients nothing is kept.
+
+    Args:
+        hidden: [..., width]. weight: [vocabulary, width]. bias: [vocabulary] or None. Of one floating dtype, or
+            under autocast, to whose dtype the operands are rounded.
+        next_labels: [...], int64, already shifted: the token that each position predicts, -100 where there is none;
+            such positions cost nothing.
+        transform: what the model does to its head's output before the softmax.
+        temperature: a positive number, or one for each token, of the labels' shape.
+        entropy: return entropies as well, in nats. They have gradients, too.
+        tile: tokens and vocabulary rows of a tile; None: chosen for the device.
+
+    Raises:
+        ValueError: shapes that do not belong together, a label outside of the vocabulary, a temperature that is not
+            positive. TypeError: operands of different dtypes.
+    """
+    _check_shapes(hidden, weight, bias, next_labels)
+    temperature = check_temperature(temperature, next_labels.shape)
+    hidden = _as_operand(hidden, weight)
+    labels = next_labels.reshape(-1)
+    kept = _labelled(labels, weight.shape[0])
+    if isinstance(temperature, torch.Tensor):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        temperature = _select(temperature.to(hidden.device, dtype).reshape(-1), kept)
+    if tile is None:
+        tile = _CPU_TILE if hidden.device.type == "cpu" else _DEVICE_TILE
+    settings = _Settings(transform, temperature, entropy, tile)
+    log_probs, entropies = _HeadScores.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, kept, settings)
+    return HeadScores(log_probs.view(next_labels.shape), entropies.view(next_labels.shape) if entropy else None)
+
+
+def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> None:
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"hidden states of shape {list(hidden.shape)}, a head of {list(weight.shape)} and labels of "
+            f"{list(labels.shape)} do not belong together; expected [..., width], [vocabulary, width] and [...]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of shape {list(bias.shape)} for a head of {list(weight.shape)}")
+
+
+def _as_operand(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The hidden states in the dtype of the products: autocast's, else their own."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return hidden.to(torch.get_autocast_dtype(kind))
+    if hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"hidden states are {hidden.dtype} and the head's weight is {weight.dtype}; cast one of them, or compute "
+            "under autocast"
+        )
+    return hidden
+
+
+def _labelled(labels: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+    """Indices of the labelled rows, None where all are."""
+    if check_labels(labels, num_tokens) == labels.numel():
+        return None
+    return (labels != IGNORE).nonzero().squeeze(1)
+
+
+def _select(values: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return values if rows is None else values[rows]
+
+
+def _spread(values: torch.Tensor, rows: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """``values`` at their ``rows`` of ``num_rows``, zeros elsewhere."""
+    if rows is None:
+        return values
+    return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, rows, values)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    transform: LogitTransform
+    temperature: float | torch.Tensor  # a tensor has one value a labelled row
+    entropy: bool
+    tile: tuple[int, int]
+
+    def products(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_spares: int):
+        return TiledProducts(hidden, weight, bias, self.transform, self.temperature, self.tile, num_spares)
+
+    def of_rows(self, rows: torch.Tensor) -> _Settings:
+        if isinstance(self.temperature, torch.Tensor):
+            return replace(self, temperature=self.temperature[rows])
+        return self
+
+
+class _HeadScores(torch.autograd.Function):
+    """The two loops of this file's head over the labelled rows ``kept`` (None: all)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, kept, settings: _Settings):
+        ctx.set_materialize_grads(False)
+        rows, targets = _select(hidden, kept), _select(labels, kept)
+        with torch.autocast(rows.device.type, enabled=False):
+            sums = _sums(settings, (rows, weight, bias), targets)
+        entropies = sums.entropies if settings.entropy else None
+        ctx.save_for_backward(rows, weight, bias, targets, kept, sums.highest, sums.total, entropies)
+        ctx.settings, ctx.num_positions = settings, labels.shape[0]
+        log_probs = _spread(sums.log_probs, kept, labels.shape[0])
+        return log_probs, None if entropies is None else _spread(entropies, kept, labels.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropies):
+        rows, weight, bias, targets, kept, highest, total, entropies = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        of_results = [None if one is None else _select(one, kept) for one in (grad_log_probs, grad_entropies)]
+        live = _live(of_results, rows)
+        if live is not None:
+            rows, targets, highest, total = rows[live], targets[live], highest[live], total[live]
+            entropies = None if entropies is None else entropies[live]
+            of_results = [None if one is None else one[live] for one in of_results]
+            settings = settings.of_rows(live)
+            kept = live if kept is None else kept[live]
+        scale = settings.transform.scale / settings.temperature
+        gradients = RowGradients.of(highest, total, *of_results, entropies, scale)
+        with torch.autocast(rows.device.type, enabled=False):
+            grad_rows, grad_weight, grad_bias = _add_up(
+                settings, gradients, (rows, weight, bias), targets, ctx.needs_input_grad
+            )
+        grad_hidden = None if grad_rows is None else _spread(grad_rows.to(rows.dtype), kept, ctx.num_positions)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _sums(settings: _Settings, operands: tuple[torch.Tensor, ...], targets: torch.Tensor) -> RowSums:
+    """The statistics of all rows over the whole vocabulary."""
+    products = settings.products(*operands, num_spares=int(settings.entropy))
+    sums = RowSums.start(targets.shape[0], targets, products.dtype, entropy=settings.entropy)
+    for block in products.blocks():
+        for part in products.parts:
+            spare = products.spare(0, block, part) if settings.entropy else None
+            sums.rows(part).add(products.scores(block, part), targets[part], block.first, spare)
+    return sums
+
+
+def _live(gradients: list[torch.Tensor | None], rows: torch.Tensor) -> torch.Tensor | None:
+    """Rows with a gradient that is not zero, None where all have one. Clipped tokens have none."""
+    has_gradient = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
+    for gradient in gradients:
+        if gradient is not None:
+            has_gradient |= gradient != 0
+    live = has_gradient.nonzero().squeeze(1)
+    return None if live.numel() == rows.shape[0] else live
+
+
+def _add_up(
+    settings: _Settings,
+    gradients: RowGradients,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    targets: torch.Tensor,
+    wanted: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the rows (in the dtype of the sums), the weight and the bias; None for what is not wanted."""
+    rows, weight, bias = operands
+    is_capped = settings.transform.soft_cap is not None
+    products = settings.products(rows, weight, bias, num_spares=2 if is_capped else 1)
+    grad_rows = torch.zeros(rows.shape, dtype=products.dtype, device=rows.device) if wanted[0] else None
+    grad_weight = torch.empty_like(weight) if wanted[1] else None
+    grad_bias = torch.empty_like(bias) if wanted[2] else None
+    for block in products.blocks():
+        of_block = _Total(grad_weight, block.rows, products.dtype)
+        of_bias = _Total(grad_bias, block.rows, products.dtype)
+        for part in products.parts:
+            tanh = products.spare(1, block, part) if is_capped else None
+            scores = products.scores(block, part, tanh_into=tanh)
+            gradients.rows(part).apply_(scores, targets[part], block.first, products.spare(0, block, part))
+            if tanh is not None:
+                scores.mul_(tanh.square_().neg_().add_(1.0))
+            if grad_rows is not None:
+                products.add_to_hidden(grad_rows, scores, block, part)
+            if of_block.sum is not None:
+                products.add_to_weight(of_block.sum, scores, part)
+            if of_bias.sum is not None:
+                of_bias.sum.add_(scores.sum(0))
+        of_block.store()
+        of_bias.store()
+    return grad_rows, grad_weight, grad_bias
+
+
+class _Total:
+    """A sum in the wide dtype over all tiles of a block, for some rows of a gradient; nothing where there is none."""
+
+    def __init__(self, gradient: torch.Tensor | None, rows: slice, dtype: torch.dtype) -> None:
+        self._place = None if gradient is None else gradient[rows]
+        self.sum = None
+        if self._place is not None:
+            self.sum = self._place.zero_() if self._place.dtype == dtype else self._place.to(dtype).zero_()
+
+    def store(self) -> None:
+        if self.sum is not self._place and self._place is not None and self.sum is not None:
+            self._place.copy_(self.sum)

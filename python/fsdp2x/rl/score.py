@@ -1,0 +1,314 @@
+"""``score``: log-probabilities and entropies of a HuggingFace model's own tokens, without logits.
+
+The model runs as always, but its head (the output embedding) computes scores instead of logits. What the model then
+goes on to compute with is a probe, a handful of fp32 numbers in the place of logits:
+
+    decoder -> hidden -> head: head_scores(hidden, weight) --> log-probs, entropies ------------> Join -> results
+                               |-> Anchor -> probe -> the model's own scaling, soft cap -> output -^
+
+The probe's path carries no values, but the graph: hooks of every unit around the head, the root's included, see an
+output whose backward comes before the head's. Its values tell what the model does to logits, whatever names its config
+has for it: scaling and soft cap are found by it, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.rl.head import HeadScores, head_scores
+from fsdp2x.rl.products import LogitTransform
+from fsdp2x.runtime import torch_private
+from fsdp2x.sequence.decoder import base_model
+
+# What the model is shown in place of logits: small numbers tell its scale, the last one its soft cap.
+# All are exact in bf16 and fp16.
+_PROBE = (-20.0, -3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 57344.0)
+_NOT_RETURNED = {"logits", "loss", "past_key_values"}
+_transforms: weakref.WeakKeyDictionary[nn.Module, LogitTransform] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a policy thinks of the tokens of a row.
+
+    Attributes:
+        log_probs: of the label at each position, of the labels' shape, fp32 (fp64 for an fp64 model); 0 where the
+            label is -100.
+        entropy: of the distribution at each position with a label, in nats, likewise; None unless asked for.
+        output: what else the model returned, by name (``aux_loss``, ``router_logits``), without logits and caches.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    output: Mapping[str, Any]
+
+
+def score(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    next_labels: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    entropy: bool = False,
+) -> Scores:
+    """``log_softmax(logits / temperature)`` at the labels and its entropy, without logits. Runs the model's forward.
+
+        row = next(sequence.micro_batches(samples, 4096))
+        scores = rl.score(model, row.inputs, row.next_labels, entropy=True)
+
+    A tile of logits exists at a time, see :func:`head_scores`. Everything else is the model's forward: units are
+    gathered and reduced as always, ties, mixed precision, Ulysses (``shard.inputs``, ``shard.next_labels``), gradient
+    checkpointing, PEFT adapters and autocast work as they do there. Without gradients nothing is kept.
+
+    The model's scaling of logits and soft cap are found at the first call by a probe. A model that has one runs its
+    first forward twice.
+
+    Args:
+        model: a transformers model with a linear head (with or without bias), plain, sharded, or in PEFT.
+        inputs: keyword arguments of its forward, without ``labels``.
+        next_labels: [rows, positions] of the inputs, int64, already shifted; -100 where there is none.
+        temperature: of the sampler: a positive number, or one for each token, of the labels' shape.
+        entropy: compute entropies, too.
+
+    Raises:
+        ValueError: labels among the inputs, of another shape than the head's rows, or outside of the vocabulary.
+        TypeError: not a transformers model. NotImplementedError: a head that is not one plain linear layer, or a model
+            that does to its logits what is not known here; the message says what to do.
+    """
+    outer = base_model(model)
+    heads = _find_heads(outer)
+    if inputs.get("labels") is not None:
+        raise ValueError("fsdp2x.rl.score: leave labels out of the inputs; the model's own loss needs logits")
+    known = _transforms.get(outer)
+    call = _Call(outer, heads, next_labels, temperature, entropy)
+    output = call.run(model, inputs, known or LogitTransform())
+    if known is None:
+        _transforms[outer] = found = call.find_transform()
+        if found != LogitTransform():
+            del output
+            output = call.run(model, inputs, found)
+    return call.join(output)
+
+
+def _find_heads(outer: nn.Module) -> list[nn.Linear]:
+    """The linear layers one of which is the model's head: several where PEFT keeps trained copies."""
+    name = _name_of(outer)
+    if not hasattr(outer, "get_output_embeddings") or not hasattr(outer, "config"):
+        raise TypeError(
+            f"fsdp2x.rl.score: {name} is not a transformers model; pass the PreTrainedModel (or its PEFT wrapper) "
+            "itself, or call fsdp2x.rl.head_scores(hidden, weight, next_labels) on its hidden states"
+        )
+    head = outer.get_output_embeddings()
+    if head is None:
+        raise NotImplementedError(f"fsdp2x.rl.score: {name} has no output embedding (get_output_embeddings() is None)")
+    found = [head]
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        found = [head.original_module, *head.modules_to_save.values()]
+    for layer in found:
+        if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+            reason = "its forward was replaced" if "forward" in vars(layer) else "it is not a plain torch.nn.Linear"
+            if hasattr(layer, "base_layer"):
+                reason = "an adapter changes it; leave it out of target_modules or put it into modules_to_save"
+            raise NotImplementedError(
+                f"fsdp2x.rl.score: the head of {name} is a {_name_of(layer)}: {reason}. Compute logits and use "
+                "fsdp2x.sequence.token_log_probs, or call fsdp2x.rl.head_scores on its hidden states and weight"
+            )
+    return found
+
+
+class _Call:
+    """One call of :func:`score`: what replaces the head, and what was seen of it."""
+
+    def __init__(
+        self,
+        outer: nn.Module,
+        heads: list[nn.Linear],
+        next_labels: torch.Tensor,
+        temperature: float | torch.Tensor,
+        entropy: bool,
+    ) -> None:
+        self._outer, self._heads = outer, heads
+        self._labels, self._temperature, self._entropy = next_labels, temperature, entropy
+        self._name = f"fsdp2x.rl.score: {_name_of(outer)}"
+        self._probe = torch.empty(0)
+        self._scores: HeadScores | None = None
+        self._shown: torch.Tensor | None = None  # what the model made of the probe, before any cast of its output
+
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], transform: LogitTransform) -> Any:
+        """The model's output, with the probe in the place of logits."""
+        self._scores = self._shown = None
+        with self._replaced_heads(transform):
+            try:
+                output = model(**inputs)
+            except NotImplementedError:
+                raise
+            except Exception as error:
+                if self._scores is None or self._shown is not None:
+                    raise
+                raise NotImplementedError(
+                    f"{self._name} computes something with its logits that fails on {len(_PROBE)} numbers in their "
+                    f"place: {error}"
+                ) from error
+        if self._scores is None:
+            raise NotImplementedError(
+                f"{self._name} did not call its output embedding: it computes logits in another way"
+            )
+        if _logits_of(output) is None:
+            raise NotImplementedError(f"{self._name} returned no logits")
+        return output
+
+    @contextlib.contextmanager
+    def _replaced_heads(self, transform: LogitTransform) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for head in self._heads:
+
+                @torch_private.never_compiled
+                def forward(input: torch.Tensor, head: nn.Linear = head) -> torch.Tensor:
+                    return self._score(input, head, transform)
+
+                head.forward = forward
+                stack.callback(delattr, head, "forward")
+                # Behind the hooks of its unit, which may have cast the probe.
+                stack.callback(head.register_forward_hook(self._restore).remove)
+            # Before the hooks of its unit, which may cast the output.
+            stack.callback(self._outer.register_forward_hook(self._watch, prepend=True).remove)
+            yield
+
+    def _score(self, hidden: torch.Tensor, head: nn.Linear, transform: LogitTransform) -> torch.Tensor:
+        if self._scores is not None:
+            raise NotImplementedError(f"{self._name} calls its output embedding several times in a forward")
+        if isinstance(head.weight, DTensor):
+            raise NotImplementedError(
+                f"{self._name}: the weight of its output embedding is a DTensor in forward ({head.weight.placements}); "
+                "heads under tensor parallelism are not supported"
+            )
+        if hidden.shape[:-1] != self._labels.shape:
+            raise ValueError(
+                f"{self._name}: next_labels of shape {list(self._labels.shape)} for hidden states of "
+                f"{list(hidden.shape)} at the head; leave logits_to_keep out, and pass the labels of these inputs"
+            )
+        found = head_scores(
+            hidden,
+            head.weight,
+            self._labels,
+            bias=head.bias,
+            transform=transform,
+            temperature=self._temperature,
+            entropy=self._entropy,
+        )
+        self._probe = torch.tensor(_PROBE, dtype=found.log_probs.dtype, device=hidden.device).view(1, 1, -1)
+        probe, *anchored = _Anchor.apply(self._probe, *found)
+        self._scores = HeadScores(*anchored)
+        return probe
+
+    def _restore(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output.to(self._probe.dtype) * 0 + self._probe
+
+    def _watch(self, module: nn.Module, args: tuple, output: Any) -> None:
+        logits = _logits_of(output)
+        self._shown = None if logits is None else logits.detach()
+
+    def find_transform(self) -> LogitTransform:
+        """What the model did to the probe.
+
+        Raises:
+            NotImplementedError: something else than a scaling, then a soft cap.
+        """
+        shown = self._shown
+        probe = torch.tensor(_PROBE, dtype=torch.float64)
+        if shown is None or shown.numel() != probe.numel():
+            raise NotImplementedError(f"{self._name} changes the shape of its logits")
+        made = shown.double().cpu().flatten()
+        found = _fit(probe, made)
+        # A model that rounds its logits to a narrower dtype is followed without the rounding.
+        error = 16 * max(torch.finfo(shown.dtype).eps, torch.finfo(torch.float32).eps)
+        if found is None or not torch.allclose(_transformed(probe, found), made, rtol=error, atol=error):
+            pairs = ", ".join(f"{a:g} -> {b:g}" for a, b in zip(probe.tolist(), made.tolist(), strict=True))
+            raise NotImplementedError(
+                f"{self._name} does to its logits what is neither a scaling nor a soft cap: {pairs}. Compute logits "
+                "and use fsdp2x.sequence.token_log_probs"
+            )
+        if found != LogitTransform() and torch.finfo(shown.dtype).bits < 32:
+            raise NotImplementedError(
+                f"{self._name} scales its logits in {shown.dtype}, from which {found} is not found exactly"
+            )
+        return found
+
+    def join(self, output: Any) -> Scores:
+        """The results, in a graph that goes through the model's output."""
+        assert self._scores is not None, "the head was called"
+        logits = _logits_of(output)
+        log_probs, entropy = self._scores
+        if log_probs.requires_grad:
+            if not logits.requires_grad:
+                raise NotImplementedError(f"{self._name} detaches its logits")
+            log_probs, entropy = _Join.apply(logits, log_probs, entropy)
+        others = {} if isinstance(output, tuple) else {n: v for n, v in output.items() if n not in _NOT_RETURNED}
+        return Scores(log_probs, entropy, others)
+
+
+def _name_of(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _logits_of(output: Any) -> torch.Tensor | None:
+    logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+    return logits if isinstance(logits, torch.Tensor) else None
+
+
+def _fit(probe: torch.Tensor, made: torch.Tensor) -> LogitTransform | None:
+    """The scaling and soft cap that would make ``made`` of ``probe``; whether they do, the caller checks."""
+    at = {value: float(number) for value, number in zip(probe.tolist(), made.tolist(), strict=True)}
+    highest = max(at)
+    if abs(at[0.25] / 0.25 - at[highest] / highest) <= 1e-2 * abs(at[0.25] / 0.25):
+        return LogitTransform(scale=at[1.0])
+    cap = at[highest]
+    if not abs(at[1.0]) < cap:
+        return None
+    scale = cap * math.atanh(at[1.0] / cap)
+    return LogitTransform(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap)
+
+
+def _transformed(probe: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
+    made, cap = probe * transform.scale, transform.soft_cap
+    return made if cap is None else cap * torch.tanh(made / cap)
+
+
+class _Anchor(torch.autograd.Function):
+    """Hands everything on; the probe's gradient arrives before the scores go on to the head."""
+
+    @staticmethod
+    def forward(ctx, probe: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
+        ctx.set_materialize_grads(False)
+        return probe.clone(), log_probs.view_as(log_probs), None if entropy is None else entropy.view_as(entropy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, grad_log_probs, grad_entropy):
+        return None, grad_log_probs, grad_entropy
+
+
+class _Join(torch.autograd.Function):
+    """The scores; backward sends zeros along the model's logits, so that all hooks on the way run."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        return log_probs.view_as(log_probs), None if entropy is None else entropy.view_as(entropy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        (logits,) = ctx.saved_tensors
+        return torch.zeros_like(logits), grad_log_probs, grad_entropy
