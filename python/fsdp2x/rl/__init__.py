@@ -1,7 +1,33 @@
 """Policies: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
 
+from fsdp2x.rl.advantages import group_advantages
+from fsdp2x.rl.corrections import importance_weights
 from fsdp2x.rl.head import HeadScores, head_scores
+from fsdp2x.rl.losses import CISPO, DAPO, DR_GRPO, GRPO, GSPO, REINFORCE, PolicyLoss, PolicySettings, policy_loss
 from fsdp2x.rl.products import LogitTransform
+from fsdp2x.rl.reference import Reference
+from fsdp2x.rl.rows import RowTokens, StepCount, count_step
 from fsdp2x.rl.score import Scores, score
 
-__all__ = ["HeadScores", "LogitTransform", "Scores", "head_scores", "score"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "DR_GRPO",
+    "GRPO",
+    "GSPO",
+    "HeadScores",
+    "LogitTransform",
+    "PolicyLoss",
+    "PolicySettings",
+    "REINFORCE",
+    "Reference",
+    "RowTokens",
+    "Scores",
+    "StepCount",
+    "count_step",
+    "group_advantages",
+    "head_scores",
+    "importance_weights",
+    "policy_loss",
+    "score",
+]

@@ -258,6 +258,25 @@ class UnitState(StateNames, torch_private.State):
             raise RuntimeError(f"the {what} of collectives cannot be changed during forward or backward")
         self.root_state()._make_root()
 
+    def release_memory(self) -> None:
+        """Reshards all units of the root and gives back what the engine keeps for the next forward. Collective.
+
+        Pages of shared memory live as long as their transport, so that one is made again.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.root is None:
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError("the engine's memory cannot be released during forward or backward")
+        root_state = self.root_state()
+        for state in root_state.tree:
+            state.reshard()
+        self.root.release_idle()
+        if any(group.engine.transport_name == "shm" for state in root_state.tree for group in state.groups):
+            root_state._make_root(provisional=root_state.provisional)
+
     def apply_reduce_buffers(self) -> None:
         """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
         if self.root is None or self.root_state() is None:

@@ -1,0 +1,239 @@
+"""Policy losses over the label tokens of packed rows, with means that are right over ranks and micro-batches.
+
+Per token, with l the policy's log-probability, o that of the policy that was sampled from, f the reference's, A the
+advantage, r = exp(l - o), sg() without gradient:
+
+    clip        -min(r A, clip(r, 1 - low, 1 + high) A); with dual_clip c, for A < 0, at most -c A
+                    GRPO arXiv 2402.03300, DAPO 2503.14476 (token mean, high 0.28), Dr. GRPO 2503.20783 (constant),
+                    dual clip 1912.09729
+    sequence    r = exp(mean of l - o over the sample), whose gradient goes to each token alike: GSPO 2507.18071
+    cispo       -sg(clip(r)) A l: MiniMax-M1 2506.13585
+    reinforce   -A l
+    KL          d = l - f:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d (joschu.net/blog/kl-approx.html);
+                    k3+ has k3's value and k2's gradient, which is that of the KL on the policy's own samples; that
+                    of k1 is zero in the mean, and that of k3 another KL's (2506.09477)
+
+and the loss is the sum over all tokens times
+
+    tokens      1 / label tokens of the step
+    samples     1 / label tokens of the token's sample / samples of the step
+    constant    1 / max_tokens / samples of the step
+
+times the number of ranks, which the mean over ranks that ``fully_shard`` makes of the gradients cancels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fsdp2x.rl.corrections import LARGEST_LOG_RATIO
+from fsdp2x.rl.rows import RowTokens, StepCount
+from fsdp2x.rl.score import Scores
+
+_KINDS = ("clip", "cispo", "reinforce")
+_RATIOS = ("token", "sequence")
+_MEANS = ("tokens", "samples", "constant")
+_KLS = ("k1", "k2", "k3", "k3+")
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Which loss; ``dataclasses.replace(rl.GRPO, kl="k3+", kl_weight=1e-3)`` changes one.
+
+    Attributes:
+        kind: ``"clip"``, ``"cispo"`` or ``"reinforce"``.
+        ratio: of which probabilities: ``"token"`` or ``"sequence"``.
+        clip: how far the ratio may fall below and rise above 1. A fall of 1 is no bound.
+        dual_clip: c > 1, bounds the loss of tokens with a negative advantage; None: no bound.
+        mean: ``"tokens"``, ``"samples"`` or ``"constant"``.
+        max_tokens: for the constant mean: how long a response may be; 1 gives the mean over samples of sums.
+        kl: ``"k1"``, ``"k2"``, ``"k3"``, ``"k3+"`` or None. kl_weight: what it is multiplied by.
+        entropy_weight: what the entropy is multiplied by, before it is subtracted.
+    """
+
+    kind: str = "clip"
+    ratio: str = "token"
+    clip: tuple[float, float] = (0.2, 0.2)
+    dual_clip: float | None = None
+    mean: str = "tokens"
+    max_tokens: int | None = None
+    kl: str | None = None
+    kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses settings that mean nothing.
+
+        Raises:
+            ValueError: an unknown word, or a number outside of its range.
+        """
+        for name, known in (("kind", _KINDS), ("ratio", _RATIOS), ("mean", _MEANS), ("kl", (*_KLS, None))):
+            if getattr(self, name) not in known:
+                words = ", ".join(map(repr, known))
+                raise ValueError(f"PolicySettings: {name} must be one of {words}; got {getattr(self, name)!r}")
+        low, high = self.clip
+        if not (0 <= low <= 1 and high >= 0):
+            raise ValueError(f"PolicySettings: clip must be (0 to 1, at least 0), got {self.clip}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"PolicySettings: dual_clip must be above 1, got {self.dual_clip}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"PolicySettings: max_tokens must be at least 1, got {self.max_tokens}")
+        if (self.kl is None) != (self.kl_weight == 0.0):
+            raise ValueError(f"PolicySettings: kl={self.kl!r} with kl_weight={self.kl_weight}; give both or neither")
+
+
+GRPO = PolicySettings(mean="samples")
+DAPO = PolicySettings(clip=(0.2, 0.28))
+DR_GRPO = PolicySettings(mean="constant")
+GSPO = PolicySettings(ratio="sequence", clip=(3e-4, 4e-4), mean="samples")
+CISPO = PolicySettings(kind="cispo", clip=(1.0, 4.0))
+REINFORCE = PolicySettings(kind="reinforce")
+
+
+class PolicyLoss(NamedTuple):
+    """Shares of this rank and row: ``mean_over_ranks`` of their sums over the rows of a step is the value of the step.
+
+    Attributes:
+        loss: to call ``backward`` on.
+        clipped: part of the label tokens whose policy loss has no gradient because of a clip. Detached, as the others.
+        policy_kl: k3 between the policy and the one that was sampled from, mean over label tokens.
+        reference_kl: the settings' estimate, mean over label tokens; None without a reference.
+        entropy: mean over label tokens; None when the scores have none.
+    """
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+    policy_kl: torch.Tensor
+    reference_kl: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def policy_loss(
+    scores: Scores,
+    row: RowTokens,
+    advantages: torch.Tensor,
+    count: StepCount,
+    settings: PolicySettings = GRPO,
+    *,
+    old: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """This rank's share of the loss of a step, for gradients that are averaged over ranks and added over rows.
+
+        count = rl.count_step(rows)
+        for i, row in enumerate(rows):
+            with fsdp2x.accumulate(model, last=i == len(rows) - 1):
+                scores = rl.score(model, packed[i].inputs, packed[i].next_labels, entropy=True)
+                rl.policy_loss(scores, row, advantages, count, rl.DAPO, old=old[i]).loss.backward()
+
+    The formulas are in this module's head. Neither the cut over ranks nor that into rows changes the gradients. A row
+    without labels has a loss of zero that reaches every parameter. Under Ulysses the sequence ratio is collective over
+    the sequence-parallel ranks, in forward only.
+
+    Args:
+        scores: of this row, by ``score``; with entropies if they are weighted.
+        row: its tokens.
+        advantages: one for each packed sample of the rank, [samples], or one for each token, [1, positions].
+        count: of the step, by ``count_step``.
+        settings: which loss: ``rl.GRPO``, ``DAPO``, ``DR_GRPO`` (needs ``max_tokens``), ``GSPO``, ``CISPO``,
+            ``REINFORCE``, or one's own.
+        old: log-probabilities under the policy that was sampled from, [1, positions]; None: the policy itself, r = 1.
+        reference: those under the reference model, for a KL.
+        weights: what the policy loss of each token is multiplied by (``importance_weights``); not the KL.
+
+    Raises:
+        ValueError: shapes that do not belong to the row; a KL without reference, an entropy weight without entropies,
+            a constant mean without ``max_tokens``.
+    """
+    logp = scores.log_probs
+    _check_given(settings, scores, reference)
+    for name, values in (("scores", logp), ("old", old), ("reference", reference), ("weights", weights)):
+        if values is not None:
+            row.check(values, f"policy_loss: {name}")
+    if advantages.ndim == 1:
+        advantages = row.spread(advantages)
+    row.check(advantages, "policy_loss: advantages")
+    advantages = advantages.detach().to(logp).where(row.has_label, 0.0)
+    difference = logp - (logp.detach() if old is None else old.detach().to(logp))
+    difference = difference.where(row.has_label, 0.0)
+    of_token, clipped = _surrogate(settings, row, logp, difference, advantages)
+    if weights is not None:
+        of_token = of_token * weights.detach().to(logp).where(row.has_label, 0.0)
+    kl = None
+    if reference is not None and settings.kl is not None:
+        kl = _kl(settings.kl, (logp - reference.detach().to(logp)).where(row.has_label, 0.0))
+        of_token = of_token + settings.kl_weight * kl
+    if settings.entropy_weight:
+        of_token = of_token - settings.entropy_weight * scores.entropy
+    by_token = row.has_label.to(logp) * (count.ranks / count.tokens).to(logp)
+    with torch.no_grad():
+        means = [
+            None if values is None else (values * by_token).sum()
+            for values in (clipped, _kl("k3", -difference), kl, scores.entropy)
+        ]
+    return PolicyLoss((of_token * _factors(settings, row, count, by_token)).sum(), *means)
+
+
+def _check_given(settings: PolicySettings, scores: Scores, reference: torch.Tensor | None) -> None:
+    if settings.kl is not None and reference is None:
+        raise ValueError(f"policy_loss: kl={settings.kl!r} needs the reference model's log-probabilities: reference=")
+    if settings.entropy_weight and scores.entropy is None:
+        raise ValueError("policy_loss: an entropy_weight needs entropies: score(..., entropy=True)")
+    if settings.mean == "constant" and settings.max_tokens is None:
+        raise ValueError(
+            'policy_loss: mean="constant" needs max_tokens, the same in all steps: '
+            "dataclasses.replace(settings, max_tokens=...)"
+        )
+
+
+def _surrogate(
+    settings: PolicySettings,
+    row: RowTokens,
+    logp: torch.Tensor,
+    difference: torch.Tensor,
+    advantages: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy loss of each token, and which tokens are clipped."""
+    if settings.kind == "reinforce":
+        return -advantages * logp, torch.zeros_like(row.has_label)
+    if settings.ratio == "sequence":
+        difference = row.means_on_tokens(difference) + (logp - logp.detach())
+    ratio = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    low, high = settings.clip
+    inside = ratio.clamp(1 - low, 1 + high)
+    if settings.kind == "cispo":
+        return -inside.detach() * advantages * logp, torch.zeros_like(row.has_label)
+    found = -torch.minimum(ratio * advantages, inside * advantages)
+    clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
+    if settings.dual_clip is not None:
+        is_bound = (advantages < 0) & (ratio > settings.dual_clip)
+        found = torch.where(is_bound, -settings.dual_clip * advantages, found)
+        clipped |= is_bound
+    return found, clipped
+
+
+def _kl(kind: str, difference: torch.Tensor) -> torch.Tensor:
+    """An estimate of the KL of each token from ``difference``, the policy's log-probability less the other's."""
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    k3 = torch.expm1((-difference).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) + difference
+    if kind == "k3":
+        return k3
+    k2 = difference.square() / 2
+    return k3.detach() + (k2 - k2.detach())
+
+
+def _factors(settings: PolicySettings, row: RowTokens, count: StepCount, by_token: torch.Tensor) -> torch.Tensor:
+    """What each token's loss is multiplied by, before the sum."""
+    if settings.mean == "tokens":
+        return by_token
+    by_sample = (count.ranks / count.samples).to(by_token)
+    if settings.mean == "samples":
+        return row.shares().to(by_token) * by_sample
+    return row.has_label.to(by_token) * (by_sample / settings.max_tokens)
