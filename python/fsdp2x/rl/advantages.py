@@ -81,9 +81,10 @@ def _gather(
     padded = torch.zeros(2, max(lengths), dtype=torch.int64, device=device)
     padded[0, : rewards.shape[0]] = rewards.double().view(torch.int64)  # bits, so that one collective carries both
     padded[1, : rewards.shape[0]] = ids
-    everyone = torch.empty(len(ranks), *padded.shape, dtype=padded.dtype, device=device)
-    dist.all_gather_into_tensor(everyone, padded, group=group)
-    parts = [rows[:, :length] for rows, length in zip(everyone.cpu(), lengths, strict=True)]
+    everyone = padded.new_empty(len(ranks) * padded.numel())
+    dist.all_gather_into_tensor(everyone, padded.view(-1), group=group)
+    by_rank = everyone.view(len(ranks), *padded.shape).cpu()
+    parts = [rows[:, :length] for rows, length in zip(by_rank, lengths, strict=True)]
     joined = torch.cat(parts, dim=1)
     return sum(lengths[: dist.get_rank(group)]), joined[0].view(torch.float64), joined[1]
 
