@@ -21,6 +21,7 @@ import bench_load
 import bench_memory
 import bench_moe
 import bench_optimizer
+import bench_score
 import bench_sequence
 import bench_step
 import harness
@@ -42,6 +43,7 @@ TITLES = {
     "export": "Whole tensors of a sharded model",
     "sequence": "Packing and sequence parallelism",
     "moe": "Experts and tiled MLPs",
+    "score": "Log-probabilities without logits",
     "gpu": "One GPU",
     "checkpoint": "Saving model and optimizer",
 }
@@ -55,6 +57,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "export": bench_export.rows_of,
     "sequence": bench_sequence.rows_of,
     "moe": bench_moe.rows_of,
+    "score": bench_score.rows_of,
     "checkpoint": bench_checkpoint.rows_of,
 }
 # Entries of a GPU's results: title and table.
@@ -201,6 +204,16 @@ def plot_moe(axes, record: dict) -> None:
     _plot_bars(axes, bars, ("loop, whole", "grouped, tiled"), "ms")
 
 
+def plot_score(axes, record: dict) -> None:
+    """Seconds of a step of each side."""
+    bars = [
+        (f"{case}\n{side}", side == "score", values["step"]["median_ms"] / 1e3)
+        for case, result in record["results"].items()
+        for side, values in result["sides"].items()
+    ]
+    _plot_bars(axes, bars, ("with logits", "rl.score"), "s, CPU time")
+
+
 def _plot_bars(axes, bars: list[tuple[str, bool, float]], labels: tuple[str, str], unit: str) -> None:
     """Bars of (name, whether it is ours, value), under the labels of the others and of ours."""
     for label, ours, color in ((labels[0], False, OTHER), (labels[1], True, OURS)):
@@ -221,6 +234,7 @@ PLOTS = {
     "export": plot_ways,
     "sequence": plot_sequence,
     "moe": plot_moe,
+    "score": plot_score,
     "checkpoint": plot_pairs,
 }
 

@@ -25,6 +25,7 @@ FULL = {
     "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
+    "score_cpu": ["bench_score.py"],
     "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
     "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48"],
     "load_cold_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--cold"],
@@ -36,6 +37,7 @@ QUICK = {
     "collectives_cpu_2ranks": ["bench_collectives.py", "--quick"],
     "memory_cpu_2ranks": ["bench_memory.py", "--quick"],
     "sequence_cpu_2ranks": ["bench_sequence.py", "--quick"],
+    "score_cpu": ["bench_score.py", "--quick"],
 }
 
 

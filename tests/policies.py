@@ -124,5 +124,7 @@ def plain_loss(rollouts, which):
             others[2] += value_of(entropy[t]) / num_tokens
     if total.requires_grad:
         total.backward()
-    grads = [[torch.zeros_like(x) if x.grad is None else x.grad for x in column] for column in zip(*leaves, strict=True)]
+    grads = [
+        [torch.zeros_like(x) if x.grad is None else x.grad for x in column] for column in zip(*leaves, strict=True)
+    ]
     return torch.cat((total.detach()[None], others)), *grads

@@ -17,6 +17,7 @@ TITLES = {
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
     "sequence": "Packing and sequence parallelism",
+    "score": "Log-probabilities without logits",
 }
 
 
@@ -39,6 +40,7 @@ def records() -> dict[str, object]:
     step = ("step", "forward", "backward", "optimizer")
     moved = ("all_gather", "reduce_scatter")
     case = {"question": "units", "world": 2, "num_units": 8, "num_params": 11}
+    scored = {"above_gradients_bytes": 2**20, "errors": {"log_probs": 1e-7}}
     memory = {"built": 2**20, "peak": 3 * 2**20, "resting": 2 * 2**20}
     return {
         "step": {
@@ -80,6 +82,15 @@ def records() -> dict[str, object]:
                 "packed": {**phases("step"), "tokens": 10, "positions": 10},
             }
         },
+        "score": {
+            "fp32": {
+                "case": {},
+                "sides": {
+                    "logits": {**scored, **phases("step", "forward", "backward", factor=4.0)},
+                    "score": {**scored, **phases("step", "forward", "backward"), "above_gradients_bytes": 2**18},
+                },
+            }
+        },
     }
 
 
@@ -104,7 +115,7 @@ def test_every_kind_of_result_makes_a_table_and_a_plot(tmp_path):
     text = (tmp_path / "out" / "README.md").read_text()
     for name, title in TITLES.items():
         part = text.split(f"## {title}")[1].split("## ")[0]
-        assert {"memory": "0.25x", "sequence": "4.00x"}.get(name, "4.0") in part, part
+        assert {"memory": "0.25x", "sequence": "4.00x", "score": "0.25x"}.get(name, "4.0") in part, part
         assert (tmp_path / "out" / "plots" / f"{name}_x.png").stat().st_size > 5000
     done = report("--check", "--results", tmp_path)
     assert done.returncode == 1 and "run benchmarks/report.py" in done.stderr
