@@ -89,7 +89,7 @@ def padded_batches(samples: list[dict[str, torch.Tensor]], size: int) -> list[di
 def packed_rows(samples: list[dict[str, torch.Tensor]], case: Packing) -> list[dict[str, object]]:
     from fsdp2x.sequence import micro_batches
 
-    rows = micro_batches(samples, case.budget, group=dist.group.WORLD)
+    rows = micro_batches(samples, case.budget)
     return [{**row.inputs, "targets": row.next_labels} for row in rows]
 
 

@@ -51,8 +51,7 @@ def check_steps(ctx, name, lengths, transport="auto", steps=3, pad_to_multiple_o
             sequences.make_samples(reference, part, seed=100 * number + 10 * r) for r, part in enumerate(lengths)
         ]
         expected = sequences.reference_step(reference, [sample for samples in everyone for sample in samples])
-        group = dist.group.WORLD
-        rows = list(micro_batches(everyone[ctx.rank], 20, group=group, pad_to_multiple_of=pad_to_multiple_of))
+        rows = list(micro_batches(everyone[ctx.rank], 20, pad_to_multiple_of=pad_to_multiple_of))
         same(step(ours, rows), expected, f"loss of step {number}", **EXACT)
         wanted = grads(reference)
         for param_name, grad in grads(ours).items():
@@ -93,7 +92,7 @@ def test_an_untouched_model_understands_packed_rows(ctx):
     ours = fsdp2x.fully_shard(copy.deepcopy(reference))
     samples = sequences.make_samples(reference, [9, 5, 6], seed=1)
     expected = sequences.reference_step(reference, samples)
-    loss = step(ours, list(micro_batches(samples if ctx.rank == 0 else [], 20, group=dist.group.WORLD)))
+    loss = step(ours, list(micro_batches(samples if ctx.rank == 0 else [], 20)))
     same(loss, expected, "loss", **EXACT)
     same(grads(ours), grads(reference), "gradients", **EXACT)
 
@@ -128,7 +127,7 @@ def test_gradient_checkpointing(ctx):
         fsdp2x.fully_shard(model)
         use_varlen_attention(model)
         samples = sequences.make_samples(model, [9, 5, 13, 8, 3], seed=ctx.rank)
-        rows = list(micro_batches(samples, 20, group=dist.group.WORLD))
+        rows = list(micro_batches(samples, 20))
         assert len(rows) > 1
         sum(token_mean_loss(model(**row.inputs).logits, row.next_labels, 30.0) for row in rows).backward()
         results.append(grads(model))
@@ -141,9 +140,9 @@ def test_gradient_checkpointing(ctx):
 @distributed(world_sizes=(3,))
 def test_ranks_agree_on_the_number_of_bins(ctx):
     lengths = [[5] * 7, [5], []][ctx.rank]
-    bins = pack_by_budget(lengths, 10, group=dist.group.WORLD)
+    bins = pack_by_budget(lengths, 10)
     assert len(bins) == 4 and sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert len(pack_by_budget(lengths, 10, num_bins=6 if ctx.rank == 2 else 0, group=dist.group.WORLD)) == 6
+    assert len(pack_by_budget(lengths, 10, num_bins=6 if ctx.rank == 2 else 0)) == 6
 
 
 @distributed(world_sizes=(3,))
@@ -153,14 +152,16 @@ def test_ranks_agree_on_the_number_of_bins(ctx):
         ({"input_ids": [1] * 21}, "rank 1: pack_by_budget: sample 1 has 21 tokens, more than max_tokens=20"),
         ({"input_ids": [1, 2], "labels": [1]}, r"rank 1: pack_samples: sample 1 has labels \[1\] for 2 tokens"),
         ({"labels": [1]}, "rank 1: pack_samples: sample 1 needs input_ids"),
+        ({"input_ids": "ab"}, "rank 1: pack_samples: sample 1 has input_ids 'ab', expected a tensor or numbers"),
+        ([1, 2], "rank 1: pack_samples: sample 1 is a list, expected a mapping"),
     ],
-    ids=["long", "labels", "no_ids"],
+    ids=["long", "labels", "no_ids", "text", "list"],
 )
 def test_one_ranks_bad_sample_is_an_error_on_every_rank(ctx, bad, said):
     samples = [{"input_ids": [1, 2]}] + ([bad] if ctx.rank == 1 else [])
     with pytest.raises(ValueError, match=said):
-        list(micro_batches(samples, 20, group=dist.group.WORLD))
-    assert len(list(micro_batches(samples[:1], 20, group=dist.group.WORLD))) == 1
+        list(micro_batches(samples, 20))
+    assert len(list(micro_batches(samples[:1], 20))) == 1
 
 
 @distributed(world_sizes=(2,))

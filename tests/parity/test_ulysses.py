@@ -40,7 +40,7 @@ def data_of(model, kind, data_rank, step):
 
 def micro_batches_of(kind, samples, size):
     if kind == "packed":
-        return list(micro_batches(samples, 24, group=torch.distributed.group.WORLD))
+        return list(micro_batches(samples, 24))
     return [sequences.collate(samples)]
 
 

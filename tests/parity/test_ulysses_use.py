@@ -126,7 +126,7 @@ def test_a_data_parallel_rank_without_samples(ctx):
     samples = sequences.make_samples(reference, [9, 5, 13])
     expected = sequences.reference_step(reference, samples)
     mine = samples if mesh.data.get_local_rank() == 0 else []
-    shards = [context.shard_inputs(row) for row in micro_batches(mine, 15, group=dist.group.WORLD)]
+    shards = [context.shard_inputs(row) for row in micro_batches(mine, 15)]
     assert len(shards) == 2
     num_tokens = count_label_tokens(shard.next_labels for shard in shards)
     loss = torch.zeros(())

@@ -9,7 +9,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
 
 IGNORE = -100
+# Ranks that agree on the number of rows: a group, all ranks (None), or nobody but this process.
+Group = dist.ProcessGroup | Literal["alone"] | None
 _OVERSIZED = ("error", "own_bin")
 _PER_TOKEN = ("input_ids", "labels", "position_ids")
 
@@ -26,37 +28,38 @@ def pack_by_budget(
     max_tokens: int,
     *,
     num_bins: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     oversized: str = "error",
 ) -> list[list[int]]:
     """Indices of samples in bins of at most ``max_tokens`` tokens, balanced; the fullest bin first.
 
-    As few bins as best-fit decreasing needs. With ``group`` the number is the largest that any rank needs, so that all
-    ranks run the same number of micro-batches: collective; ranks with fewer samples get empty bins. Samples are then
-    spread over the bins (longest first, each into the emptiest bin), which keeps micro-batches equally long.
+    As few bins as best-fit decreasing needs on the rank that needs most, so that all ranks of ``group`` run the same
+    number of micro-batches; ranks with fewer samples get empty bins. Collective over ``group``. Samples are then spread
+    over the bins (longest first, each into the emptiest bin), which keeps micro-batches equally long.
 
     Args:
         lengths: tokens of each sample, at least 1.
         max_tokens: budget of a bin. Under sequence parallelism the budget of a row, over all ranks of the group.
         num_bins: at least that many bins.
-        group: ranks that must agree, for instance ``dist.group.WORLD``; None: this process alone.
+        group: ranks that must agree; default all. ``"alone"``: this process, which asks nobody.
         oversized: ``"error"``, or ``"own_bin"``: a sample beyond the budget becomes a bin of its own.
 
     Raises:
-        ValueError: a length below 1, a sample longer than the budget, an unknown ``oversized``. With ``group`` on every
-            rank, whichever had the sample.
+        ValueError: a length below 1, a sample longer than the budget, an unknown ``oversized``. On every rank of
+            ``group``, whichever had the sample.
     """
     return _bins(lengths, max_tokens, num_bins or 0, group, _find_problem(lengths, max_tokens, oversized))
 
 
-def _bins(
-    lengths: Sequence[int], max_tokens: int, num_bins: int, group: dist.ProcessGroup | None, problem: str | None
-) -> list[list[int]]:
-    if group is None and problem is not None:
+def _bins(lengths: Sequence[int], max_tokens: int, num_bins: int, group: Group, problem: str | None) -> list[list[int]]:
+    if isinstance(group, str) and group != "alone":
+        raise ValueError(f"group: got {group!r}, expected a process group, None for all ranks, or 'alone'")
+    alone = group == "alone" or not dist.is_initialized()
+    if alone and problem is not None:
         raise ValueError(problem)
     need = 0 if problem is not None else max(num_bins, len(_best_fit(lengths, max_tokens)))
-    if group is not None:
-        need = _agree(need, problem, group)
+    if not alone:
+        need = _agree(need, problem, group or dist.group.WORLD)
     return _spread(lengths, max_tokens, need)
 
 
@@ -237,7 +240,9 @@ def pack_samples(
 
 
 def _as_tensors(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    part = {name: torch.as_tensor(value) for name, value in sample.items() if value is not None}
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"pack_samples: sample {index} is a {type(sample).__name__}, expected a mapping of tensors")
+    part = {name: _as_tensor(index, name, value) for name, value in sample.items() if value is not None}
     ids = part.get("input_ids")
     if ids is None or ids.ndim != 1 or ids.numel() == 0:
         shape = "none" if ids is None else list(ids.shape)
@@ -251,6 +256,14 @@ def _as_tensors(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor
             raise ValueError(f"pack_samples: sample {index} has {name} {list(part[name].shape)} for {len(ids)} tokens")
     part["input_ids"], part["labels"] = ids.long(), part["labels"].long()
     return part
+
+
+def _as_tensor(index: int, name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+        raise ValueError(f"pack_samples: sample {index} has {name} {shown}, expected a tensor or numbers") from None
 
 
 def _join_extras(parts: list[dict[str, torch.Tensor]], lengths: list[int], num_padding: int) -> dict[str, torch.Tensor]:
@@ -272,17 +285,17 @@ def micro_batches(
     samples: Sequence[Mapping[str, Any]],
     max_tokens: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     oversized: str = "error",
     pad_token_id: int = 0,
     pad_to_multiple_of: int = 1,
     prepare: Callable[[PackedBatch], PackedBatch] | None = None,
 ) -> Iterator[PackedBatch]:
-    """The samples of one step as packed rows, the same number on every rank of ``group``. Collective at the first item.
+    """The samples of one step as packed rows, the same number on every rank of ``group``, by default all of them.
 
-    Ranks with fewer rows end with empty ones: a row of padding without labels, which takes part in every collective of
-    a forward and backward and adds nothing. Arguments as :func:`pack_by_budget` and :func:`pack_samples`; ``prepare``
-    is applied to each row (``lambda row: row.to("cuda")``).
+    Collective at the first item. Ranks with fewer rows end with empty ones: a row of padding without labels, which
+    takes part in every collective of a forward and backward and adds nothing. Arguments as
+    :func:`pack_by_budget` and :func:`pack_samples`; ``prepare`` is applied to each row (``lambda row: row.to("cuda")``).
     """
     problem, lengths = None, []
     try:

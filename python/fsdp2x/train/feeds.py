@@ -96,7 +96,7 @@ class SequenceFeed(BlockFeed):
         from ..sequence import micro_batches
 
         budget = self.data.max_tokens or self.data.block_size
-        return micro_batches([{"input_ids": s} for s in samples], budget, group=dist.group.WORLD)
+        return micro_batches([{"input_ids": s} for s in samples], budget)
 
     def _shares(self, batches: Iterable[Any]) -> tuple[list[Share], int]:
         from ..sequence import count_label_tokens
