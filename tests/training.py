@@ -56,6 +56,8 @@ def losses(output: Path) -> dict[int, str]:
 
 def run(config: dict):
     """Trains a config in this rank's process group; returns the closed trainer, whose model still holds the weights."""
+    import torch.distributed as dist
+
     from fsdp2x.train import Trainer, parse_config
 
     trainer = Trainer(parse_config(config))
@@ -63,6 +65,8 @@ def run(config: dict):
         trainer.run()
     finally:
         trainer.close()
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 has unlocked its folders
     return trainer
 
 

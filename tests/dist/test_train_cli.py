@@ -103,6 +103,43 @@ def test_all_ranks_killed_at_random_moments_of_saving(config, tmp_path):
     assert status == 0, output
 
 
+def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
+    """They save on; a run that resumes beside them is refused until they have ended."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    more = ("train.steps=100000", "checkpoint.save_every=1", "schedule.kind=constant")
+    with open(log, "w") as file:
+        args = [sys.executable, *torchrun(tmp_path), "-m", "fsdp2x.train", config, *more]
+        launcher = subprocess.Popen([*map(str, args)], env=environment(), stdout=file, stderr=file)
+    pids = []
+    try:
+        pids = wait_for_step(run / "metrics.jsonl", 2, launcher, log)
+        launcher.kill()
+        launcher.wait(timeout=TIMEOUT_S)
+        resume = ("-m", "fsdp2x", "train", config, "train.steps=3", "--resume_from", run)
+        status, output = command(*resume)
+        assert status == 2 and "Traceback" not in output, output
+        assert f"is alive: end its processes (kill {pids[0]} {pids[1]})" in output
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait(timeout=TIMEOUT_S)
+    wait_for_end(pids)
+    saved = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    status, output = command(*resume, f"train.steps={saved + 1}")
+    assert status == 0, output
+    assert "taken over" in output and f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
+
+
+def wait_for_end(pids):
+    from fsdp2x.runtime.processes import start_time
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(start_time(pid) is not None for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def wait_for_step(path, step, process, log):
     """The ranks' pids, once the newest run in `path` has logged `step`."""
     from fsdp2x.train.metrics import read_metrics

@@ -115,7 +115,11 @@ def test_lora_trains_the_adapter_alone(ctx):
         assert (folder / "run" / "adapter" / "adapter_config.json").exists()
         got = [float.fromhex(value) for value in losses(folder / "run").values()]
         assert got[-1] < got[0]
-        section["lora"]["target_modules"] = ["nothing"]
+        section = {
+            **section,
+            **settings(folder / "text", folder / "other"),
+            "lora": {"rank": 2, "target_modules": ["no"]},
+        }
         from fsdp2x.train import ConfigError
 
         with pytest.raises(ConfigError, match="lora"):

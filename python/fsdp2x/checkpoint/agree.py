@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.processes import Process, ended_ranks
+from fsdp2x.runtime.processes import Process, ended_ranks, own_host
 
 T = TypeVar("T")
 
@@ -133,6 +133,12 @@ class LostRanks:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
+
+    @property
+    def local_pids(self) -> list[int]:
+        """Those of this host's ranks."""
+        here = own_host()
+        return [process.pid for process in self.processes if process.host == here]
 
     def find(self, wait_s: float = 1.0) -> list[int]:
         """Ranks of this host whose process has ended; sockets close before processes end, so it looks for `wait_s`."""

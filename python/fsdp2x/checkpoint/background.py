@@ -76,9 +76,10 @@ class Saved:
 
 
 class Writer:
-    """Of one model. `plan` and `lost_ranks` are those of its last save."""
+    """Of one model. `plan` and `lost_ranks` are those of its last save; `roots` it has loaded from or saved to."""
 
     def __init__(self) -> None:
+        self.roots: set[Path] = set()
         self.plan: Plan | None = None
         self.lost_ranks: LostRanks | None = None
         self._staging: Staging | None = None

@@ -88,6 +88,7 @@ def load(
         choice = _choose(path, verify, what)
         match = together(lambda: _match(choice, model, optimizers, wanted, strict, trusted), what=what)
         said = together(match.apply, what=what)
+    Writer.of(model).roots.add(choice.path.parent.resolve())
     for sentence in said:
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest

@@ -52,6 +52,7 @@ def save(
     form: Literal["sharded", "full", "per_rank"] = "sharded",
     keep: int = 2,
     marked: bool = False,
+    overwrite: bool = False,
     async_save: bool = False,
     when_busy: Literal["wait", "skip"] = "wait",
     trusted: bool = False,
@@ -79,6 +80,8 @@ def save(
             a file of each rank, for the same number of ranks.
         keep: how many checkpoints stay in the folder beside the marked ones.
         marked: this one is never deleted by later saves; see `mark`.
+        overwrite: the folder may have checkpoints of `step` and later ones that this model was not loaded from: work of
+            another run, which this save and those after it would replace and delete. Without it they are refused.
         async_save: return after the shards were copied; a thread writes them. One copy of this rank's shards stays in
             memory for the next save. Ranks then agree over a process group of their own.
         when_busy: while a former asynchronous save of this model is being written: "wait" for it, or "skip" this one.
@@ -90,8 +93,8 @@ def save(
         Saved: path, bytes and seconds; of an asynchronous save also `wait()`. `skipped` is True when nothing is saved.
 
     Raises:
-        CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed; the new
-            one is not begun then.
+        CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed, or the
+            folder has another run's checkpoints; the new one is not begun then.
         ValueError, TypeError: for arguments.
     """
     begun = time.perf_counter()
@@ -104,6 +107,10 @@ def save(
     with lost_ranks.named(what):
         if writer.is_busy_anywhere(when_busy):
             return Saved(target.final, target.step, form, skipped=True)
+        root = target.path.resolve()
+        if not (target.is_file or overwrite or root in writer.roots):
+            on_rank_0(target.refuse_former_run, what=what)
+        writer.roots.add(root)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
         state, plan, sources = _agree(writer, lambda: collect(model, optimizers, small, device, trusted), what)
@@ -143,6 +150,17 @@ class Target:
         if self.is_file:
             return self.path.parent / f".tmp-{self.path.name}"
         return directory.temporary_path(self.path, self.step)
+
+    def refuse_former_run(self) -> None:
+        """Raises `CheckpointError` where other work would be taken for this run's and be deleted in time."""
+        there = [path.name for path in directory.whole_checkpoints(self.path)]
+        later = [name for name in there if (directory.step_of(name) or 0) >= self.step]
+        if later:
+            raise CheckpointError(
+                f"{self.path} has {later[-1]}, which this model was not loaded from: another run's work, which saves "
+                f"from step {self.step} on would replace. Load from there first, choose another folder, or pass "
+                "overwrite=True"
+            )
 
     def prepare(self) -> None:
         if self.is_file:

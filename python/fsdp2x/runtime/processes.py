@@ -21,7 +21,7 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        return cls(own_host(), os.getpid(), _start_time(os.getpid()))
+        return cls(own_host(), os.getpid(), start_time(os.getpid()))
 
 
 def own_host() -> tuple[str, str]:
@@ -49,14 +49,14 @@ def ended_ranks(processes: list[Process], wait_s: float = 1.0) -> list[int]:
         ended = [
             index
             for index, process in enumerate(processes)
-            if process.host == here and _start_time(process.pid) != process.start
+            if process.host == here and start_time(process.pid) != process.start
         ]
         if ended or time.monotonic() > deadline:
             return ended
         time.sleep(_LOOK_S)
 
 
-def _start_time(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Kernel's start time of a process; None when it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:

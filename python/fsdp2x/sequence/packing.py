@@ -295,7 +295,8 @@ def micro_batches(
 
     Collective at the first item. Ranks with fewer rows end with empty ones: a row of padding without labels, which
     takes part in every collective of a forward and backward and adds nothing. Arguments as
-    :func:`pack_by_budget` and :func:`pack_samples`; ``prepare`` is applied to each row (``lambda row: row.to("cuda")``).
+    :func:`pack_by_budget` and :func:`pack_samples`; ``prepare`` is applied to each row:
+    ``lambda row: row.to("cuda")``.
     """
     problem, lengths = None, []
     try:

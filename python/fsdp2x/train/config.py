@@ -309,6 +309,9 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LoggingConfig:
     output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/")
+    overwrite: bool = setting(
+        False, "delete an earlier run in output and in checkpoint.folder when this one begins; otherwise it is kept"
+    )
     every: int = setting(1, "log every so many steps")
     tensorboard: bool = setting(False, "also write TensorBoard events")
     tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output")
@@ -363,4 +366,10 @@ class TrainConfig:
             "parallel.offload",
             self.parallel.offload,
             "none with parallel.expert_parallel, whose experts stay on the device",
+        )
+        require(
+            not self.logging.overwrite or self.train.mode == "train",
+            "logging.overwrite",
+            True,
+            "false with train.mode=evaluate, which trains nothing in place of what it would delete",
         )

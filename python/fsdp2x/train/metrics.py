@@ -17,6 +17,8 @@ from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+
 
 class Metrics:
     """Writes one JSON object a line and flushes it, so that a killed run keeps every line it reported.
@@ -44,7 +46,7 @@ class Metrics:
             return
         self._loggers = loggers
         output.mkdir(parents=True, exist_ok=True)
-        path = output / "metrics.jsonl"
+        path = output / METRICS
         _end_last_line(path)
         self._file = open(path, "a", encoding="utf-8")
         if tensorboard:

@@ -27,6 +27,7 @@ from .model import build_model, check_folder, make_sharded
 from .observe import Observer, shard_report
 from .optional import part
 from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
+from .run_folder import RunFolder
 from .scaler import GradScaler
 from .schedule import Schedule, make_optimizer, restore_settings
 from .strategy import plan_mesh
@@ -50,6 +51,7 @@ class Trainer:
         self._owns_world = world is None
         self._closing = contextlib.ExitStack()
         self.metrics: Metrics | None = None
+        self._folder: RunFolder | None = None  # of rank 0
         try:
             self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
             self.world = world or open_world(config.parallel.device, config.parallel.timeout_s)
@@ -72,6 +74,7 @@ class Trainer:
         self.output = Path(config.logging.output).expanduser()
         folder = config.checkpoint.folder
         self.checkpoints = Path(folder).expanduser() if folder else self.output / "checkpoints"
+        together(self._claim_folders, raising=ConfigError)
         # A mistake in the files of one host must not leave the other ranks waiting in the first collective.
         self.tokenizer, self.blocks, model = together(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
@@ -104,9 +107,23 @@ class Trainer:
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
         resumed = self._resume() if config.checkpoint.resume_from else None
+        if self._folder is not None and config.logging.overwrite:
+            self._folder.delete_former_run()
         self._open_metrics(loggers)
         self.observer = Observer(config.logging, self.output, world.rank, world.device)
         self._say_how_it_begins(param_dtype, resumed)
+
+    def _claim_folders(self) -> None:
+        """Before anything is read: nobody waits for a large model to hear that its run has nowhere to go."""
+        config = self.config
+        if not self.world.is_main:
+            return
+        checkpoints = self.checkpoints if self.training else None
+        self._folder = RunFolder(self.output, checkpoints, self.world.lost_ranks.local_pids)
+        self._closing.callback(self._folder.release)
+        self._folder.refuse_former_run(config.checkpoint.resume_from, config.logging.overwrite)
+        if self.training:
+            repair(self.checkpoints)
 
     def _open_metrics(self, loggers: Sequence[Logger]) -> None:
         logging_, loggers = self.config.logging, list(loggers)
@@ -152,8 +169,6 @@ class Trainer:
 
     def _read_inputs(self):
         config = self.config
-        if self.world.is_main:
-            repair(self.checkpoints)
         tokenizer = make_tokenizer(config.data.tokenizer, config.data)
         blocks = read_blocks(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
@@ -190,6 +205,8 @@ class Trainer:
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
             self.observer.after_step(self.step, self.model, self.optimizer)
+            if self._folder is not None:
+                self._folder.touch()
             tokens += self.num_tokens
             last = self.step == self.num_steps
             if self.step % config.logging.every == 0 or last or self.skipped:
@@ -295,8 +312,13 @@ class Trainer:
             self.model.train(self.training)
 
     def save(self) -> Path:
-        """Writes a checkpoint of this moment, in the background where configured; collective."""
+        """Writes a checkpoint of this moment, in the background where configured; collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written, or another run has taken the folder over.
+        """
         config = self.config.checkpoint
+        on_rank_0(lambda: self._folder.check())
         saved = checkpoint.save(
             self.checkpoints,
             self.model,

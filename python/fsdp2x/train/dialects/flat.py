@@ -45,6 +45,11 @@ def _tensorboard(draft: Draft, value: str) -> None:
     draft.set("logging.tensorboard_dir", value)
 
 
+def _checkpoint_root(draft: Draft, value: str) -> None:
+    draft.set("checkpoint.folder", value)
+    draft.set("logging.output", value)  # a folder of this run's, beside whose checkpoints its metrics lie
+
+
 def _clip(draft: Draft, value: float) -> None:
     draft.set("train.clip", value or None)
 
@@ -119,7 +124,7 @@ KEYS: dict[str, Rule] = {
     "weight_decay": becomes("optimizer.weight_decay", float),
     "beta1": Rule(float, "-> optimizer.betas[0]", _betas),
     "beta2": Rule(float, "-> optimizer.betas[1]", _betas),
-    "checkpoint_root": becomes("checkpoint.folder", str),
+    "checkpoint_root": Rule(str, "-> checkpoint.folder, logging.output", _checkpoint_root),
     "save_freq": becomes("checkpoint.save_every", int),
     "resume_from": Rule(str | None, "-> checkpoint.resume_from", _resume),
     "seed": becomes("train.seed", int),

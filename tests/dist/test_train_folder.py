@@ -1,0 +1,219 @@
+"""A run's folders: no other run's work is lost or mixed with, and a lock outlives nobody."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from fsdp2x.checkpoint import CheckpointError
+from fsdp2x.train import ConfigError, Trainer, parse_config
+from fsdp2x.train.run_folder import LOCK, SILENT_S, RunFolder
+from harness import distributed
+from training import losses, run, settings, shared_folder
+
+STEPS = {"steps": 3}
+WAYS = ("checkpoint.resume_from=", "--resume_from", "logging.output=FOLDER", "logging.overwrite=true")
+
+
+def digest(folder):
+    """Every file of a folder and what is in it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def config(folder, output="run", **sections):
+    sections = {"train": STEPS, "checkpoint": {"save_every": 1}, **sections}
+    return settings(folder / "text", folder / output, **sections)
+
+
+def refused(ctx, config, *said, error=ConfigError):
+    """The same sentence on every rank, before anything was read, and the work that is there is as it was."""
+    with pytest.raises(error) as found:
+        Trainer(parse_config(config))
+    sentences = [None] * ctx.world
+    dist.all_gather_object(sentences, str(found.value))
+    assert len(set(sentences)) == 1 and "\n" not in sentences[0]
+    assert all(part in sentences[0] for part in said), sentences[0]
+
+
+# How the folders of an earlier run may be named again.
+SAME = {
+    "the same": lambda folder: {},
+    "another spelling": lambda folder: {"logging": {"output": f"{folder}/text/../run/", "progress": "off"}},
+    "a link": lambda folder: {"logging": {"output": str(folder / "link"), "progress": "off"}},
+    "its checkpoints": lambda folder: {
+        "logging": {"output": str(folder / "other"), "progress": "off"},
+        "checkpoint": {"folder": str(folder / "run/checkpoints")},
+    },
+    "its metrics": lambda folder: {"checkpoint": {"folder": str(folder / "elsewhere")}},
+    "no saving": lambda folder: {"checkpoint": {"save_every": 0, "save_last": False}},
+    "resumed from elsewhere": lambda folder: {"checkpoint": {"resume_from": str(folder / "copy")}},
+}
+
+
+@distributed
+@pytest.mark.parametrize("case", SAME)
+def test_a_new_run_leaves_an_earlier_ones_work_alone(ctx, case):
+    with shared_folder(ctx) as folder:
+        run(config(folder))
+        if ctx.rank == 0:
+            (folder / "link").symlink_to(folder / "run")
+            shutil.copytree(folder / "run", folder / "copy")
+        dist.barrier()
+        before = digest(folder / "run")
+        changes = {name: {**config(folder)[name], **values} for name, values in SAME[case](folder).items()}
+        refused(ctx, {**config(folder), **changes}, "of an earlier run", *WAYS)
+        assert digest(folder / "run") == before
+
+
+@distributed
+@pytest.mark.parametrize("resume_from", ["run", "run/checkpoints", "run/checkpoints/step-000002"])
+def test_a_resumed_run_goes_on_in_its_folder(ctx, resume_from):
+    with shared_folder(ctx) as folder:
+        run(config(folder))
+        more = {"save_every": 1, "resume_from": str(folder / resume_from)}
+        run(config(folder, train={"steps": 4}, checkpoint=more))
+        dist.barrier()
+        assert list(losses(folder / "run")) == [1, 2, 3, 4]
+        assert not list((folder / "run").rglob(LOCK))
+
+
+@distributed
+def test_overwriting_deletes_what_a_run_wrote_when_the_next_one_can_begin(ctx):
+    with shared_folder(ctx) as folder:
+        run(config(folder))
+        if ctx.rank == 0:
+            (folder / "run/notes.txt").write_text("mine")
+        dist.barrier()
+        before = digest(folder / "run")
+        logging = {"output": str(folder / "run"), "progress": "off", "overwrite": True}
+        resume = {"resume_from": str(folder / "run")}
+        refused(ctx, config(folder, logging=logging, checkpoint=resume), "logging.overwrite", "leave one of them out")
+        refused(ctx, config(folder, logging=logging, model={"config": None, "path": "/no/model"}), "model.path")
+        assert digest(folder / "run") == before
+        run(config(folder, logging=logging, train={"steps": 1}))
+        dist.barrier()
+        assert list(losses(folder / "run")) == [1]
+        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
+        assert names == ["latest", "step-000001"]
+        assert (folder / "run/notes.txt").read_text() == "mine"
+
+
+@distributed
+def test_a_run_that_only_evaluates_adds_to_the_folder_it_reads(ctx):
+    with shared_folder(ctx) as folder:
+        run(config(folder))
+        before = digest(folder / "run/checkpoints")
+        run(config(folder, train={"mode": "evaluate"}, checkpoint={"resume_from": str(folder / "run")}))
+        assert digest(folder / "run/checkpoints") == before
+
+
+@distributed
+def test_two_runs_in_one_folder(ctx):
+    with shared_folder(ctx) as folder:
+        first = Trainer(parse_config(config(folder)))
+        refused(ctx, config(folder), "logging.output: another run", f"on {socket.gethostname()}", "is alive", "kill ")
+        elsewhere = config(folder, "other", checkpoint={"folder": str(folder / "run/checkpoints")})
+        refused(ctx, elsewhere, "checkpoint.folder: another run")
+        first.run()
+        first.close()
+        dist.barrier()
+        assert list(losses(folder / "run")) == [1, 2, 3]
+
+
+@distributed
+def test_a_run_whose_folder_was_taken_over_saves_no_more(ctx):
+    """Two runs that cannot see each other's processes: the earlier one stops before it writes."""
+    with shared_folder(ctx) as folder:
+        trainer = Trainer(parse_config(config(folder)))
+        trainer.train_step()
+        trainer.save()
+        if ctx.rank == 0:
+            for lock in (folder / "run").rglob(LOCK):
+                lock.write_text(json.dumps({"token": "another", "host": "elsewhere", "processes": [[7, "1"]]}))
+        dist.barrier()
+        before = digest(folder / "run")
+        trainer.train_step()
+        with pytest.raises(CheckpointError, match="another run .process 7 on elsewhere. has taken this folder over"):
+            trainer.save()
+        assert digest(folder / "run") == before
+        trainer.close()
+        dist.barrier()
+        assert len(list((folder / "run").rglob(LOCK))) == 2  # the other one's
+
+
+HERE = {"host": socket.gethostname()}
+LOCKS = {
+    # name -> (contents, seconds since it was touched, whether it is in the way)
+    "of a process that has ended": ({"processes": [[2**22 + 5, "1"]]}, 0, False),
+    "of a pid that another process has now": ({"processes": [[os.getpid(), "1"]]}, 0, False),
+    "of another host that shows life": ({"host": "elsewhere"}, SILENT_S / 2, True),
+    "of another host that is silent": ({"host": "elsewhere"}, 2 * SILENT_S, False),
+    "of other pids on this host": ({"pids_of": "pid:[1]"}, 0, True),
+    "of this host before it was started anew": ({"boot": "former"}, 2 * SILENT_S, False),
+    "that is being written": ("", 0, True),
+    "that was never written": ("{", 2 * SILENT_S, False),
+    "that is not ours": ("[]", 2 * SILENT_S, False),
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_locks_that_are_there(tmp_path, name):
+    contents, age_s, stays = LOCKS[name]
+    folder = RunFolder(tmp_path, None, [os.getpid()])
+    lock = tmp_path / LOCK
+    own = json.loads(lock.read_text())
+    lock.write_text(contents if isinstance(contents, str) else json.dumps({**own, "token": "other", **contents}))
+    now = lock.stat().st_mtime
+    os.utime(lock, (now - age_s, now - age_s))
+    if stays:
+        with pytest.raises(ConfigError, match="logging.output: another run .* or choose another folder with logging."):
+            RunFolder(tmp_path, None, [os.getpid()])
+    else:
+        second = RunFolder(tmp_path, None, [os.getpid()])
+        with pytest.raises(CheckpointError, match="has taken this folder over"):
+            folder.check()
+        folder.release()
+        second.check()
+        second.release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_was_deleted_is_made_again(tmp_path):
+    folder = RunFolder(tmp_path, None, [os.getpid()])
+    (tmp_path / LOCK).unlink()
+    folder.check()
+    with pytest.raises(ConfigError, match="is alive"):
+        RunFolder(tmp_path, None, [os.getpid()])
+    folder.release()
+
+
+@distributed
+def test_saves_of_a_loop_of_ones_own(ctx):
+    """`checkpoint.save` into a folder with later steps that this model does not know of."""
+    import fsdp2x
+    from models import Stack
+
+    def make():
+        return fsdp2x.fully_shard(Stack())
+
+    with shared_folder(ctx) as folder:
+        first = make()
+        for step in (10, 20):
+            fsdp2x.checkpoint.save(folder, first, step=step)
+        before = digest(folder)
+        for step in (5, 20):
+            with pytest.raises(CheckpointError, match=r"has step-000020, which this model was not loaded from: .*"):
+                fsdp2x.checkpoint.save(folder, make(), step=step)
+        assert digest(folder) == before
+        fsdp2x.checkpoint.save(folder, first, step=15)  # it knows what it saved
+        loaded = make()
+        fsdp2x.checkpoint.load(folder / "step-000015", loaded)
+        fsdp2x.checkpoint.save(folder, loaded, step=16)
+        fsdp2x.checkpoint.save(folder, make(), step=1, overwrite=True)
+        fsdp2x.checkpoint.save(folder, make(), step=30)  # later than all that is there
+        dist.barrier()
