@@ -3,9 +3,9 @@
     python benchmarks/bench_score.py [--quick] [--cases fp32 prompts bf16] [--steps 3] [--json FILE]
 
 Hidden states [4096, 1024] and a head of 32768 tokens, forward and backward to both, one process, one thread. Sides:
-``logits``: the product, then sequence.token_log_probs and token_entropy, which make no fp32 copy of it; of bf16 operands
-it is bf16. ``logits_fp32``: operands cast to fp32 before the product. ``softmax``: the product and torch's log_softmax.
-``chunks``: 512 tokens at a time, each under torch's checkpoint. ``score``: rl.head_scores.
+``logits``: the product, then sequence.token_log_probs and token_entropy, which make no fp32 copy of it; of bf16
+operands it is bf16. ``logits_fp32``: operands cast to fp32 before the product. ``softmax``: the product and torch's
+log_softmax. ``chunks``: 512 tokens at a time, each under torch's checkpoint. ``score``: rl.head_scores.
 fp32: every position has a label; log-probabilities and entropies, both with gradients. log_probs: without entropies.
 prompts: of the fp32 case, a third of the positions has no label. bf16: operands in bf16.
 Times are this process's CPU time, all sides in turn. The peak is how far resident memory rises in a step, the gradients

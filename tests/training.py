@@ -19,6 +19,9 @@ MODEL = {
 }
 
 
+WORDS = ["line", "of", "file", ":", "<unk>", "<|end|>"]
+
+
 def write_text(folder: Path, num_files: int = 6) -> Path:
     """Files of 300 to 800 bytes whose contents depend on their number alone."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,6 +29,30 @@ def write_text(folder: Path, num_files: int = 6) -> Path:
         lines = [f"line {k} of file {i}: {(k * 7 + i * 13) % 101}" for k in range(12 + 4 * i)]
         (folder / f"{i}.txt").write_text("\n".join(lines))
     return folder
+
+
+def write_model(folder, vocab_size=40, *, tokenizer=True):
+    """A folder as `from_pretrained` takes it, with a tokenizer of whole words."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODEL, vocab_size=vocab_size)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    if tokenizer:
+        make_words(WORDS).save_pretrained(str(folder))
+    return folder
+
+
+def make_words(words):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|end|>")
+    made.chat_template = "{{ messages }} of the model"
+    return made
 
 
 def settings(text: Path, output: Path, **sections: dict) -> dict:

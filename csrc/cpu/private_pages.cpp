@@ -37,9 +37,8 @@ bool PrivatePages::discard(std::byte* begin, size_t bytes) const {
   for (uintptr_t page = first; page < end; page += entries.size()) {
     const size_t num = std::min<size_t>(entries.size(), end - page);
     const auto wanted = static_cast<ssize_t>(num * sizeof(uint64_t));
-    if (!pagemap_.valid() ||
-        ::pread(pagemap_.get(), entries.data(), static_cast<size_t>(wanted),
-                static_cast<off_t>(page * sizeof(uint64_t))) != wanted) {
+    if (!pagemap_.valid() || ::pread(pagemap_.get(), entries.data(), static_cast<size_t>(wanted),
+                                     static_cast<off_t>(page * sizeof(uint64_t))) != wanted) {
       return drop(page, end - page);
     }
     for (size_t i = 0; i < num;) {

@@ -44,9 +44,9 @@ class Peers {
   template <class See>
   Seen see_all(const See& see) const;
 
-  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late peer
-  // is dead or closed, when any rank has failed, and after the group's timeout. `describe()` names what is waited for;
-  // it is called only for an error.
+  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late
+  // peer is dead or closed, when any rank has failed, and after the group's timeout. `describe()` names what is waited
+  // for; it is called only for an error.
   template <class See, class Describe>
   bool wait(const See& see, const Describe& describe);
 

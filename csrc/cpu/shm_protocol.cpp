@@ -70,9 +70,9 @@ struct ShmProtocol::Impl {
     return wish != 0 && released(wished_slot(wish), options.rank).load() + 1 < wished_use(wish);
   }
 
-  // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and publishes
-  // its progress or its wishes then: they are read before the last look at what it did. When units run in different
-  // order, a peer may wait for this rank's next gather before it comes.
+  // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and
+  // publishes its progress or its wishes then: they are read before the last look at what it did. When units run in
+  // different order, a peer may wait for this rank's next gather before it comes.
   template <class Done>
   Seen see(int rank, uint64_t position, const Done& done) const {
     if (done(rank)) return Seen::done;

@@ -30,9 +30,9 @@ struct GroupCalls {
   PyRef reduce_scatter;           // likewise
   PyRef separate_reduce_scatter;  // the transport's, over another process group; on streams only
   PyRef separate_reduce_scatter_scaled;  // likewise
-  PyRef gather_slowly;  // (): refreshes aliases; starts the gathers of extensions unless all_gather will
-  PyRef finish_slowly;  // (): fills their unsharded parameters
-  PyRef free_slowly;    // ()
+  PyRef gather_slowly;       // (): refreshes aliases; starts the gathers of extensions unless all_gather will
+  PyRef finish_slowly;       // (): fills their unsharded parameters
+  PyRef free_slowly;         // ()
   PyRef explain;             // (exception, what failed) -> the exception to raise
   PyRef explain_all_reduce;  // the same over the replicas
 };

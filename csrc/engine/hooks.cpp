@@ -181,8 +181,8 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
 
 void UnitHooks::finish_forward(const py::object& output) {
   if (!inside_backward()) {
-    const bool frees = unit_->options.reshard_after_forward ||
-                       (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
+    const bool frees =
+        unit_->options.reshard_after_forward || (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
     if (frees && unit_->num_running == 0) unit_->reshard_after_forward();
     unit_->root->record_forward(*unit_);
   }
@@ -298,8 +298,8 @@ void UnitHooks::warn_of_view() {
   if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
 }
 
-// A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per leaf,
-// since a parameter outlives its forward. It must not own the unit, which owns the parameter.
+// A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per
+// leaf, since a parameter outlives its forward. It must not own the unit, which owns the parameter.
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {

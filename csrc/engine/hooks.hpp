@@ -38,8 +38,8 @@ class UnitHooks {
             std::vector<py::object> backward_hooks);
 
   // What stands for the autograd nodes inside torch.func's transforms, which follow functions of Python only:
-  // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one whose
-  // backward begins that of the unit.
+  // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one
+  // whose backward begins that of the unit.
   void set_marks(py::object mark_inputs, py::object mark_output) {
     mark_inputs_ = std::move(mark_inputs);
     mark_output_ = std::move(mark_output);
@@ -88,7 +88,7 @@ class UnitHooks {
   py::object is_running_;
   std::vector<py::object> backward_hooks_;
   Handled handled_before_;  // the running forward
-  py::object leaf_hook_;  // the pre-backward hook on inputs and parameters that the unit returned as they are
+  py::object leaf_hook_;    // the pre-backward hook on inputs and parameters that the unit returned as they are
   bool has_warned_ = false;
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward

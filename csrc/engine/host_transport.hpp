@@ -79,7 +79,7 @@ class HostTransport final : public Transport {
   size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
   std::atomic<bool> gathers_ = false;  // some thread does
-  std::vector<uint64_t> epochs_;  // reductions posted, per group
+  std::vector<uint64_t> epochs_;       // reductions posted, per group
   uint32_t num_groups_ = 0;
   // Reused by every reduction.
   std::vector<cpu::ReducePiece> pieces_;

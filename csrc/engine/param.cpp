@@ -85,7 +85,6 @@ void Param::forbid() {
       .apply(*storage_, device_);
 }
 
-
 void Param::store(PyObject* parameter) const {
   for (const Owner& owner : owners_) {
     if (!owner.weak_module) {

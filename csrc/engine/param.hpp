@@ -57,8 +57,8 @@ class Param {
   void forbid();
 
   bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
-  // What the first module registers that does not register `expected`: a borrowed reference, None if it registers nothing
-  // under the name; null: all of them do.
+  // What the first module registers that does not register `expected`: a borrowed reference, None if it registers
+  // nothing under the name; null: all of them do.
   PyObject* registered_instead_of(PyObject* expected) const;
   void register_sharded() const { store(sharded_.get()); }
   void register_unsharded() const { store(unsharded_.get()); }

@@ -149,7 +149,8 @@ void Root::begin_backward() {
 
 void Root::abandon_backward() {
   // Of a manual finalization, reductions of earlier backwards go on.
-  std::erase_if(pending_, [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+  std::erase_if(pending_,
+                [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
   for (const auto& unit : units()) unit->abandon_backward();
   const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
     const auto unit = weak.lock();
@@ -164,10 +165,11 @@ void Root::lose(const std::string& name) { lost_ += (lost_.empty() ? "'" : ", '"
 
 void Root::refuse_after_loss() const {
   if (lost_.empty()) return;
-  throw Error("fsdp2x: a backward raised while unit " + lost_ +
-              " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
-              "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
-              "module and begin the step again.");
+  throw Error(
+      "fsdp2x: a backward raised while unit " + lost_ +
+      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
+      "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
+      "module and begin the step again.");
 }
 
 void Root::prefetch(Unit& target) {

@@ -1,5 +1,5 @@
-// torch.func's transforms (grad, vjp, jvp, vmap ...) wrap every tensor that is made while they run: here the engine keeps
-// them away from its own, and learns that they run.
+// torch.func's transforms (grad, vjp, jvp, vmap ...) wrap every tensor that is made while they run: here the engine
+// keeps them away from its own, and learns that they run.
 #pragma once
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,8 +10,8 @@ namespace fsdp2x {
 class OutsideTransforms {
  public:
   OutsideTransforms()
-      : guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                    c10::DispatchKey::FuncTorchDynamicLayerBackMode})) {}
+      : guard_(c10::DispatchKeySet(
+            {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})) {}
 
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_;

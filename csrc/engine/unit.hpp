@@ -114,8 +114,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
 };
 
-// A unit on its way to another root. It is sharded meanwhile; finish() gathers it there, as far as it was, with what this
-// rank had written to its parameters.
+// A unit on its way to another root. It is sharded meanwhile; finish() gathers it there, as far as it was, with what
+// this rank had written to its parameters.
 class UnitMove {
  public:
   explicit UnitMove(std::shared_ptr<Unit> unit);
@@ -124,7 +124,8 @@ class UnitMove {
  private:
   std::shared_ptr<Unit> unit_;
   ParamState state_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> before_;  // unsharded parameters and their values, as somebody may have written to them
+  std::vector<std::pair<at::Tensor, at::Tensor>>
+      before_;  // unsharded parameters and their values, as somebody may have written to them
 };
 
 }  // namespace fsdp2x

@@ -138,8 +138,8 @@ class Rank {
     for (int other = 0; other < protocol_->world(); ++other) {
       const auto slot = protocol_->peer_scratch_offset(reduction.unit, other);
       require(world_.scratches[static_cast<size_t>(other)][slot].read() == gradient(reduction, other),
-              "rank " + std::to_string(rank()) + " sums the gradient of rank " + std::to_string(other) +
-                  " for unit " + std::to_string(reduction.unit));
+              "rank " + std::to_string(rank()) + " sums the gradient of rank " + std::to_string(other) + " for unit " +
+                  std::to_string(reduction.unit));
     }
     consume(reduction);
     return true;
@@ -190,11 +190,14 @@ std::string name_of(const World& world, int num_ranks, const void* address) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     const cpu::RankState& state = world.map.state(control, rank);
     const std::string of = " of rank " + std::to_string(rank);
-    const std::vector<std::pair<const void*, std::string>> fields = {
-        {&state.closed, "closed"},         {&state.failed, "failed"},
-        {&state.num_posted, "num_posted"}, {&state.progress, "progress"},
-        {&state.wanted_gather, "wanted_gather"}, {&state.wanted_slot, "wanted_slot"},
-        {&state.doorbell, "doorbell"},     {&state.sleeping, "sleeping"}};
+    const std::vector<std::pair<const void*, std::string>> fields = {{&state.closed, "closed"},
+                                                                     {&state.failed, "failed"},
+                                                                     {&state.num_posted, "num_posted"},
+                                                                     {&state.progress, "progress"},
+                                                                     {&state.wanted_gather, "wanted_gather"},
+                                                                     {&state.wanted_slot, "wanted_slot"},
+                                                                     {&state.doorbell, "doorbell"},
+                                                                     {&state.sleeping, "sleeping"}};
     for (const auto& [word, name] : fields) {
       if (word == address) return name + of;
     }
@@ -268,8 +271,7 @@ TEST_P(ShmModel, ASlotIsUsedAgain) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel,
-                         testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false}),
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + (info.param.buffered ? "buffered" : "");
                          });

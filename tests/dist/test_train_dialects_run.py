@@ -40,9 +40,12 @@ def save_model(folder: Path, config: dict = MODEL) -> Path:
     if dist.get_rank() == 0:
         import transformers
 
+        from fsdp2x.train.tokenizer import ByteTokenizer
+
         torch.manual_seed(5)
         made = transformers.AutoConfig.for_model(**config, vocab_size=257)
         transformers.AutoModelForCausalLM.from_config(made).save_pretrained(str(folder))
+        ByteTokenizer().save(folder)
     dist.barrier()
     return folder
 

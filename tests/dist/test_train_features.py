@@ -203,7 +203,8 @@ def test_weights_read_row_by_row_train_as_those_read_whole(ctx):
         dist.barrier()
         for load in ("whole", "rows"):
             model = {"config": None, "path": str(folder / "model"), "load": load}
-            run(settings(folder / "text", folder / load, model=model, train={"steps": 3}))
+            data = {"tokenizer": "bytes"}  # the folder has none
+            run(settings(folder / "text", folder / load, model=model, data=data, train={"steps": 3}))
         dist.barrier()
         assert losses(folder / "whole") == losses(folder / "rows")
 

@@ -111,7 +111,13 @@ VALUES = frozenset({"result", "log"})
 
 RULES = (
     Rule(STOCK, ALL, True, "see STOCK_RAISES", _stock_alone_raises),
-    Rule(STOCK, ALL, True, "a unit in a reentrant checkpoint that runs twice in one backward loses gradients", _reentrant_repeats),
+    Rule(
+        STOCK,
+        ALL,
+        True,
+        "in a reentrant checkpoint that runs twice in a backward, gradients are lost",
+        _reentrant_repeats,
+    ),
     Rule(
         STOCK,
         VALUES,

@@ -1,5 +1,5 @@
-"""torch.func's transforms, torch.autograd.functional, forward-mode AD and modes around a sharded model: they compute what
-they compute on the unsharded one, at the first forward and later, and leave a model that trains."""
+"""torch.func's transforms, torch.autograd.functional, forward-mode AD and modes around a sharded model: they compute
+what they compute on the unsharded one, at the first forward and later, and leave a model that trains."""
 
 import pytest
 import torch

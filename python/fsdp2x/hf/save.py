@@ -41,7 +41,10 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
 )
 

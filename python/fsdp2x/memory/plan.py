@@ -244,7 +244,7 @@ def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:
     if model.path is not None:
         config = _read_hf_config(Path(model.path).expanduser())
     else:
-        name = training.data.tokenizer
+        name = training.data.tokenizer or "bytes"
         config = make_hf_config(model.config, None if name == "characters" else make_tokenizer(name))
     mesh = plan_mesh(parallel, request.world_size, request.world_size)
     shares_memory = "shm" in (request.transport, parallel.transport)

@@ -372,7 +372,6 @@ class GroupParams(GroupNames):
         self._watch_shards()
         return self.engine
 
-
     def forget_engine(self) -> None:
         """Undoes ``make_engine_group``."""
         self.engine = self.slow_gathers = None

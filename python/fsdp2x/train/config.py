@@ -96,9 +96,10 @@ class DataConfig:
     max_bytes: int | None = setting(
         None, "stop reading after so many bytes of text (files in order of a seeded shuffle)"
     )
-    tokenizer: str = setting(
-        "bytes",
-        "'bytes', 'characters' (those that occur in data.files), or a local directory with a HuggingFace tokenizer",
+    tokenizer: str | None = setting(
+        None,
+        "'bytes', 'characters' (those that occur in data.files), or a local directory with a HuggingFace tokenizer; "
+        "unset: that of model.path, or bytes for a new model",
     )
     block_size: int = setting(512, "tokens per training example")
     held_out: float = setting(0.05, "fraction of the blocks kept for evaluation; whole files as far as possible")

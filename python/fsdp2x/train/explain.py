@@ -171,7 +171,7 @@ def _find_units(found: Explanation, parallel: ParallelConfig) -> None:
 
 def _tokenizer(data: Any) -> Tokenizer | None:
     """For its vocabulary; None where it would have to be made from the text."""
-    name = (data or {}).get("tokenizer", "bytes")
+    name = (data or {}).get("tokenizer") or "bytes"
     return None if name == "characters" or not (name == "bytes" or Path(name).is_dir()) else make_tokenizer(name)
 
 

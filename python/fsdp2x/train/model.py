@@ -63,7 +63,8 @@ def check_vocabulary(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
     num_rows = model.get_input_embeddings().weight.shape[0]
     if num_rows < tokenizer.vocab_size:
         raise ConfigError(
-            f"model: its vocabulary has {num_rows} entries, the tokenizer {tokenizer.vocab_size}; raise vocab_size"
+            f"model: its vocabulary has {num_rows} entries, the tokenizer {tokenizer.vocab_size}; raise vocab_size of "
+            "a new model, or choose with data.tokenizer the tokenizer that the model was trained with"
         )
 
 

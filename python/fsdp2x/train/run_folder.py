@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import CheckpointError
-from ..runtime.processes import own_host, start_time
 from ..checkpoint.directory import LATEST, candidates, whole_checkpoints
+from ..runtime.processes import own_host, start_time
 from .config import ConfigError
 from .metrics import METRICS, read_metrics
 

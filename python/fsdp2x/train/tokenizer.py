@@ -10,6 +10,11 @@ import torch
 from .config import ConfigError, DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
+# A HuggingFace folder has a tokenizer when it has one of these.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -130,10 +135,17 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str):
         from transformers import AutoTokenizer
 
-        if not Path(folder).is_dir():
+        path = Path(folder).expanduser()
+        if not path.is_dir():
             raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes', 'characters' or a local directory")
-        self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.vocab_size = len(self.inner)
+        try:
+            self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            # Whatever a damaged file makes transformers, tokenizers or sentencepiece raise.
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(f"data.tokenizer: the tokenizer in {folder} cannot be loaded: {said}") from None
+        # An id may lie beyond the number of entries.
+        self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id
 
     def encode(self, text: bytes) -> torch.Tensor:
@@ -145,6 +157,35 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    return any((Path(folder).expanduser() / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def choose_tokenizer(asked: str | None, model_path: str | None) -> str:
+    """What `data.tokenizer` means beside `model.path`: a model that was trained before has a tokenizer already."""
+    if asked is not None:
+        return asked
+    if model_path is None:
+        return "bytes"
+    if not has_tokenizer(model_path):
+        raise ConfigError(
+            f"data.tokenizer: unset, and model.path={model_path} has no tokenizer of its own; say the directory of the "
+            "one that the model was trained with, or 'bytes'"
+        )
+    return model_path
+
+
+def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
+    """Whether a model that has a tokenizer is to be trained with another one."""
+    if asked is None or model_path is None or not has_tokenizer(model_path):
+        return False
+    return asked in ("bytes", "characters") or _real(asked) != _real(model_path)
+
+
+def _real(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def make_tokenizer(name: str, data: DataConfig | None = None) -> Tokenizer:

@@ -31,7 +31,7 @@ from .run_folder import RunFolder
 from .scaler import GradScaler
 from .schedule import Schedule, make_optimizer, restore_settings
 from .strategy import plan_mesh
-from .tokenizer import make_tokenizer
+from .tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,11 @@ class Trainer:
             "parameters in %s, computed in %s%s",
             config.model.dtype, str(computed).removeprefix("torch."), ", with a scaled loss" if self.scaler else "",
         )  # fmt: skip
+        if world.is_main and replaces_tokenizer(config.data.tokenizer, config.model.path):
+            logger.warning(
+                "data.tokenizer=%s is not the tokenizer in model.path=%s; checkpoints and exports get the former",
+                config.data.tokenizer, config.model.path,
+            )  # fmt: skip
         expected = config.parallel.world_size
         if expected is not None and expected != world.size:
             say("the config is for %d ranks, this run has %d", expected, world.size)
@@ -169,7 +174,8 @@ class Trainer:
 
     def _read_inputs(self):
         config = self.config
-        tokenizer = make_tokenizer(config.data.tokenizer, config.data)
+        name = choose_tokenizer(config.data.tokenizer, config.model.path)
+        tokenizer = make_tokenizer(name, config.data)
         blocks = read_blocks(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
             raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")

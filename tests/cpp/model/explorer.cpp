@@ -65,8 +65,8 @@ struct Place {  // a word, or a cell
   Clock reads{};
 };
 
-// What all runs so far have shown of a place. Accesses that cannot meet another rank's are no steps of their own; when a
-// run shows that they can, the search begins again.
+// What all runs so far have shown of a place. Accesses that cannot meet another rank's are no steps of their own; when
+// a run shows that they can, the search begins again.
 struct Knowledge {
   uint32_t stored_by = 0;  // sets of ranks
   uint32_t loaded_by = 0;
@@ -96,13 +96,13 @@ struct Fiber {
 
 struct Rank {
   bool is_done = false;
-  int sleeps_on = -1;       // a place, while asleep
-  bool drains = false;      // waits until its buffer is empty
-  uint64_t history = 0;     // hash of all it has read since it forgot
-  uint64_t base = 0;        // and what it was then
-  Clock clock{};            // happens before what it does next
-  Clock fence_released{};   // what its relaxed stores carry since its last release fence
-  Clock fence_acquirable{}; // what its relaxed loads have seen, for its next acquire fence
+  int sleeps_on = -1;        // a place, while asleep
+  bool drains = false;       // waits until its buffer is empty
+  uint64_t history = 0;      // hash of all it has read since it forgot
+  uint64_t base = 0;         // and what it was then
+  Clock clock{};             // happens before what it does next
+  Clock fence_released{};    // what its relaxed stores carry since its last release fence
+  Clock fence_acquirable{};  // what its relaxed loads have seen, for its next acquire fence
   std::deque<Pending> buffer;
   std::string end;
 };
@@ -121,7 +121,9 @@ class Explorer {
     Result result;
     while (true) {
       ++result.num_runs;
-      if (getenv("DBG") && result.num_runs % 100000 == 0) fprintf(stderr,"%zu states %llu runs path %zu\n", seen_.size(), (unsigned long long)result.num_runs, path_.size());
+      if (getenv("DBG") && result.num_runs % 100000 == 0)
+        fprintf(stderr, "%zu states %llu runs path %zu\n", seen_.size(), (unsigned long long)result.num_runs,
+                path_.size());
       std::string wrong;
       try {
         if (run()) ++result.num_ends;
@@ -133,7 +135,8 @@ class Explorer {
         break;
       }
       if (std::exchange(has_learned_, false)) {
-        if (getenv("DBG")) fprintf(stderr,"restart after %zu states %llu runs\n", seen_.size(), (unsigned long long)result.num_runs);
+        if (getenv("DBG"))
+          fprintf(stderr, "restart after %zu states %llu runs\n", seen_.size(), (unsigned long long)result.num_runs);
         seen_.clear();
         path_.clear();
         continue;
@@ -285,13 +288,13 @@ class Explorer {
   // Accesses are counted where somebody asks about their order, and nowhere else: states differ by their clocks.
   void tick() { ++self().clock[static_cast<size_t>(running_)]; }
 
-  void learn(int place, uint32_t Knowledge::* ranks) {
+  void learn(int place, uint32_t Knowledge::*ranks) {
     Knowledge& known = knowledge_[static_cast<size_t>(place)];
     const bool was_shared = known.is_shared();
     known.*ranks |= 1U << running_;
     if (known.is_shared() != was_shared) has_learned_ = true;
   }
-  void learn(int place, bool Knowledge::* fact) {
+  void learn(int place, bool Knowledge::*fact) {
     bool& known = knowledge_[static_cast<size_t>(place)].*fact;
     if (!known) has_learned_ = true;
     known = true;
@@ -491,8 +494,7 @@ class Explorer {
       const Pending& entry = buffer[i];
       bool may = true;
       for (size_t before = 0; before < i && may; ++before) {
-        may = !entry.releases && !entry.is_barrier && !buffer[before].is_barrier &&
-              buffer[before].place != entry.place;
+        may = !entry.releases && !entry.is_barrier && !buffer[before].is_barrier && buffer[before].place != entry.place;
       }
       if (may) actors.push_back(flush_actor(rank, i));
     }
@@ -582,8 +584,10 @@ class Explorer {
     for (int rank = 0; rank < options_.world; ++rank) {
       const Rank& it = ranks_[static_cast<size_t>(rank)];
       text += " rank " + std::to_string(rank) +
-              (it.is_done ? " has ended" + (it.end.empty() ? "" : " (" + it.end + ")")
-                          : it.sleeps_on >= 0 ? " sleeps on " + name(it.sleeps_on) : " waits") + ";";
+              (it.is_done          ? " has ended" + (it.end.empty() ? "" : " (" + it.end + ")")
+               : it.sleeps_on >= 0 ? " sleeps on " + name(it.sleeps_on)
+                                   : " waits") +
+              ";";
     }
     return text;
   }
@@ -646,7 +650,8 @@ uint64_t load(const void* word, std::memory_order order) { return current->load(
 void store(void* word, uint64_t value, std::memory_order order) { current->store(word, value, order); }
 uint64_t fetch_add(void* word, uint64_t value) { return current->fetch_add(word, value); }
 void fence(std::memory_order order) {
-  current->fence(order, {reinterpret_cast<uintptr_t>(__builtin_return_address(0)), reinterpret_cast<uintptr_t>(__builtin_return_address(1))});
+  current->fence(order, {reinterpret_cast<uintptr_t>(__builtin_return_address(0)),
+                         reinterpret_cast<uintptr_t>(__builtin_return_address(1))});
 }
 void sleep_on(void* word, uint64_t value) { current->sleep_on(word, value); }
 void wake(void* word) { current->wake(word); }

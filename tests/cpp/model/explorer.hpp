@@ -4,13 +4,15 @@
 // Each rank runs the real code on a stack of its own and gives way before every access. The explorer tries all orders
 // depth first; a branch is taken by running the program again from the start, and left where a state is met that was
 // seen before. A rank's state is what it has read since it last said what of it matters: the code is deterministic.
-// Accesses that never meet another rank's, because only one rank uses the word or because happens-before orders them, are
-// no steps; the search finds out which these are, and begins again when it was wrong.
+// Accesses that never meet another rank's, because only one rank uses the word or because happens-before orders them,
+// are no steps; the search finds out which these are, and begins again when it was wrong.
 //
 // Two memory models:
-//   in order   every access takes effect at once, and happens-before is kept by vector clocks as C++ defines it, so that
+//   in order   every access takes effect at once, and happens-before is kept by vector clocks as C++ defines it, so
+//   that
 //              a store that should have been a release shows as a race on the plain data it publishes
-//   buffered   stores wait in their rank's buffer and take effect in any order that fences and releases leave open: what
+//   buffered   stores wait in their rank's buffer and take effect in any order that fences and releases leave open:
+//   what
 //              a wake-up may be lost to
 #pragma once
 

@@ -55,7 +55,7 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
         merged = apply_overrides(settings, ours)
         _check_sections(merged)
         return Translation(OWN, merged, [], _needs(merged))
-    draft = Draft()
+    draft = Draft(ours=apply_overrides({}, ours))
     # A misspelt key is told before the references that it breaks.
     check_keys(dialect.read(settings, role), dialect.KEYS, dialect.TITLE)
     apply_rules(draft, dialect.read(interpolate(settings), role), dialect.KEYS)

@@ -152,7 +152,8 @@ def finish(draft: Draft) -> None:
         # Single sizes of a model that is not there would hide that it is missing.
         draft.settings.pop("model")
     if values:
-        draft.imply("(text)", "data.tokenizer", "characters", "the vocabulary is the text's characters")
+        if not (draft.ours.get("model") or {}).get("path"):
+            draft.imply("(text)", "data.tokenizer", "characters", "the vocabulary is the text's characters")
         draft.imply(
             "(precision)",
             "parallel.param_dtype",

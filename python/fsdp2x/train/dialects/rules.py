@@ -45,6 +45,7 @@ class Draft:
     fates: list[Fate] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)  # by canonical key
+    ours: dict = field(default_factory=dict)  # what the command line adds in our sections
     _set_by: dict[str, str] = field(default_factory=dict)
     key: str = ""  # that a rule is acting on
     _became: list[tuple[str, Any]] = field(default_factory=list)

@@ -12,9 +12,7 @@ namespace fsdp2x::cpu {
 template <class T>
 class CheckedWord {
  public:
-  T load(std::memory_order order = std::memory_order_seq_cst) const {
-    return static_cast<T>(model::load(this, order));
-  }
+  T load(std::memory_order order = std::memory_order_seq_cst) const { return static_cast<T>(model::load(this, order)); }
   void store(T value, std::memory_order order = std::memory_order_seq_cst) { model::store(this, value, order); }
   T fetch_add(T value) { return static_cast<T>(model::fetch_add(this, value)); }
 

@@ -1,0 +1,119 @@
+"""Which tokenizer a run trains with, and that checkpoints and exports carry that one and no other."""
+
+import json
+import logging
+
+import pytest
+
+from harness import dist_run
+from training import MODEL, WORDS, make_words, settings, write_model, write_text
+
+
+def train(ctx, config):
+    """The tokens that a run sees first, and what it warns of."""
+    from fsdp2x.train import Trainer, parse_config
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("fsdp2x").addHandler(handler)
+    trainer = Trainer(parse_config(config))
+    try:
+        trainer.run()
+        return trainer.blocks.train.tolist(), said
+    finally:
+        trainer.close()
+
+
+def config_for(tmp_path, model, **data):
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", data=data, train={"steps": 1, "batch_size": 1})
+    return {**config, "model": model}
+
+
+def exported(tmp_path):
+    from transformers import AutoTokenizer
+
+    from fsdp2x.convert import export_checkpoint
+
+    return AutoTokenizer.from_pretrained(str(export_checkpoint(tmp_path / "run", tmp_path / "hf")))
+
+
+def test_a_models_own_tokenizer_is_the_default_and_stays_with_it(tmp_path):
+    path = write_model(tmp_path / "model")
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}))
+    tokens, said = outcome.value
+    assert {token for row in tokens for token in row} <= set(range(len(WORDS)))
+    assert WORDS.index("line") in tokens[0] and WORDS.index("<|end|>") in {t for row in tokens for t in row}
+    assert not any("tokenizer" in sentence for sentence in said)
+    out = exported(tmp_path)
+    assert out.get_vocab() == make_words(WORDS).get_vocab()
+    assert out.chat_template == "{{ messages }} of the model"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "folder"])
+def test_another_tokenizer_is_taken_by_word_and_told(tmp_path, tokenizer):
+    path = write_model(tmp_path / "model", vocab_size=300)
+    make_words(sorted(WORDS)).save_pretrained(str(tmp_path / "other"))
+    asked = "bytes" if tokenizer == "bytes" else str(tmp_path / "other")
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}, tokenizer=asked))
+    tokens, said = outcome.value
+    assert any(sentence.startswith(f"data.tokenizer={asked} is not the tokenizer in model.path=") for sentence in said)
+    assert (max(max(row) for row in tokens) > len(WORDS)) == (tokenizer == "bytes")
+    assert exported(tmp_path).get_vocab() != make_words(WORDS).get_vocab()
+
+
+def test_a_new_model_has_bytes(tmp_path):
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"config": dict(MODEL)}))
+    assert bytes(token for token in outcome.value[0][0] if token < 256) in b"".join(
+        path.read_bytes() for path in (tmp_path / "text").iterdir()
+    )
+
+
+def refused(config):
+    from fsdp2x.train import ConfigError, Trainer, parse_config
+
+    with pytest.raises(ConfigError) as error:
+        Trainer(parse_config(config))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_an_error(tmp_path):
+    """Nothing is trained on the wrong tokens because nobody said which."""
+    none = write_model(tmp_path / "none", tokenizer=False)
+    assert "has no tokenizer of its own; say the directory" in refused(config_for(tmp_path, {"path": str(none)}))
+    small = write_model(tmp_path / "small", vocab_size=5)
+    assert "its vocabulary has 5 entries, the tokenizer 6" in refused(config_for(tmp_path, {"path": str(small)}))
+    bytes_ = config_for(tmp_path, {"path": str(small)}, tokenizer="bytes")
+    assert "its vocabulary has 5 entries, the tokenizer 257" in refused(bytes_)
+    rows = config_for(tmp_path, {"path": str(small), "load": "rows"})
+    assert "its vocabulary has 5 entries, the tokenizer 6" in refused(rows)
+
+
+def test_ids_beyond_the_number_of_entries_count(tmp_path):
+    """Six entries whose last id is 50 need 51 rows."""
+    path = write_model(tmp_path / "model")
+    written = json.loads((path / "tokenizer.json").read_text())
+    written["model"]["vocab"]["line"] = 50
+    (path / "tokenizer.json").write_text(json.dumps(written))
+    assert "its vocabulary has 40 entries, the tokenizer 51" in refused(config_for(tmp_path, {"path": str(path)}))
+
+
+@pytest.mark.parametrize("damage", ["{", "", '{"model": 3}'])
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path, damage):
+    path = write_model(tmp_path / "model")
+    (path / "tokenizer.json").write_text(damage)
+    assert f"data.tokenizer: the tokenizer in {path} cannot be loaded: " in refused(
+        config_for(tmp_path, {"path": str(path)})
+    )
+
+
+def test_flat_keys_with_a_model_of_ones_own(tmp_path):
+    """Their text is characters, but not for a model that has a tokenizer."""
+    from fsdp2x.train import load_config
+
+    path = tmp_path / "flat.yaml"
+    path.write_text(f"data_path: {write_text(tmp_path / 'text')}\nlr: 1e-3\n")
+    assert load_config(path, ["model.path=folder"]).data.tokenizer is None
+    assert load_config(path, ["model={path: folder}"]).data.tokenizer is None
+    assert load_config(path, [f"model.config={MODEL}"]).data.tokenizer == "characters"
