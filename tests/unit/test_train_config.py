@@ -39,6 +39,7 @@ def test_defaults_and_values():
         ({"logging": {"every": None}}, "logging.every: got None (null), expected int"),
         ({"train": {"activation_checkpointing": 1}}, "train.activation_checkpointing: got 1 (int), expected bool"),
         ({"train": 3}, "train: got 3 (int), expected a mapping"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: got nan (float), expected float"),
         (
             {"parallel": {"offload": "half"}},
             "got 'half' (str), expected bool or one of none, optimizer, gradients, all",
@@ -120,7 +121,7 @@ def test_overrides_are_yaml_and_leave_the_original_alone():
         ("=3", "override '=3': expected key=value"),
         ("train..steps=3", "override 'train..steps=3': expected key=value"),
         ("train.steps.deep=3", "override train.steps.deep: train.steps is 1 (int), expected a mapping"),
-        ("train.steps=[1", "override train.steps: '[1' is not valid YAML"),
+        ("train.steps=[1", "override train.steps=[1: not valid YAML"),
     ],
 )
 def test_bad_overrides(override, message):

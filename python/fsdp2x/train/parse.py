@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
 import types
 import typing
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from .config import ConfigError, TrainConfig
+from .safe_yaml import load_yaml, load_yaml_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,46 +48,13 @@ def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def read_yaml(path: str | Path) -> dict:
-    import yaml
-
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config file {path}: not UTF-8 text ({error})") from None
-    try:
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), path)
-        settings = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    settings = load_yaml_file(path)
     if settings is None:
         settings = {}
     if not isinstance(settings, dict):
         raise ConfigError(f"config file {path}: got {describe(settings)}, expected a mapping of sections")
     return expand_dotted(settings)
-
-
-def _refuse_repeated_keys(node: Any, path: Path) -> None:
-    """YAML's loader would take the last one without a word."""
-    import yaml
-
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeated_keys(item, path)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in lines and key.value != "<<":
-                raise ConfigError(
-                    f"config file {path}: {key.value} is set twice, in lines {lines[key.value]} and {line}; keep one"
-                )
-            lines[key.value] = line
-        _refuse_repeated_keys(value, path)
 
 
 def expand_dotted(settings: Mapping[str, Any]) -> dict:
@@ -114,18 +83,13 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 def read_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
     """Dotted key and value of each `a.b.c=value`; the value is read as YAML."""
-    import yaml
-
     read = []
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key or any(not part for part in key.split(".")):
             raise ConfigError(f"override {override!r}: expected key=value with a dotted key, such as train.steps=100")
-        try:
-            read.append((key, yaml.safe_load(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {key}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
+        read.append((key, load_yaml(text, f"override {key}={_short(text)}")))
     return read
 
 
@@ -191,14 +155,14 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         return [value]
     elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
         return tuple(convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif kind is float and isinstance(value, str):
+    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         # YAML 1.1 reads 1e-3 (no dot) as text.
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
-            pass
+            number = math.nan
+        if not math.isnan(number):
+            return number
     elif kind in (int, bool, str, dict) and type(value) is kind:
         return value
     raise ConfigError(_mismatch(path, value, kind))
@@ -232,8 +196,12 @@ def describe(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list | tuple):
-        return f"a list ({value!r})"
-    return f"{value!r} ({'null' if value is None else type(value).__name__})"
+        return f"a list ({_short(repr(value))})"
+    return f"{_short(repr(value))} ({'null' if value is None else type(value).__name__})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def type_name(kind: Any) -> str:
