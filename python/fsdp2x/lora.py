@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp2x.checkpoint.agree import on_rank_0
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.save import save_hf
+from fsdp2x.reading.errors import CheckpointError, first_line
+from fsdp2x.reading.json_file import read_json
 
 # What training frameworks call PEFT's settings.
 _ALIASES = {
@@ -48,7 +49,8 @@ def add_lora(model: nn.Module, settings: Any) -> nn.Module:
             linear layer.
 
     Raises:
-        ValueError: an unknown setting (the nearest known one is named); nothing to adapt.
+        ValueError: an unknown setting (the nearest known one is named); nothing to adapt; a folder of no LoRA adapter.
+        CheckpointError: the folder's adapter_config.json is damaged.
         RuntimeError: the model is sharded already.
         ImportError: PEFT is not installed.
     """
@@ -154,7 +156,14 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
     (name, config), *others = configs.items()
     if others:
         raise NotImplementedError(f"fsdp2x.load_adapter: the model has the adapters {', '.join(configs)}; expected one")
-    stored = on_rank_0(lambda: _read_config(folder).to_dict(), what=f"loading the adapter {folder}")
+
+    def read() -> dict[str, Any]:
+        try:
+            return _read_config(folder).to_dict()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+    stored = on_rank_0(read, what=f"loading the adapter {folder}")
     for key in _SCALING:
         here, there = getattr(config, key, None), stored.get(key)
         if (here or None) != (there or None):
@@ -171,7 +180,10 @@ def _read_config(folder: Path) -> Any:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no adapter_config.json: no folder of an adapter")
-    written = json.loads(path.read_text())
+    written = read_json(path, unique=False)
     if written.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {written.get('peft_type')!r}, expected 'LORA'")
-    return LoraConfig.from_pretrained(str(folder))
+    try:
+        return LoraConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise ValueError(f"{path}: PEFT cannot read it: {type(error).__name__}: {first_line(error)}") from None

@@ -11,14 +11,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.processes import Process, ended_ranks, own_host
 
 T = TypeVar("T")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; the message names the file, parameter or rank."""
 
 
 Group = dist.ProcessGroup | None

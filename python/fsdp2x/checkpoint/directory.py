@@ -17,11 +17,11 @@ import re
 import shutil
 from pathlib import Path
 
-from .agree import CheckpointError
+from fsdp2x.reading.errors import CheckpointError
 
 LATEST = "latest"
 MARKED = "marked"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 def step_name(step: int) -> str:
@@ -65,7 +65,7 @@ def resolve(path: str | Path) -> Path:
         raise CheckpointError(
             f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
         )
-    name = pointer.read_text(encoding="utf-8").strip()
+    name = _pointed(pointer)
     if step_of(name) is None:
         raise CheckpointError(
             f"{pointer}: got {name[:80]!r}, expected the name of a checkpoint such as {step_name(10)}"
@@ -73,12 +73,18 @@ def resolve(path: str | Path) -> Path:
     return resolve(path / name)
 
 
+def _pointed(pointer: Path) -> str:
+    """What `latest` says, which may be anything."""
+    with open(pointer, "rb") as file:
+        return file.read(200).decode("utf-8", errors="replace").strip()
+
+
 def candidates(root: Path) -> list[Path]:
     """Whole checkpoints in the order in which a resuming run tries them: the one of `latest`, then newest first."""
     checkpoints = whole_checkpoints(root)[::-1]
     checkpoints += [path for path in sorted(root.glob(".old-step-*"))[::-1] if root / path.name[5:] not in checkpoints]
     pointer = root / LATEST
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+    name = _pointed(pointer) if pointer.is_file() else ""
     newest = [path for path in checkpoints if path.name.removeprefix(".old-") == name]
     if not newest:
         return checkpoints
@@ -114,6 +120,15 @@ def prepare(root: Path, step: int) -> Path:
     return temporary
 
 
+def discard(root: Path, step: int) -> None:
+    """Undoes what a failed save of `step` has left: its temporary folder, the former one of that step renamed."""
+    final, replaced = root / step_name(step), root / f".old-{step_name(step)}"
+    remove(temporary_path(root, step))
+    remove(root / f".tmp-{LATEST}")
+    if replaced.exists() and not final.exists():
+        os.rename(replaced, final)
+
+
 def publish(root: Path, step: int) -> Path:
     """Gives the temporary folder its final name and points `latest` to it. Its files must be on disk already."""
     temporary, final = temporary_path(root, step), root / step_name(step)
@@ -136,7 +151,7 @@ def retain(root: Path, keep: int) -> list[Path]:
     Returns what was deleted. Marked ones do not count.
     """
     pointer = root / LATEST
-    newest = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    newest = _pointed(pointer) if pointer.is_file() else ""
     checkpoints = [path for path in whole_checkpoints(root) if not (path / MARKED).exists()]
     # A run resumed from an older step leaves higher steps of the former run behind: those are older work.
     current = step_of(newest)
@@ -149,7 +164,7 @@ def retain(root: Path, keep: int) -> list[Path]:
             # Renamed first, so that a kill while deleting leaves no half checkpoint under a whole one's name.
             doomed = root / f".tmp-delete-{path.name}"
             os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            remove(doomed)
             deleted.append(path)
     return deleted
 
@@ -162,14 +177,19 @@ def repair(root: Path) -> None:
         if path.name.startswith(".old-step-"):
             final = root / path.name.removeprefix(".old-")
             if final.exists():
-                shutil.rmtree(path)
+                remove(path)
             else:
                 os.rename(path, final)
         elif path.name.startswith(".tmp-"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Takes away a file, a folder with all in it, or a link, but not what it leads to; there may be none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
+from fsdp2x.reading.table import METADATA
 from fsdp2x.runtime import torch_private
 
 from .archive import ALIGN_BYTES, Archive, Stored
 from .directory import write_bytes
 from .disk import Sink, StagedSink, StreamedSink
+from .file_names import rank_file
 from .plan import Chunk, Plan
 from .state import nest
 from .values import to_bytes
@@ -121,7 +123,7 @@ class Sharded:
             storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
             version="1.0.0",
         )
-        return {".metadata": write_described(folder / ".metadata", pickle.dumps(metadata))}
+        return {METADATA: write_described(folder / METADATA, pickle.dumps(metadata))}
 
 
 class PerRank:
@@ -135,7 +137,7 @@ class PerRank:
         stored = {chunk.name: Stored(key, chunk.dtype, chunk.sizes) for key, chunk in enumerate(self.chunks)}
         tree = nest(contents.paths, {**stored, **contents.objects})
         tree["chunks"] = {chunk.name: _described(chunk) for chunk in self.chunks}
-        tree["paths"] = {name: list(contents.paths[name]) for name in (*stored, *contents.objects)}
+        tree["owner"] = {"rank": rank, **{key: contents.manifest[key] for key in ("world_size", "step")}}
         self._archive = Archive(tree, list(stored.values()))
         self.positions = self._archive.data_offsets
         self.num_bytes = self._archive.num_bytes
@@ -146,10 +148,6 @@ class PerRank:
 
     def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
         return {}
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
 
 
 def _described(chunk: Chunk) -> dict[str, list[int]]:

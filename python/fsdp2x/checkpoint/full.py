@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .agree import CheckpointError, on_rank_0
 from .archive import Archive, Record, Stored
 from .crc import combine
+from .file_names import FULL_FILE
 from .forms import Contents, Files, Written
 from .plan import Chunk, Plan
 from .state import nest
 
-FULL_FILE = "checkpoint.pt"
 _BLOCK_BYTES = 8 << 20
 
 

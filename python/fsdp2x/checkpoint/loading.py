@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import directory
-from .agree import CheckpointError, LostRanks, gather_all, rank_and_size, together
+from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.reading.regular import OpenFiles
+
+from .agree import LostRanks, rank_and_size, together
 from .background import Writer
-from .manifest import model_layout, plain_name, read_manifest, verify_files
+from .choice import Choice, choose
+from .file_names import rng_file
+from .manifest import check_entries, manifest_in, model_layout, plain_name
 from .match import Found, FoundState, find_parts, match_model, match_optimizer
 from .optimizer import Optimizers, Restore, as_optimizers
-from .rng import read_rng, seed_all, set_rng
-from .sources import Source, open_source, verify_archive
-from .state import PARTS, PARTS_FILE
+from .rng import check_rng, read_rng, seed_all, set_rng
+from .sources import Copy, open_source, run
+from .state import PARTS
+from .values import mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -83,27 +90,29 @@ def load(
     lost_ranks = lost_ranks or LostRanks()
     objects = {"scheduler": scheduler, "scaler": scaler, "data": data}
     wanted = {name: part for name, part in objects.items() if part is not None}
-    with lost_ranks.named(what):
+    rank, world_size = rank_and_size()
+    with lost_ranks.named(what), OpenFiles() as files:
         Writer.of(model).wait()
-        choice = _choose(path, verify, what)
-        match = together(lambda: _match(choice, model, optimizers, wanted, strict, trusted), what=what)
-        said = together(match.apply, what=what)
+        matches: list[Match] = []
+
+        def look_into(choice: Choice) -> None:
+            matches.clear()
+            files.close()
+            matches.append(_match(choice, files, model, optimizers, wanted, strict, trusted))
+
+        choice = choose(path, verify, look_into, what)
+        (match,) = matches
+        said = _apply(match, wanted, what)
     Writer.of(model).roots.add(choice.path.parent.resolve())
     for sentence in said:
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest
-    rank, world_size = rank_and_size()
     saved_by = manifest.get("world_size")
     if saved_by not in (None, world_size):
         logger.info("checkpoint of %d ranks loaded on %d", saved_by, world_size)
-    if match.rng is not None:
-        set_rng(match.rng, next((param.device for param in model.parameters()), torch.device("cpu")))
-    elif saved_by is not None:
+    if match.rng is None and saved_by is not None:
         logger.warning("rank %d has no random generators in %s: seeded from %d", rank, choice.path, seed)
         seed_all(seed, rank)
-    for name, part in wanted.items():
-        if name in parts:
-            part.load_state_dict(parts[name])
     return Loaded(
         choice.path,
         parts.get("step", manifest.get("step")),
@@ -116,20 +125,10 @@ def load(
 
 
 @dataclass
-class Choice:
-    """A whole checkpoint. `manifest` is None for a lone file, and for a directory that others wrote."""
-
-    path: Path
-    form: str
-    manifest: dict[str, Any] | None
-
-
-@dataclass
 class Match:
     """A checkpoint that was found to fit, before anything is changed. `parts["data"]` is the position of this rank."""
 
     model: torch.nn.Module
-    source: Source
     parts: dict[str, Any]
     manifest: Mapping[str, Any]
     tensors: Mapping[str, Any]
@@ -140,40 +139,92 @@ class Match:
     missing: list[str]
     unexpected: list[str]
     rng: dict[str, Any] | None
+    model_copies: list[Copy]
+    state_copies: list[Copy]
 
-    def apply(self) -> list[str]:
-        """Reads into model and optimizer; no collective. Returns what an optimizer could not take over."""
-        targets = dict(self.found.targets)
-        if self.state is not None:
-            targets.update(self.state.targets)
-        self.source.read(targets)
+    def hand_over(self, wanted: Mapping[str, Any], undo: list[Callable[[], None]]) -> list[str]:
+        """Gives their states to optimizers and other objects; `undo` gets what gives them back the former ones.
+
+        Returns what an optimizer could not take over.
+        """
+        for name, part in wanted.items():
+            if name not in self.parts:
+                continue
+            if hasattr(part, "state_dict"):
+                undo.append(functools.partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
+            try:
+                part.load_state_dict(self.parts[name])
+            except Exception as error:
+                raise CheckpointError(f"{name} does not take what was saved: {type(error).__name__}: {error}") from None
+        if self.state is None or not self.state.groups:
+            return []
+        for optimizer in self.restore.optimizers:
+            undo.append(functools.partial(optimizer.load_state_dict, optimizer.state_dict()))
+        return self.restore.apply(self.state.saved())
+
+    def fill(self) -> None:
+        """Reads into the model, and sets the random generators."""
+        run(self.model_copies)
         whole = {**self.tensors, **self.found.objects}
         full = {**whole, **{alias: whole[kept] for alias, kept in self.aliases.items()}}
         # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
         self.model.load_state_dict({name: full[plain_name(name)] for name in self.model.state_dict()})
-        if self.state is None or not self.state.groups:
-            return []
-        return self.restore.apply(self.state.saved())
+        if self.rng is not None:
+            set_rng(self.rng, device_of(self.model))
+
+
+def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
+    """Changes model, optimizers, generators and objects; collective. Returns what an optimizer could not take over.
+
+    What others may refuse comes first and is taken back when any rank fails. The model is filled in place, last: only
+    its files can still fail, such as by a disk, and have been read once.
+    """
+    together(lambda: run(match.state_copies), what=what)
+    undo: list[Callable[[], None]] = []
+    try:
+        said = together(lambda: match.hand_over(wanted, undo), what=what)
+    except CheckpointError:
+        for give_back in reversed(undo):
+            give_back()
+        raise
+    try:
+        together(match.fill, what=what)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; a part of it is in the model: load again before it is used") from (
+            error.__cause__
+        )
+    return said
 
 
 def _match(
     choice: Choice,
+    files: OpenFiles,
     model: torch.nn.Module,
     optimizers: Optimizers,
     wanted: Mapping[str, Any],
     strict: bool,
     trusted: bool,
 ) -> Match:
-    """Opens the checkpoint and compares it with what is here; raises `CheckpointError` where they differ."""
+    """Opens the checkpoint and compares it with itself and with what is here.
+
+    Raises:
+        Damaged: it contradicts itself.
+        CheckpointError: it does not fit, or needs to be trusted.
+    """
     rank, world_size = rank_and_size()
     if choice.form == "per_rank" and choice.manifest["world_size"] != world_size:
         raise CheckpointError(
             f"{choice.path}: per-rank files of {choice.manifest['world_size']} ranks cannot be loaded by {world_size}; "
             "use as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
         )
-    source = open_source(choice.path, choice.form, rank, trusted)
+    source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)
     parts = source.parts()
-    manifest = choice.manifest or parts.get("manifest") or {}
+    manifest = choice.manifest or manifest_in(parts) or {}
+    rng = None
+    if manifest:
+        check_entries(choice.path, manifest, source.entries, rank if choice.form == "per_rank" else None)
+        _check_parts(choice.path, parts, manifest)
+        rng = _rng_of(choice, parts, manifest, rank, device_of(model))
     tensors, aliases = model_layout(model)
     nodes = find_parts(source.tree, {**tensors, **aliases})
     found = match_model(nodes, tensors, aliases, strict)
@@ -189,54 +240,52 @@ def _match(
             f"{choice.path}: {'; '.join(mixed)}; strict=False keeps their settings and loads the rest"
         )
     _take_own_position(parts, rank, world_size, "data" in wanted and strict)
-    rng = parts["rng"][rank] if rank < len(parts.get("rng", [])) else None
-    if rng is None and choice.path.is_dir():
-        rng = read_rng(choice.path, rank)
-    return Match(model, source, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng)
+    for name in ("scheduler", "scaler"):
+        part = wanted.get(name)
+        if strict and name in parts and hasattr(part, "state_dict"):
+            if wrong := mismatch(parts[name], part.state_dict(), name):
+                raise CheckpointError(f"{choice.path}: {wrong}")
+    model_copies = source.prepare(found.targets)
+    state_copies = source.prepare(state.targets) if state else []
+    return Match(
+        model, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng,
+        model_copies, state_copies,
+    )  # fmt: skip
 
 
-def _choose(path: Path, verify: bool, what: str) -> Choice:
-    """The checkpoint to load: the first whole one where a folder of them is given; collective."""
-    rank, world_size = rank_and_size()
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
 
-    def list_them() -> list[Path]:
-        if path.is_file():
-            return [path]
-        root = path if directory.is_root(path) else path / "checkpoints"
-        if (path / "manifest.json").is_file() or (path / ".metadata").is_file() or not directory.is_root(root):
-            return [path if path.is_dir() and (path / ".metadata").is_file() else directory.resolve(path)]
-        return directory.candidates(root)
 
-    options = together(list_them, what=what)
+def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Raises `Damaged` unless the small parts are those that the manifest names."""
+    names = sorted(parts.keys() - {"step", "rng", "manifest", "chunks", "owner"})
+    if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
+        raise Damaged(
+            f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, the manifest lists "
+            f"{', '.join(manifest['parts'])} of step {manifest['step']}"
+        )
+    positions = parts.get("data_of_ranks")
+    if positions is not None and (not isinstance(positions, list) or len(positions) != manifest["world_size"]):
+        raise Damaged(f"{path}: damaged, it has no data position of each of {manifest['world_size']} ranks")
 
-    def examine(option: Path) -> tuple[str | None, str, dict[str, Any] | None]:
-        """(what is wrong with it, form, manifest)"""
-        try:
-            if option.is_file():
-                if verify:
-                    verify_archive(option, rank, world_size)
-                return None, "full", None
-            if not (option / "manifest.json").is_file() and (option / ".metadata").is_file():
-                if (option / PARTS_FILE).is_file():
-                    return f"{option}: damaged, manifest.json is missing", "", None
-                return None, "sharded", None
-            manifest = read_manifest(option)
-            if verify:
-                verify_files(option, manifest, rank=rank, world_size=world_size)
-            return None, manifest["form"], manifest
-        except CheckpointError as error:
-            return str(error), "", None
 
-    refused = []
-    for option in options:
-        results = gather_all(lambda option=option: examine(option), what=what)
-        wrong = [reason for reason, _, _ in results if reason is not None]
-        if not wrong:
-            if refused:
-                logger.warning("%s; using %s instead", "; ".join(refused), option)
-            return Choice(option, *results[rank][1:])
-        refused.append(wrong[0])
-    raise CheckpointError(f"{what}: {'; '.join(refused) or 'no checkpoint there'}")
+def _rng_of(
+    choice: Choice, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
+) -> dict[str, Any] | None:
+    """The random generators of this rank, None where there was no such rank; raises `Damaged`."""
+    if choice.form == "full":
+        states = parts.get("rng")
+        if not isinstance(states, list) or len(states) != manifest["world_size"]:
+            raise Damaged(f"{choice.path}: damaged, it has no random generators of {manifest['world_size']} ranks")
+        for other, state in enumerate(states):
+            check_rng(state, device, f"{choice.path}: rank {other}")
+        return states[rank] if rank < len(states) else None
+    if rank >= manifest["world_size"]:
+        return None
+    state = read_rng(choice.path, rank, manifest["step"])
+    check_rng(state, device, str(choice.path / rng_file(rank)))
+    return state
 
 
 def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from .agree import CheckpointError
+from fsdp2x.reading.errors import CheckpointError, Damaged
+
 from .optimizer import Restore
 from .sources import Leaf
+from .values import mismatch
 
 _DEPTH = 4
 
@@ -99,7 +101,12 @@ def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, 
             continue
         leaf = saved[known]
         if not isinstance(mine, torch.Tensor):
-            found.objects[name] = leaf
+            if isinstance(leaf, Leaf):
+                found.objects[name] = found.targets[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            elif wrong := mismatch(leaf, mine, name):
+                raise CheckpointError(f"of another model, {wrong}")
+            else:
+                found.objects[name] = leaf
             continue
         if not isinstance(leaf, Leaf) or leaf.shape != tuple(mine.shape):
             got = list(leaf.shape) if isinstance(leaf, Leaf) else type(leaf).__name__
@@ -122,6 +129,10 @@ def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) 
         found.groups = []
         return found
     saved = _by_group(parts.optimizer, restore)
+    _check_form(saved)
+    described = {name: {key: _described(item) for key, item in one.items()} for name, one in saved["state"].items()}
+    groups = [{key: 0.0 if isinstance(item, Leaf) else item for key, item in g.items()} for g in saved["param_groups"]]
+    restore.check({"state": described, "param_groups": groups})
     lacking, foreign = restore.differences(saved)
     found.missing = [f"optimizer state of {name}" for name in lacking]
     found.unexpected = [f"optimizer state of {name}" for name in foreign]
@@ -141,10 +152,33 @@ def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) 
     return found
 
 
+def _described(item: Any) -> Any:
+    """Shape and dtype of a stored tensor, any other value itself."""
+    return (item.shape, item.dtype) if isinstance(item, Leaf) else item
+
+
+def _check_form(saved: Mapping[str, Any]) -> None:
+    """Raises `Damaged` for what is no optimizer's state: names to states by key, groups of settings with names."""
+    state, groups = saved["state"], saved["param_groups"]
+    if not all(isinstance(name, str) and isinstance(one, Mapping) for name, one in state.items()):
+        raise Damaged("the optimizer's state is not kept by the names of parameters")
+    members: set[str] = set()
+    for index, group in enumerate(groups):
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Damaged(f"group {index} of the optimizer does not name its parameters: {str(names)[:100]}")
+        twice = sorted(members.intersection(names)) or [name for name in names if names.count(name) > 1][:1]
+        if twice:
+            raise Damaged(f"{twice[0]} is in the optimizer's groups twice")
+        members.update(names)
+
+
 def _by_group(node: Mapping[str, Any], restore: Restore) -> dict[str, Any]:
     """The saved state in the form of `optimizer.named_state`; also what `flatten_optimizer_state_dict` makes."""
     if "param_groups" in node:
         groups = node["param_groups"]
+        if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+            raise Damaged(f"the optimizer's groups are {str(groups)[:100]}")
         return {"state": dict(node.get("state", {})), "param_groups": [dict(group) for group in groups]}
     names = sorted(restore.params, key=len, reverse=True)
     state: dict[str, dict[str, Any]] = {}

@@ -7,19 +7,22 @@ on the way: an optimizer that has not stepped has no state and gets none, and it
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from fsdp2x.lookup import named_params
+from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
 
-from .agree import CheckpointError
 from .manifest import plain_name
-from .values import same
+from .values import mismatch, same
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -50,6 +53,15 @@ def named_state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Any
     return {"state": state, "param_groups": groups}
 
 
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of an optimizer that is here, with the names of its parameters."""
+
+    optimizer: torch.optim.Optimizer
+    settings: dict[str, Any]
+    members: list[str]
+
+
 class Restore:
     """Optimizers that are to take over a saved state: what they expect, and the memory it is read into."""
 
@@ -57,17 +69,15 @@ class Restore:
         names = _names(model)
         self.optimizers = optimizers
         self.groups = [
-            (optimizer, [_name(names, param, index, position) for position, param in enumerate(group["params"])])
+            Group(optimizer, group, [_name(names, p, index, position) for position, p in enumerate(group["params"])])
             for optimizer in optimizers
             for index, group in enumerate(optimizer.param_groups)
         ]
-        self.params = {
-            name: param
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-            for name in [names[id(param)]]
-        }
+        self.params: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, torch.optim.Optimizer] = {}
+        for group in self.groups:
+            self.params.update(zip(group.members, group.settings["params"], strict=True))
+            self._owners.update(dict.fromkeys(group.members, group.optimizer))
 
     def differences(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Parameters that the saved optimizer does not know, and those that only it knows."""
@@ -83,17 +93,61 @@ class Restore:
                 return torch_private.dtensor(torch.empty(param.to_local().shape, dtype=dtype), spec)
             return torch.empty_like(param, dtype=dtype)
         if isinstance(param, DTensor) and layout:
-            placements = [_placement(text, name) for text in layout.split()]
+            placements = [_placement(text, name, len(shape)) for text in layout.split()]
             if len(placements) == param.device_mesh.ndim:
                 return empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
         return torch.empty(tuple(shape), dtype=dtype, device=param.device if len(shape) else "cpu")
 
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` for a state that the optimizers cannot have. Changes nothing.
+
+        `saved` has (shape, dtype) in place of tensors. Settings have to be of the kind that is here. torch's optimizers
+        and ours keep tensors of their parameter's shape and single numbers, under the same keys for every parameter of
+        a group; of those of others nothing is known.
+        """
+        for group in self.groups:
+            for home in _homes(group.members, saved["param_groups"]):
+                for key in home.keys() & group.settings.keys():
+                    if wrong := mismatch(home[key], group.settings[key], f"{key} of the optimizer's groups"):
+                        raise CheckpointError(wrong)
+            if not _keeps_shapes(group.optimizer):
+                continue
+            kinds: dict[str, Any] = {}
+            for name in group.members:
+                if saved["state"].get(name):
+                    kinds[name] = self._kinds(name, saved["state"][name])
+            odd = [name for name in kinds if kinds[name] != kinds[next(iter(kinds))]]
+            if odd and len(_homes(group.members, saved["param_groups"])) == 1:
+                raise CheckpointError(
+                    f"the optimizer's state of {odd[0]} has {dict(kinds[odd[0]])} there, that of {next(iter(kinds))} "
+                    f"{dict(kinds[next(iter(kinds))])}"
+                )
+
+    def _kinds(self, name: str, state: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+        """What each key of a state holds; raises `CheckpointError` for what it cannot."""
+        param = self.params[name]
+        kinds = []
+        for key, value in sorted(state.items()):
+            where = f"the optimizer's {key} of {name}"
+            if not isinstance(value, tuple):
+                if value is not None and not isinstance(value, int | float):
+                    raise CheckpointError(f"{where} is {str(value)[:80]!r} there, expected a tensor or a number")
+                kinds.append((str(key), "a number"))
+                continue
+            shape, dtype = value
+            if math.prod(shape) != 1 and shape != tuple(param.shape):
+                raise CheckpointError(f"{where} has shape {list(shape)} there, the parameter {list(param.shape)}")
+            if not dtype.is_floating_point and not param.is_complex():
+                raise CheckpointError(f"{where} has dtype {dtype} there, expected floating point")
+            kinds.append((str(key), "a tensor" if shape and param.ndim else "a number"))
+        return tuple(kinds)
+
     def mixed_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Parameter groups whose members had different settings, as sentences."""
         return [
-            f"the parameter group of {members[0]} mixes {len(homes)} saved groups of different settings"
-            for _, members in self.groups
-            if len(homes := _homes(members, saved_groups)) > 1
+            f"the parameter group of {group.members[0]} mixes {len(homes)} saved groups of different settings"
+            for group in self.groups
+            if len(homes := _homes(group.members, saved_groups)) > 1
         ]
 
     def apply(self, saved: Mapping[str, Any]) -> list[str]:
@@ -104,17 +158,24 @@ class Restore:
             groups: list[dict[str, Any]] = []
             state: dict[int, Any] = {}
             count = 0
-            mine = (members for owner, members in self.groups if owner is optimizer)
-            for group, members in zip(optimizer.param_groups, mine, strict=True):
-                homes = _homes(members, saved["param_groups"])
-                indices = range(count, count + len(members))
-                count += len(members)
+            for group in self.groups:
+                if group.optimizer is not optimizer:
+                    continue
+                homes = _homes(group.members, saved["param_groups"])
+                indices = range(count, count + len(group.members))
+                count += len(group.members)
                 settings = homes[0] if len(homes) == 1 else {}
-                groups.append({**_settings(group), **settings, "params": list(indices)})
-                found = {index: saved["state"].get(name) for index, name in zip(indices, members, strict=True)}
+                groups.append({**_settings(group.settings), **settings, "params": list(indices)})
+                found = {index: saved["state"].get(name) for index, name in zip(indices, group.members, strict=True)}
                 state.update({index: one for index, one in found.items() if one is not None})
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         return self.mixed_groups(saved["param_groups"])
+
+
+def _keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all its state is known to be tensors of the parameter's shape and single numbers."""
+    theirs = next(cls for cls in type(optimizer).__mro__ if not cls.__module__.startswith("fsdp2x."))
+    return theirs.__module__.startswith("torch.optim.") and theirs.__name__ not in ("Adafactor", "LBFGS", "Optimizer")
 
 
 def _homes(members: Sequence[str], saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -149,11 +210,11 @@ def _text(placement: Any) -> str:
     return "R" if placement == Replicate() else str(placement).replace(" ", "")
 
 
-def _placement(text: str, name: str) -> Any:
+def _placement(text: str, name: str, num_dims: int) -> Any:
     if text == "R":
         return Replicate()
-    if text.startswith("S(") and text[2:-1].isdigit():
-        return Shard(int(text[2:-1]))
+    if (found := re.fullmatch(r"S\((\d{1,2})\)", text)) and int(found[1]) < num_dims:
+        return Shard(int(found[1]))
     raise CheckpointError(f"the optimizer state of {name} was cut as {text}, which cannot be made again here")
 
 

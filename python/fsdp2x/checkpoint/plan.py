@@ -7,6 +7,7 @@ save of the same model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from .agree import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
+from .manifest import Entries
 from .state import State
 
 
@@ -50,6 +52,15 @@ class Plan:
     metadata: Metadata | None = None
     paths: Mapping[str, tuple] | None = None
     layouts: dict[Any, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def entries(self) -> Entries:
+        """All entries with shape and dtype; on rank 0, elsewhere none."""
+        described = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        return {
+            name: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in described.items()
+        }
 
 
 def local_plan(flat: Mapping[str, Any]) -> SavePlan:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .agree import CheckpointError
+from fsdp2x.reading.errors import Damaged, first_line
+from fsdp2x.reading.json_file import read_json
+
 from .directory import write_file
+from .file_names import rng_file
 
-
-def rng_file(rank: int) -> str:
-    return f"rng-{rank:05d}.json"
+_NUMPY_WORDS = 624
+_MOST_HEX = 1 << 20
 
 
 def seed_all(seed: int, rank: int) -> None:
@@ -41,35 +44,69 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def save_rng(folder: Path, rank: int, state: dict[str, Any]) -> None:
-    write_file(folder / rng_file(rank), json.dumps(state))
+def save_rng(folder: Path, rank: int, step: int, state: Mapping[str, Any]) -> None:
+    write_file(folder / rng_file(rank), json.dumps({**state, "rank": rank, "step": step}))
 
 
-def read_rng(folder: Path, rank: int) -> dict[str, Any] | None:
-    """The state that this rank saved, or None when the checkpoint has no such rank."""
+def read_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
+    """The state that this rank saved with that step; raises `Damaged`."""
     path = folder / rng_file(rank)
-    if not path.exists():
-        return None
+    state = read_json(path)
+    if (state.pop("rank", None), state.pop("step", None)) != (rank, step):
+        raise Damaged(f"{path}: damaged, not the random generators of rank {rank} at step {step}")
+    return state
+
+
+def check_rng(state: Any, device: torch.device, where: str) -> None:
+    """Raises `Damaged` for what `set_rng` could not take. Changes nothing."""
+    if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
+        raise Damaged(f"{where}: not a state of random generators")
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not {"python", "torch"} <= set(state):
-            raise ValueError("python or torch state is missing")
-        return state
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not a state of random generators: {error}") from None
+        random.Random().setstate(_python_state(state["python"]))
+        torch.Generator().set_state(_tensor(state["torch"]))
+        if "numpy" in state:
+            _numpy_state(state["numpy"])
+        if "cuda" in state:
+            words = _tensor(state["cuda"])
+            if device.type == "cuda":
+                torch.Generator(device).set_state(words)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise Damaged(f"{where}: not a state of random generators: {first_line(error)}") from None
 
 
-def set_rng(state: dict[str, Any], device: torch.device) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+def set_rng(state: Mapping[str, Any], device: torch.device) -> None:
+    """Takes a state over that `check_rng` has found right."""
+    random.setstate(_python_state(state["python"]))
     torch.set_rng_state(_tensor(state["torch"]))
     if "numpy" in state and "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = state["numpy"]
         numpy = sys.modules["numpy"]
+        name, keys, position, has_gauss, cached = _numpy_state(state["numpy"])
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
 
 
-def _tensor(text: str) -> torch.Tensor:
+def _python_state(state: Any) -> tuple:
+    version, words, gauss = state
+    if type(version) is not int or not all(type(word) is int for word in words):
+        raise ValueError("Python's words are no integers")
+    if gauss is not None and type(gauss) is not float:
+        raise ValueError(f"Python's next Gaussian is {gauss!r}")
+    return version, tuple(words), gauss
+
+
+def _numpy_state(state: Any) -> tuple:
+    """numpy itself would read from any position."""
+    name, keys, position, has_gauss, cached = state
+    numbers = [*keys, position, has_gauss]
+    is_right = name == "MT19937" and len(keys) == _NUMPY_WORDS and all(type(number) is int for number in numbers)
+    is_right = is_right and all(0 <= key < 2**32 for key in keys) and 0 <= position <= _NUMPY_WORDS
+    if not is_right or has_gauss not in (0, 1) or type(cached) is not float:
+        raise ValueError("numpy's words are no state of its generator")
+    return name, keys, position, has_gauss, cached
+
+
+def _tensor(text: Any) -> torch.Tensor:
+    if not isinstance(text, str) or not 0 < len(text) < _MOST_HEX:
+        raise ValueError("a generator's bytes are no hexadecimal text")
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -24,18 +24,18 @@ from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Writer
 from .disk import bytes_of
+from .file_names import ASSETS_FOLDER, PARTS_FILE
 from .forms import Contents, PerRank, Sharded, write_described
 from .full import Full
-from .manifest import describe_files, file_names, make_manifest, write_manifest
+from .manifest import FORMS, describe_entries, describe_files, file_names, make_manifest, write_manifest
 from .optimizer import as_optimizers, layout_of
 from .plan import Plan, local_data, make_plan
 from .rng import save_rng
-from .state import ASSETS_FOLDER, PARTS_FILE, State, collect
+from .state import State, collect
 from .values import same, to_bytes
 
 logger = logging.getLogger(__name__)
 
-FORMS = ("sharded", "full", "per_rank")
 FILE_SUFFIXES = (".pt", ".pth")
 
 
@@ -170,6 +170,16 @@ class Target:
         else:
             directory.prepare(self.path, self.step)
 
+    def discard(self) -> None:
+        """Takes away what a save that failed has left. A disk that lets nothing be removed is left to the next one."""
+        try:
+            if self.is_file:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            else:
+                directory.discard(self.path, self.step)
+        except OSError as error:
+            logger.warning("%s: what the failed save left stays: %s", self.temporary, error)
+
     def publish(self) -> None:
         if self.is_file:
             directory.sync_folder(self.temporary)
@@ -192,6 +202,8 @@ class Job:
         self.state = replace(state, tree={}, flat={}, model_names={})
         objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
         self.contents = Contents(objects, state.paths, state.aliases, manifest)
+        self.num_entries = len(state.flat)
+        self.entries = plan.entries
         rank, _ = rank_and_size()
         if form == "sharded":
             key = ("sharded", rank)
@@ -213,15 +225,34 @@ class Job:
         with self.lost_ranks.named(self.what):
             target, contents, what = self.target, self.contents, self.what
             rank, _ = rank_and_size(group)
-            gathered = gather_on_rank_0(lambda: (self.state.small.get("data"), self.state.rng), group=group)
-            on_rank_0(target.prepare, what=what, group=group)
-            if rank == 0:
-                contents.small = self._small([data for data, _ in gathered])
-                contents.rngs = [rng for _, rng in gathered]
-            if isinstance(self.form, Full):
-                self.form.place(target.temporary, contents, group)
-            written = gather_on_rank_0(self._write, what=what, group=group)
-            on_rank_0(lambda: self._finish(written), what=what, group=group)
+            mine = (self.state.small.get("data"), self.state.rng, self.num_entries)
+            gathered = gather_on_rank_0(lambda: mine, group=group)
+            on_rank_0(lambda: self._begin(gathered), what=what, group=group)
+            try:
+                if isinstance(self.form, Full):
+                    self.form.place(target.temporary, contents, group)
+                written = gather_on_rank_0(self._write, what=what, group=group)
+                on_rank_0(lambda: self._finish(written), what=what, group=group)
+            except CheckpointError:
+                # Raised on every rank, and by none before it has stopped to write.
+                on_rank_0(target.discard, what=what, group=group)
+                raise
+            except BaseException:
+                if rank == 0:
+                    target.discard()  # a rank is gone, or this one is told to end: nobody is left to agree with
+                raise
+
+    def _begin(self, gathered: list[tuple[Any, dict, int]]) -> None:
+        """On rank 0: what all ranks contribute to the small files, and the folder."""
+        contents = self.contents
+        contents.small = self._small([data for data, *_ in gathered])
+        contents.rngs = [rng for _, rng, _ in gathered]
+        contents.manifest |= {
+            "parts": sorted(contents.small),
+            "entries": describe_entries(self.entries),
+            "num_entries": [num for *_, num in gathered],
+        }
+        self.target.prepare()
 
     def _small(self, positions: list[Any]) -> dict[str, Any]:
         """Small parts of all ranks; the data position once where all ranks have the same."""
@@ -238,7 +269,7 @@ class Job:
                 "system that they share"
             )
         if not isinstance(self.form, Full):
-            save_rng(folder, rank, self.state.rng)
+            save_rng(folder, rank, self.target.step, self.state.rng)
         return self.form.write(folder, self.contents, self.data, self.staged)
 
     def _finish(self, written: list) -> None:
@@ -304,7 +335,6 @@ def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dic
         step=step,
         world_size=rank_and_size()[1],
         mesh=_mesh_of(state.model_names),
-        tensors=state.model_names,
         aliases=state.aliases,
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         form=form,

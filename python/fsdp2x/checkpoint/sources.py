@@ -1,34 +1,34 @@
 """Reading the three forms: what a checkpoint holds as one tree, and its tensors into memory that is there.
 
 Every rank reads for itself, only what it needs; nothing here is a collective. A leaf of the tree is a `Leaf` where a
-tensor is stored, else the value itself.
+tensor is stored, else the value itself. `prepare` looks at everything that `run` will read, and changes nothing.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .agree import CheckpointError
-from .forms import rank_file
-from .full import FULL_FILE
+from fsdp2x.reading import tensors
+from fsdp2x.reading.archives import detached, open_archive
+from fsdp2x.reading.dcp import DcpTensors
+from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.reading.records import Shard
+from fsdp2x.reading.regular import OpenFiles, open_regular
+
+from .file_names import FULL_FILE, PARTS_FILE, rank_file
+from .manifest import Entries, check_manifest, manifest_in, tied_names
 from .plan import chunks_of
-from .safe_read import SafePlanner, SafeReader, read_metadata
-from .state import PARTS_FILE, flatten, nest
-from .values import first_line, why_refused
+from .state import flatten, nest
 
 _BLOCK_BYTES = 8 << 20
-
-
-class Damaged(CheckpointError):
-    """A checkpoint that is not whole: an older one may be."""
+_TOPS = ("model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -40,85 +40,94 @@ class Leaf:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Copy:
+    """`target` is filled with the box of its shape that begins at `start`."""
+
+    source: tensors.Source
+    start: tuple[int, ...]
+    target: torch.Tensor
+
+
+def run(copies: Iterable[Copy]) -> None:
+    """Reads the bytes."""
+    for copy in copies:
+        copy.source.read(copy.start, copy.target)
+
+
 class ShardedSource:
-    """A directory of torch DCP, written by us or by anybody."""
+    """A directory of torch DCP, written by us or, without a manifest, by anybody."""
 
-    def __init__(self, folder: Path, trusted: bool):
-        self.folder, self.trusted = folder, trusted
-        self._metadata: Metadata = read_metadata(folder)
-        stored = self._metadata.state_dict_metadata
-        paths = self._metadata.planner_data or {name: (name,) for name in stored}
-        objects = {name: None for name, entry in stored.items() if isinstance(entry, BytesStorageMetadata)}
-        self._read(objects)
-        leaves = {
-            name: Leaf(name, tuple(entry.size), entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else objects[name]
-            for name, entry in stored.items()
-        }
-        self.tree = nest({name: paths.get(name, (name,)) for name in leaves}, leaves)
+    def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any] | None):
+        self._folder, self._files, self._trusted = folder, files, trusted
+        self._tensors = DcpTensors(folder, files, tied_names(manifest) if manifest else None)
+        table = self._tensors.table
+        self.entries: Entries = table.entries
+        leaves: dict[str, Any] = {name: Leaf(name, one.shape, one.dtype) for name, one in table.tensors.items()}
+        leaves |= {name: self._tensors.value(name, trusted) for name in table.objects}
+        self.tree = nest(table.paths, leaves)
 
-    def read(self, targets: Mapping[Leaf, torch.Tensor]) -> None:
-        self._read({leaf.name: target for leaf, target in targets.items()})
-
-    def _read(self, flat: dict[str, Any]) -> None:
-        planner = SafePlanner(flatten_state_dict=False, trusted=self.trusted)
-        planner.set_up_planner(flat, self._metadata, is_coordinator=True)
-        reader = SafeReader(self.folder)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        # The planner fills the tensors in place, but a mapping of its own.
-        flat.update(planner.state_dict)
+    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
+        by_name = {leaf.name: target for leaf, target in targets.items()}
+        copies = []
+        for chunk in chunks_of(by_name):
+            source = self._tensors.part(chunk.name, (chunk.offsets, chunk.sizes))
+            copies.append(Copy(source, chunk.offsets, _local(by_name[chunk.name])))
+        return copies
 
     def parts(self) -> dict[str, Any]:
-        return read_parts(self.folder, self.trusted)
+        return read_parts(self._folder, self._trusted)
 
 
 class FullSource:
     """One file with everything, whole."""
 
-    def __init__(self, path: Path, trusted: bool):
-        self._path = path
-        self._file = _torch_file(path, trusted)
-        nested = {name: value for name, value in self._file.items() if name in ("model", "optimizer")}
-        self._flat, paths = flatten(nested)
-        self.tree = nest(paths, {name: _leaf(name, value) for name, value in self._flat.items()})
+    def __init__(self, path: Path, files: OpenFiles, trusted: bool):
+        opened = open_archive(files, path, trusted)
+        self._file = opened.values
+        self.tree, self.entries, self._sources = _matched(path, opened.values, opened.records)
+        if (manifest := manifest_in(self._file)) is not None:
+            check_manifest(manifest, f"{path}: manifest")
+            _check_records(path, self._sources, tied_names(manifest))
 
-    def read(self, targets: Mapping[Leaf, torch.Tensor]) -> None:
+    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
         by_name = {leaf.name: target for leaf, target in targets.items()}
-        for chunk in chunks_of(by_name):
-            whole = self._flat[chunk.name]
-            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
-            _local(by_name[chunk.name]).copy_(whole)
+        return [
+            Copy(self._sources[chunk.name], chunk.offsets, _local(by_name[chunk.name]))
+            for chunk in chunks_of(by_name)
+            if 0 not in chunk.sizes
+        ]
 
     def parts(self) -> dict[str, Any]:
-        return {name: value for name, value in self._file.items() if name not in ("model", "optimizer")}
+        return detached({name: value for name, value in self._file.items() if name not in _TOPS})
 
 
 class PerRankSource:
     """The file of this rank."""
 
-    def __init__(self, folder: Path, rank: int, trusted: bool):
-        self.folder, self.trusted = folder, trusted
-        self._path = folder / rank_file(rank)
-        file = _torch_file(self._path, trusted)
-        paths = {name: tuple(path) for name, path in file["paths"].items()}
-        self._chunks = file["chunks"]
-        leaves: dict[str, Any] = {}
-        self._flat: dict[str, torch.Tensor] = {}
-        for name, path in paths.items():
-            value: Any = file
-            for key in path:
-                value = value[key]
-            if name in self._chunks:
-                self._flat[name] = value
-                value = Leaf(name, tuple(self._chunks[name]["shape"]), value.dtype)
-            leaves[name] = value
+    def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any], rank: int):
+        self._folder, self._trusted = folder, trusted
+        self._path = path = folder / rank_file(rank)
+        opened = open_archive(files, path, trusted)
+        world_size, step = manifest["world_size"], manifest["step"]
+        if opened.values.get("owner") != {"rank": rank, "world_size": world_size, "step": step}:
+            raise Damaged(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
+        tree, held, self._sources = _matched(path, opened.values, opened.records)
+        _check_records(path, self._sources, [])
+        self._chunks = opened.values.get("chunks")
+        stored = {name for name, entry in held.items() if entry is not None}
+        if not isinstance(self._chunks, dict) or self._chunks.keys() != stored:
+            raise Damaged(f"{path}: damaged, its chunks are not those of its tensors")
+        leaves, paths = flatten(tree)
+        for name in stored:
+            shape = _whole_shape(f"{path}: damaged, {name}", self._chunks[name], held[name][0])
+            leaves[name] = Leaf(name, shape, held[name][1])
+        self.entries = {name: held[name] and (leaves[name].shape, leaves[name].dtype) for name in held}
         self.tree = nest(paths, leaves)
 
-    def read(self, targets: Mapping[Leaf, torch.Tensor]) -> None:
+    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
         by_name = {leaf.name: target for leaf, target in targets.items()}
+        copies = []
         for chunk in chunks_of(by_name):
             saved = self._chunks[chunk.name]
             if (saved["offsets"], saved["sizes"]) != (list(chunk.offsets), list(chunk.sizes)):
@@ -127,62 +136,95 @@ class PerRankSource:
                     f"{saved['offsets']}, it has {list(chunk.sizes)} at {list(chunk.offsets)}; per-rank files load "
                     "into the same sharding only"
                 )
-            _local(by_name[chunk.name]).copy_(self._flat[chunk.name])
+            copies.append(Copy(self._sources[chunk.name], (0,) * len(chunk.sizes), _local(by_name[chunk.name])))
+        return copies
 
     def parts(self) -> dict[str, Any]:
-        return read_parts(self.folder, self.trusted)
+        return read_parts(self._folder, self._trusted)
 
 
 Source = ShardedSource | FullSource | PerRankSource
 
 
-def open_source(path: Path, form: str, rank: int, trusted: bool) -> Source:
+def open_source(
+    path: Path, form: str, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
+) -> Source:
     """The reader for a checkpoint of that form; `path` may be the one file of a full one."""
     if form == "full":
-        return FullSource(path if path.is_file() else path / FULL_FILE, trusted)
+        return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
     if form == "per_rank":
-        return PerRankSource(path, rank, trusted)
-    return ShardedSource(path, trusted)
+        return PerRankSource(path, files, trusted, manifest, rank)
+    return ShardedSource(path, files, trusted, manifest)
 
 
 def read_parts(folder: Path, trusted: bool = False) -> dict[str, Any]:
     """The small parts beside the tensors: step, scheduler, scaler, data, extra; empty where a checkpoint has none."""
     path = folder / PARTS_FILE
-    return _torch_file(path, trusted) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    with OpenFiles() as files:
+        return detached(open_archive(files, path, trusted).values)
 
 
 def verify_archive(path: Path, rank: int, world_size: int) -> None:
     """Compares this rank's part of a file of `torch.save` with the checksums in it."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open(open_regular(path), "rb") as opened, zipfile.ZipFile(opened) as archive:
             for record in archive.infolist()[rank::world_size]:
                 with archive.open(record) as file:
                     while file.read(_BLOCK_BYTES):
                         pass
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except zipfile.BadZipFile as error:
-        raise Damaged(f"{path}: damaged, {error}") from None
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
+        raise error if isinstance(error, CheckpointError) else Damaged(f"{path}: damaged, {error}") from None
 
 
-def _torch_file(path: Path, trusted: bool) -> dict[str, Any]:
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusted)
-    except FileNotFoundError:
-        raise Damaged(f"{path}: missing") from None
-    except Exception as error:
-        if (call := why_refused(error)) is not None:
-            raise CheckpointError(
-                f"{path}: reading it would execute {call}; pass trusted=True if you know who wrote it"
-            ) from None
-        raise Damaged(f"{path}: damaged, its contents cannot be read: {first_line(error)}") from None
-    if not isinstance(loaded, dict):
-        raise Damaged(f"{path}: got {type(loaded).__name__}, expected a mapping of parts")
-    return loaded
+def _matched(
+    path: Path, values: Mapping[str, Any], records: Mapping[str, Any]
+) -> tuple[dict[str, Any], Entries, dict[str, tensors.Source]]:
+    """Model and optimizer of a file as a tree, its entries, and a source for each tensor.
+
+    What torch loads and what the records say must agree.
+    """
+    flat, paths = flatten({name: values[name] for name in _TOPS if name in values})
+    found, _ = flatten({name: records[name] for name in _TOPS if name in records})
+    leaves, entries, sources = {}, {}, {}
+    for name, value in flat.items():
+        leaves[name], entries[name] = value, None
+        if not isinstance(value, torch.Tensor):
+            continue
+        source = found.get(name)
+        if isinstance(source, Shard) or isinstance(value, DTensor):
+            raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor; save whole tensors")
+        if not isinstance(source, tensors.Source) or (source.shape, source.dtype) != (tuple(value.shape), value.dtype):
+            raise Damaged(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
+        sources[name] = source
+        leaves[name], entries[name] = Leaf(name, source.shape, source.dtype), (source.shape, source.dtype)
+    return nest(paths, leaves), entries, sources
 
 
-def _leaf(name: str, value: Any) -> Any:
-    return Leaf(name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+def _check_records(path: Path, sources: Mapping[str, tensors.Source], tied: Collection[Collection[str]]) -> None:
+    """Raises `Damaged` unless every tensor of a file of ours is all of a record of its own; tied ones share it."""
+    kept = {name: min(names) for names in tied for name in names}
+    owners: dict[int, str] = {}
+    for name, source in sources.items():
+        if not isinstance(source, tensors.FileTensor) or not source.is_whole:
+            raise Damaged(f"{path}: damaged, {name} is not all of its record")
+        owner = owners.setdefault(source.offset, name)
+        if kept.get(owner, owner) != kept.get(name, name):
+            raise Damaged(f"{path}: damaged, {owner} and {name} have one record")
+
+
+def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor that a chunk of per-rank files belongs to."""
+    numbers = [chunk.get(key) for key in ("shape", "offsets", "sizes")] if isinstance(chunk, dict) else []
+    shape, offsets, sizes = numbers or ([], [], None)
+    fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
+    fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
+    if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
+        raise Damaged(f"{what} has shape {list(held)} and is said to be the chunk {str(chunk)[:200]}")
+    return tuple(shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from .agree import CheckpointError
+from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.reading.records import Shard
+from fsdp2x.reading.tensors import Source
+
 from .manifest import model_layout
 from .optimizer import Optimizers, layout_of, named_state
 from .rng import rng_state
 from .values import check_loadable
 
-PARTS_FILE = "trainer.pt"
-ASSETS_FOLDER = "hf"
 PARTS = ("scheduler", "scaler", "data", "extra")
 KeyPath = tuple[str | int, ...]
 
@@ -83,6 +84,8 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
                 visit((*path, index), item)
         else:
             name = ".".join(map(str, path))
+            if name in flat:
+                raise CheckpointError(f"two entries are named {name}: by {paths[name]} and by {path}")
             flat[name] = value
             paths[name] = path
 
@@ -91,25 +94,36 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
 
 
 def _opens(value: Any) -> bool:
-    return isinstance(value, Mapping | torch.Tensor) or (isinstance(value, list) and any(map(_opens, value)))
+    is_opened = isinstance(value, Mapping | torch.Tensor | Source | Shard)
+    return is_opened or (isinstance(value, list) and any(map(_opens, value)))
 
 
 def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree again; what was a list becomes one."""
-    tree: dict[Any, Any] = {}
+    """The tree again; what was a list becomes one. Raises `Damaged` for paths that no tree has together."""
+    tree = _Node()
     for name, value in leaves.items():
         *outer, last = paths[name]
-        node = tree
+        node: Any = tree
         for key in outer:
-            node = node.setdefault(key, {})
+            node = node.setdefault(key, _Node())
+            if type(node) is not _Node:
+                raise Damaged(f"the path of {name} leads through another entry")
+        if last in node:
+            raise Damaged(f"the path of {name} is that of another entry, too")
         node[last] = value
-    return _with_lists(tree)
+    return _with_lists(tree, "")
 
 
-def _with_lists(node: Any) -> Any:
-    if not isinstance(node, dict):
+class _Node(dict):
+    """Of the tree, and not of a leaf that happens to be a mapping."""
+
+
+def _with_lists(node: Any, where: str) -> Any:
+    if type(node) is not _Node:
         return node
-    inner = {key: _with_lists(value) for key, value in node.items()}
-    if inner and all(isinstance(key, int) for key in inner):
-        return [inner[key] for key in sorted(inner)]
-    return inner
+    inner = {key: _with_lists(value, f"{where}.{key}") for key, value in node.items()}
+    if not any(isinstance(key, int) for key in inner):
+        return inner
+    if not all(isinstance(key, int) for key in inner) or sorted(inner) != list(range(len(inner))):
+        raise Damaged(f"the list {where[1:]} has the places {sorted(map(str, inner))[:20]}")
+    return [inner[index] for index in range(len(inner))]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .agree import CheckpointError
+from fsdp2x.reading.errors import CheckpointError
 
 
 def same(one: Any, other: Any) -> bool:
@@ -59,15 +58,32 @@ def to_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def why_refused(error: Exception) -> str | None:
-    """What `torch.load(weights_only=True)` would have had to call; None for an error of another kind."""
-    text = str(error)
-    if "weights_only" not in text and "weights only" not in text.lower():
+def mismatch(there: Any, here: Any, where: str) -> str | None:
+    """Where saved values are not of the kind that is here, as a sentence; None where they are.
+
+    Numbers of any type are one kind, lists and tuples another. A key may be new; one that is gone is told, unless it
+    begins with an underscore. None goes with everything but a number.
+    """
+    if here is None or (there is None and (isinstance(here, bool) or _kind(here) != "number")):
         return None
-    named = re.search(r"GLOBAL ([\w.]+)", text)
-    return named.group(1) if named else "code"
+    kinds = [_kind(there), _kind(here)]
+    if kinds[0] != kinds[1]:
+        return f"{where} is {str(there)[:80]!r} ({type(there).__name__}) there, {type(here).__name__} here"
+    if isinstance(here, Mapping):
+        for key, value in here.items():
+            if key in there and (found := mismatch(there[key], value, f"{where}.{key}")):
+                return found
+            if key not in there and not str(key).startswith("_"):
+                return f"{where} has no {key} there"
+    if isinstance(here, list | tuple) and len(here) == len(there):
+        pairs = enumerate(zip(there, here, strict=True))
+        return next((found for index, pair in pairs if (found := mismatch(*pair, f"{where}[{index}]"))), None)
+    return None
 
 
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+def _kind(value: Any) -> Any:
+    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return "number"
+    if isinstance(value, Mapping):
+        return "mapping"
+    return "sequence" if isinstance(value, list | tuple) else type(value)

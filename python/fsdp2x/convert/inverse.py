@@ -15,8 +15,9 @@ import torch
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.names import Family, source_families
 from fsdp2x.hf.recipes import make_recipes
-from fsdp2x.hf.sources import Computed, Joined, Source, differ
+from fsdp2x.hf.sources import Computed, Joined, differ
 from fsdp2x.hf.targets import Target
+from fsdp2x.reading.tensors import Source
 
 
 def values_of(targets: list[Target], stored: Mapping[str, Source], where: str) -> dict[str, Source]:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.names import clean_name
-from fsdp2x.hf.sources import Piece, Source
+from fsdp2x.hf.sources import Piece
+from fsdp2x.reading.tensors import Source
 
 logger = logging.getLogger("fsdp2x")
 

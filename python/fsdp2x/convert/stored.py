@@ -6,56 +6,22 @@ Both give a source for each tensor by its key, made of shards wherever they lie.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
-from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.directory import resolve
-from fsdp2x.checkpoint.manifest import read_manifest, verify_files
-from fsdp2x.checkpoint.safe_read import read_metadata
-from fsdp2x.convert.records import OpenFiles, Shard, read_records
-from fsdp2x.convert.tiles import Tile, Tiled, box_of
-from fsdp2x.hf.sources import Source
+from fsdp2x.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
+from fsdp2x.reading.dcp import DcpTensors
+from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.reading.json_file import read_text
+from fsdp2x.reading.records import Placement, Shard, read_records
+from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.tensors import Source
+from fsdp2x.reading.tiles import Tile, box_of, tiled
 
 _RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Where frameworks put the DCP directory of the model inside a checkpoint.
 _BELOW = ("", "model", "dcp", "pytorch_model_fsdp_0")
-
-
-class DcpTensors(Mapping):
-    """Key -> source of every tensor in a DCP directory. Files are opened when a source is asked for."""
-
-    def __init__(self, folder: Path, files: OpenFiles) -> None:
-        self.folder, self._files = folder, files
-        metadata = read_metadata(folder)
-        self._storage = metadata.storage_data
-        self._described = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._described)
-
-    def __len__(self) -> int:
-        return len(self._described)
-
-    def __getitem__(self, key: str) -> Source:
-        entry = self._described[key]
-        tiles = []
-        for chunk in entry.chunks:
-            info = self._storage.get(MetadataIndex(key, chunk.offsets))
-            if info is None:
-                raise CheckpointError(f"{self.folder / '.metadata'}: damaged, it does not say where {key} is")
-            path = self.folder / info.relative_path
-            found = read_records(self._files, path, info.offset, info.length)
-            if not isinstance(found, Source) or found.shape != tuple(chunk.sizes):
-                raise CheckpointError(f"{path}: damaged, it does not hold the shard of {key} that .metadata describes")
-            tiles.append(Tile(tuple(chunk.offsets), found))
-        return Tiled(f"{self.folder}: {key}", entry.size, entry.properties.dtype, tiles)
 
 
 def dcp_folder(path: Path) -> Path:
@@ -67,7 +33,7 @@ def dcp_folder(path: Path) -> Path:
     pointer = path / "latest_checkpointed_iteration.txt"
     roots = [path]
     if pointer.is_file():
-        step = pointer.read_text().strip()
+        step = read_text(pointer, 100).strip()
         roots += [path / f"iter_{int(step):07d}", path / f"global_step_{step}"] if step.isdecimal() else []
     for root in roots:
         for below in _BELOW:
@@ -88,13 +54,19 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
         verify: compare the files with the checksums of the manifest, where there is one.
     """
     folder = dcp_folder(path)
-    aliases: dict[str, str] = {}
-    if (folder / "manifest.json").is_file():
-        manifest = read_manifest(folder)
-        if verify:
-            verify_files(folder, manifest)
-        aliases = dict(manifest.get("tied", {}))
-    return DcpTensors(folder, files), aliases
+    if not (folder / "manifest.json").is_file():
+        return DcpTensors(folder, files), {}
+    manifest = read_manifest(folder)
+    if manifest["form"] != "sharded":
+        raise CheckpointError(
+            f"{folder}: a checkpoint of form {manifest['form']}; load it into the model and save it with "
+            "form='sharded', or with fsdp2x.save_hf"
+        )
+    if verify:
+        verify_files(folder, manifest)
+    tensors = DcpTensors(folder, files, tied_names(manifest))
+    check_entries(folder, manifest, tensors.table.entries)
+    return tensors, dict(manifest["tied"])
 
 
 def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
@@ -104,17 +76,21 @@ def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
         CheckpointError: a rank's file is missing, or there are files of several world sizes; ranks hold other names.
     """
     paths = _rank_files(folder)
-    states = []
+    states: list[dict[str, Source | Shard]] = []
     for path in paths:
         state = read_records(files, path)
-        wrong = [key for key, one in state.items() if not isinstance(one, (Source, Shard))] if state else []
-        if not isinstance(state, dict) or wrong:
-            raise CheckpointError(f"{path}: expected a state dict of tensors, got {wrong[:3] or type(state).__name__}")
+        wrong = [key for key, one in state.items() if not _is_stored(key, one)] if isinstance(state, dict) else [state]
+        if wrong:
+            raise CheckpointError(f"{path}: expected a state dict of tensors, got {str(wrong[:3])[:200]}")
         if states and state.keys() != states[0].keys():
             other = sorted(state.keys() ^ states[0].keys())
             raise CheckpointError(f"{path}: holds other tensors than the file of rank 0: {', '.join(other[:5])}")
         states.append(state)
     return {key: _joined(f"{folder}: {key}", [state[key] for state in states]) for key in states[0]}
+
+
+def _is_stored(key: object, one: object) -> bool:
+    return isinstance(key, str) and isinstance(one.local if isinstance(one, Shard) else one, Source)
 
 
 def _rank_files(folder: Path) -> list[Path]:
@@ -133,18 +109,36 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def _joined(name: str, ranks: list[Source | Shard]) -> Source:
+    kinds = {(type(one) is Shard, one.shape, one.dtype) for one in ranks}
+    if len(kinds) > 1:
+        raise Damaged(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
     if isinstance(ranks[0], Source):
         return ranks[0]
-    shards = [one for one in ranks if isinstance(one, Shard)]
-    if len(shards) != len(ranks) or len({one.shape for one in shards}) > 1:
-        raise CheckpointError(f"{name}: some ranks hold a DTensor of another shape, or none")
-    sizes = [max(column) + 1 for column in zip(*(one.coordinate for one in shards), strict=True)]
+    _check_shards(name, ranks)
+    sizes = [max(column) + 1 for column in zip(*(one.coordinate for one in ranks), strict=True)]
     tiles = []
-    for rank, shard in enumerate(shards):
+    for rank, shard in enumerate(ranks):
         start, shape = box_of(shard.shape, sizes, shard.coordinate, shard.placements)
         if shard.local.shape != shape:
-            raise CheckpointError(
+            raise Damaged(
                 f"{name}: rank {rank} holds {list(shard.local.shape)}, but {list(shape)} follows from its placements"
             )
         tiles.append(Tile(start, shard.local))
-    return Tiled(name, shards[0].shape, shards[0].dtype, tiles)
+    return tiled(name, ranks[0].shape, ranks[0].dtype, tiles)
+
+
+def _check_shards(name: str, shards: list[Shard]) -> None:
+    """Raises `Damaged` for what no DTensor can be."""
+    shape = shards[0].shape
+    placements = [(one.kind, one.dim) for one in shards[0].placements]
+    for rank, shard in enumerate(shards):
+        fits = all(type(size) is int and size >= 0 for size in shape)
+        fits = fits and [(one.kind, one.dim) for one in shard.placements] == placements
+        fits = fits and len(shard.coordinate) == len(placements)
+        fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
+        if not fits or not all(_is_placement(one, len(shape)) for one in shard.placements):
+            raise Damaged(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
+
+
+def _is_placement(one: Placement, num_dims: int) -> bool:
+    return one.kind not in ("Shard", "_StridedShard") or type(one.dim) is int and 0 <= one.dim < num_dims

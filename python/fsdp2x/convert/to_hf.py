@@ -17,16 +17,17 @@ import torch
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.convert.inverse import Undone, undo_loading, values_of
 from fsdp2x.convert.names import match, without_groups
-from fsdp2x.convert.records import OpenFiles
 from fsdp2x.convert.stored import open_dcp, open_ranks
+from fsdp2x.hf.config import read_config
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
 from fsdp2x.hf.layout import Layout, layout_of
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.hf.pretrained import empty_model
-from fsdp2x.hf.sources import Source
 from fsdp2x.hf.targets import Target, find_targets
 from fsdp2x.hf.writer import Writer, make_files
+from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.tensors import Source
 
 logger = logging.getLogger("fsdp2x")
 
@@ -129,8 +130,9 @@ class _Output:
     @property
     def num_experts(self) -> int | None:
         path = self.origin / "config.json"
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        return config.get("num_experts") or config.get("num_local_experts")
+        config = read_config(path) if path.is_file() else {}
+        found = config.get("num_experts") or config.get("num_local_experts")
+        return found if type(found) is int and found > 0 else None
 
     def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
         """Finds the values of all tensors of the origin in those of a checkpoint.
@@ -229,7 +231,7 @@ class _Output:
         path = folder / "config.json"
         if self.dtype is None:
             return
-        config = json.loads(path.read_text())
+        config = read_config(path)
         config.pop("torch_dtype", None)
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2) + "\n")

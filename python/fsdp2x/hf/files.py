@@ -1,21 +1,23 @@
 """Finds and opens the weight files of a HuggingFace folder: safetensors or torch's pickles, one or several.
 
-``Checkpoint`` owns the open files. Nothing that is read is executed: safetensors are checked by their own library,
-pickles go through ``torch.load(weights_only=True)``, mapped into memory instead of read.
+``Checkpoint`` owns the open files. Nothing that is read is executed, and what an index says is compared with the files.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fsdp2x.checkpoint.agree import CheckpointError
-from fsdp2x.hf.sources import FileTensor, LoadedTensor, Source
+from fsdp2x.reading.errors import CheckpointError, Damaged, first_line
+from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.records import read_records
+from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.safetensors_file import read_safetensors
+from fsdp2x.reading.tensors import LoadedTensor, Source
 
 logger = logging.getLogger("fsdp2x")
 
@@ -28,20 +30,6 @@ _WEIGHTS = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 def weight_files(path: str | Path) -> list[Path]:
@@ -65,34 +53,47 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def _of_index(index: Path) -> list[Path]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of weight files ({error!r})") from None
+    files = list(dict.fromkeys(index.parent / name for name in _weight_map(index).values()))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{index}: names files that are missing: {', '.join(missing)}")
     return files
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise Damaged(f"{index}: not an index of weight files: no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise Damaged(f"{index}: {name} would be in {str(file)[:200]!r}, which is no file of the folder")
+    return weight_map
+
+
 class Checkpoint:
-    """The tensors of some folders, by name; a context manager that closes the files."""
+    """The tensors of some folders, by name; a context manager that closes the files.
+
+    ``folders``: those of the files, in the order given. Raises as ``weight_files``, and for files that are damaged,
+    hold a name twice, or lack what their index says.
+    """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.files = [file for path in paths for file in weight_files(path)]
+        self.folders = list(dict.fromkeys(file.parent for file in self.files))
         self.tensors: dict[str, Source] = {}
         self.names_in: dict[Path, list[str]] = {}
-        self._read_bytes = [0]
-        self._fds: list[int] = []
+        self._open = OpenFiles()
         try:
             for file in self.files:
-                found = self._safetensors(file) if file.suffix == ".safetensors" else _pickle(file)
+                found = read_safetensors(self._open, file) if file.suffix == ".safetensors" else self._pickle(file)
                 twice = next((name for name in found if name in self.tensors), None)
                 if twice is not None:
                     raise CheckpointError(f"{file}: holds {twice!r}, which another of the files holds too")
                 self.tensors.update(found)
                 self.names_in[file] = list(found)
+            for path in paths:
+                self._compare_with_index(Path(path).expanduser())
         except BaseException:
             self.close()
             raise
@@ -103,14 +104,13 @@ class Checkpoint:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of tensors that were read from safetensors files so far."""
-        return self._read_bytes[0]
+        """Bytes of tensors that were read from the files so far."""
+        return self._open.read_bytes
 
     def close(self) -> None:
         """Closes the files; sources must not be read any more."""
-        for fd in self._fds:
-            os.close(fd)
-        self._fds, self.tensors = [], {}
+        self._open.close()
+        self.tensors = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -118,47 +118,62 @@ class Checkpoint:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _safetensors(self, file: Path) -> dict[str, Source]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            # The library checks the header: sizes, overlaps, the length of the file.
-            with safe_open(str(file), framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from None
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        self._fds.append(fd)
-        header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
-        header = json.loads(os.pread(fd, header_bytes, 8))
-        header.pop("__metadata__", None)
-        found: dict[str, Source] = {}
-        for name, entry in header.items():
-            if entry["dtype"] not in DTYPES:
-                raise CheckpointError(
-                    f"{file}: {name!r} is of type {entry['dtype']}, which cannot be loaded; known are "
-                    f"{', '.join(DTYPES)}"
+    def _compare_with_index(self, path: Path) -> None:
+        """Raises `Damaged` where files lack what their index says."""
+        index = path if path.is_file() else index_of(path)
+        if index is None or not index.name.endswith(".index.json"):
+            return
+        said: dict[Path, set[str]] = {}
+        for name, file in _weight_map(index).items():
+            said.setdefault(index.parent / file, set()).add(name)
+        for file, names in said.items():
+            lost = sorted(names - set(self.names_in[file]))
+            if lost:
+                raise Damaged(
+                    f"{file}: damaged, it lacks {len(lost)} tensors that {index.name} says are in it: "
+                    f"{', '.join(lost[:5])}"
                 )
-            offset = 8 + header_bytes + entry["data_offsets"][0]
-            dtype = DTYPES[entry["dtype"]]
-            found[name] = FileTensor(fd, str(file), offset, tuple(entry["shape"]), dtype, self._read_bytes)
+
+    def _pickle(self, file: Path) -> dict[str, Source]:
+        if zipfile.is_zipfile(file):
+            found = read_records(self._open, file)
+        else:
+            found = _load_old(file)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file}: expected a dict of tensors, got {type(found).__name__}")
+        wrong = next((name for name, one in found.items() if not _is_tensor(name, one)), None)
+        if wrong is not None:
+            raise CheckpointError(
+                f"{file}: expected a dict of tensors, got a {type(found[wrong]).__name__} under {str(wrong)[:200]!r}"
+            )
         return found
 
 
-def _pickle(file: Path) -> dict[str, Source]:
+def _is_tensor(name: object, one: object) -> bool:
+    return isinstance(name, str) and isinstance(one, Source)
+
+
+def index_of(folder: Path) -> Path | None:
+    """The index that names the weight files of a folder, where there is one."""
+    first = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    return first if first is not None and first.name.endswith(".index.json") else None
+
+
+def _load_old(file: Path) -> object:
+    """What torch wrote before it wrote archives: read whole, with sources for the tensors."""
+    logger.warning("fsdp2x: %s has torch's old format, of which no part can be read: it is read whole", file)
     try:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            logger.warning("fsdp2x: %s has torch's old format, which cannot be mapped: it is read whole", file)
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: cannot be read with weights_only ({type(error).__name__}: {reason})") from None
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{file}: expected a dict of tensors, got {type(state).__name__}")
-    return {name: LoadedTensor(tensor.detach()) for name, tensor in state.items()}
+        raise CheckpointError(
+            f"{file}: cannot be read with weights_only ({type(error).__name__}: {first_line(error)})"
+        ) from None
+    if not isinstance(state, dict):
+        return state
+    return {name: LoadedTensor(one.detach()) if _is_plain(one) else one for name, one in state.items()}
+
+
+def _is_plain(one: object) -> bool:
+    return isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu"

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from fsdp2x.checkpoint.directory import sync_file, sync_folder
+from fsdp2x.checkpoint.directory import remove, sync_file, sync_folder
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -39,12 +39,16 @@ def publish(out: Path, folder: Path, force: bool) -> None:
     for path in folder.rglob("*"):
         sync_folder(path) if path.is_dir() else sync_file(path)
     sync_folder(folder)
-    if not out.exists():
-        os.rename(folder, out)
-    else:
+    replaced = temporary(out, "old")
+    if out.exists():
         refuse_existing(out, force)
-        replaced = temporary(out, "old")
+        remove(replaced)
         os.rename(out, replaced)
+    try:
         os.rename(folder, out)
-        shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()
+    except OSError:
+        if replaced.exists() and not out.exists():
+            os.rename(replaced, out)
+        raise
+    remove(replaced)
     sync_folder(out.parent)

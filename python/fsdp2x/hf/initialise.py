@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ _MARK = "_is_hf_initialized"
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, targets: list[Target], missing: list[Target], seed: int) -> None:
-    """Fills ``missing`` and all buffers that are on the meta device. The missing weights are whole in memory meanwhile.
+def initial_values(model: nn.Module, targets: list[Target], missing: list[Target], seed: int) -> Callable[[], None]:
+    """Values for ``missing`` and all buffers that are on the meta device; what is returned puts them in their places.
+
+    The missing weights are whole in memory until then.
 
     Raises:
         CheckpointError: the model's class does not initialise one of them.
@@ -35,7 +37,7 @@ def initialise(model: nn.Module, targets: list[Target], missing: list[Target], s
         if buffer is not None and buffer.is_meta
     ]
     if not missing and not buffers:
-        return
+        return lambda: None
     device = next((t.local.device for t in targets if not t.local.is_meta), torch.device("cpu"))
     wholes = [(target, _undefined(target.shape, target.dtype)) for target in missing]
     made = [(module, name, _undefined(buffer.shape, buffer.dtype)) for module, name, buffer in buffers]
@@ -47,7 +49,7 @@ def initialise(model: nn.Module, targets: list[Target], missing: list[Target], s
             for module, name in target.owners:
                 stack.enter_context(_replaced(module._buffers if target.is_buffer else module._parameters, name, value))
         for module, name, value in made:
-            module._buffers[name] = value
+            stack.enter_context(_replaced(module._buffers, name, value))
         stack.enter_context(_marked(model, placed))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(seed)
@@ -60,10 +62,15 @@ def initialise(model: nn.Module, targets: list[Target], missing: list[Target], s
             f"no file holds {', '.join(unset)}, and {type(model).__name__} does not initialise them; give them values "
             "before loading (a model whose buffers are not on the meta device keeps them)"
         )
-    for target, whole in wholes:
-        target.fill_from_whole(whole)
-    for module, name, value in made:
-        module._buffers[name] = value.to(device)
+
+    @torch.no_grad()
+    def place() -> None:
+        for target, whole in wholes:
+            target.fill_from_whole(whole)
+        for module, name, value in made:
+            module._buffers[name] = value.to(device)
+
+    return place
 
 
 def _run(model: nn.Module) -> None:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp2x.hf.files import DTYPES
 from fsdp2x.hf.names import TensorSpec
+from fsdp2x.reading.safetensors_file import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -7,8 +7,9 @@ anywhere is raised everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,13 @@ from torch import nn
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.hf.initialise import check_buffers, initialise
-from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source
+from fsdp2x.hf.initialise import check_buffers, initial_values
+from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source, unsharded_class
 from fsdp2x.hf.recipes import Recipes, make_recipes
-from fsdp2x.hf.sources import RemoteTensor, Source
+from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
+from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.tensors import Source
 
 logger = logging.getLogger("fsdp2x")
 
@@ -44,7 +47,7 @@ def load_hf(
     path: str | Path | Sequence[str | Path],
     *,
     mode: Literal["auto", "each", "broadcast"] = "auto",
-    strict: bool = False,
+    strict: bool | None = None,
     ignore_mismatched_sizes: bool = False,
     progress: bool = True,
 ) -> LoadReport:
@@ -52,9 +55,10 @@ def load_hf(
 
     The model may be on the meta device, sharded there (``with torch.device("meta")``, ``fully_shard``, ``load_hf``):
     its shards then get their memory here, once. Dtypes are the model's: a float32 model keeps float32 masters of
-    bfloat16 files. Renamed and fused weights are mapped by transformers' tables for the model's class. Weights that no
-    file holds are reported and initialised as the class does it, the same on all ranks; so are non-persistent buffers
-    on the meta device. All buffers are compared between ranks. The model's train or eval mode stays.
+    bfloat16 files. Renamed and fused weights are mapped by transformers' tables for the model's class. Weights that the
+    files need not hold, such as the head of another class or a new adapter, are reported and initialised as the class
+    does it, the same on all ranks; so are non-persistent buffers on the meta device. All buffers are compared between
+    ranks. The model's train or eval mode stays. Nothing is changed before all files have been found to fit.
 
     Collective over the default process group, with the same arguments on every rank.
 
@@ -63,13 +67,16 @@ def load_hf(
         path: a folder, a weight file, an index; or several of them, such as a base model and an adapter.
         mode: ``"each"``: every rank reads its rows from the files. ``"broadcast"``: rank 0 reads and sends, for files
             that only it sees. ``"auto"``: each, but broadcast for ``.bin``, of which no part can be read alone.
-        strict: missing and unexpected names are an error.
+        strict: None: a weight that the files lack is an error where they must hold it: the config.json beside them
+            names the model's class, or the model is not transformers'; or they hold a part of its adapter. True:
+            missing and unexpected names are an error. False: missing weights are reported and initialised.
         ignore_mismatched_sizes: initialise weights whose shape differs, instead of raising.
         progress: a bar on rank 0, where tqdm is installed.
 
     Raises:
-        CheckpointError: on every rank: files that are missing, damaged or do not fit; tied weights that differ in the
-            files; a weight that is neither in a file nor initialised by the model's class.
+        CheckpointError: on every rank: files that are missing, damaged or do not fit; a weight of another kind of
+            dtype (integers for floating point); tied weights that differ in the files; a weight that is neither in a
+            file nor initialised by the model's class.
         ValueError: an unknown mode.
     """
     if mode not in ("auto", "each", "broadcast"):
@@ -84,22 +91,22 @@ def load_hf(
             "transformers and shard the result"
         )
     targets = find_targets(model)
-    opened, mode, seed = _open(paths, mode, what)
+    opened, mode, seed, classes = _open(paths, mode, what)
     try:
         plan = together(lambda: _plan(model, base, targets, opened), what=what)
-        report = _report(base, plan, what, strict, ignore_mismatched_sizes)
+        report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
+        reads = mode == "each" or not dist.is_initialized() or dist.get_rank() == 0
+        together(lambda: _check(plan.steps, mode) if reads else None, what=what)
         bar = _Bar(sum(target.num_bytes for target, _ in plan.steps), progress)
-
-        def fill() -> None:
-            materialize(model, targets)
+        together(lambda: materialize(model, targets), what=what)
+        place_initial = together(lambda: initial_values(model, targets, plan.missing, seed), what=what)
+        with _partly_filled():
             if mode == "each":
-                _read(plan.steps, bar)
-
-        together(fill, what=what)
-        if mode == "broadcast":
-            send_from_rank_0(plan.steps, bar, what)
+                together(lambda: _read(plan.steps, bar), what=what)
+            else:
+                send_from_rank_0(plan.steps, bar, what)
+            together(place_initial, what=what)
         bar.close()
-        together(lambda: initialise(model, targets, plan.missing, seed), what=what)
         check_buffers(model)
         loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
         if any(not is_adapter(name) for name in loaded):
@@ -111,6 +118,17 @@ def load_hf(
             opened.close()
 
 
+@contextlib.contextmanager
+def _partly_filled() -> Iterator[None]:
+    """What fails after all was found to fit, such as a disk, leaves the model between two states."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; a part of the weights is filled: load again before the model is used") from (
+            error.__cause__
+        )
+
+
 class _Catalogue:
     """What a rank without files knows of them."""
 
@@ -118,27 +136,28 @@ class _Catalogue:
         self.tensors: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
 
 
-def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str, int]:
+def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str, int, set[str]]:
     """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
 
-    Returns the files, the mode ("auto" decided), and rank 0's seed of the moment.
+    Returns the files, the mode ("auto" decided), rank 0's seed of the moment, and the classes that configs beside the
+    files name.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     opened: Checkpoint | None = None
 
-    def on_first() -> tuple[str, int, dict]:
+    def on_first() -> tuple[str, int, dict, set[str]]:
         nonlocal opened
         opened = Checkpoint(paths)
         chosen = mode
         if mode == "auto":
             chosen = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
         described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
-        return chosen, torch.initial_seed(), described
+        return chosen, torch.initial_seed(), described, _classes(opened.folders)
 
     try:
-        mode, seed, described = on_rank_0(on_first, what=what)
+        mode, seed, described, classes = on_rank_0(on_first, what=what)
         if mode == "broadcast":
-            return opened or _Catalogue(described), mode, seed
+            return opened or _Catalogue(described), mode, seed, classes
 
         def on_each() -> None:
             nonlocal opened
@@ -149,11 +168,21 @@ def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, s
                 )
 
         together(on_each, what=what)
-        return opened, mode, seed
+        return opened, mode, seed, classes
     except BaseException:
         if opened is not None:
             opened.close()
         raise
+
+
+def _classes(folders: list[Path]) -> set[str]:
+    """The classes whose weights the folders are said to hold; empty where no config says it."""
+    named: set[str] = set()
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            found = read_json(folder / "config.json", unique=False).get("architectures")
+            named |= {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+    return named
 
 
 @dataclass
@@ -172,13 +201,25 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], opened: Chec
     for target in targets:
         sources = [plan.recipes.sources[name] for name in target.names if name in plan.recipes.sources]
         if sources:
+            kinds = {_kind(one.dtype) for one in (target, *sources)}
+            if len(kinds) > 1:
+                raise CheckpointError(
+                    f"{target.names[0]} has dtype {sources[0].dtype} in the files and {target.dtype} here: another "
+                    "kind of number is not converted"
+                )
             plan.steps.append((target, sources))
         elif target.tensor.is_meta or (holds_adapter if is_adapter(target.names[0]) else holds_base):
             plan.missing.append(target)
     return plan
 
 
-def _report(base: nn.Module, plan: _Plan, what: str, strict: bool, ignore_mismatched_sizes: bool) -> LoadReport:
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def _report(
+    base: nn.Module, plan: _Plan, what: str, strict: bool | None, ignore_mismatched_sizes: bool, classes: set[str]
+) -> LoadReport:
     """Says what does not fit, on rank 0 and in transformers' form; raises alike on every rank."""
     recipes = plan.recipes
     mismatched = {(name, *shapes) for name, shapes in recipes.mismatched.items()}
@@ -194,7 +235,22 @@ def _report(base: nn.Module, plan: _Plan, what: str, strict: bool, ignore_mismat
             f"{what}: missing: {sorted(report.missing_keys)}; "
             f"unexpected: {sorted(report.unexpected_keys)} (strict=True)"
         )
+    lost = sorted(name for name in report.missing_keys if strict is None and _must_hold(name, base, plan, classes))
+    if lost:
+        raise CheckpointError(
+            f"{what}: the files lack {len(lost)} weights of the model: {', '.join(lost[:5])}"
+            f"{', ...' if len(lost) > 5 else ''}"
+            + (f"; unexpected: {', '.join(sorted(report.unexpected_keys)[:5])}" if report.unexpected_keys else "")
+            + "; pass strict=False to initialise them"
+        )
     return report
+
+
+def _must_hold(name: str, base: nn.Module, plan: _Plan, classes: set[str]) -> bool:
+    """Whether files that lack a weight are not whole."""
+    if is_adapter(name):
+        return any(is_adapter(one) for one in plan.recipes.sources)
+    return not is_transformers(base) or not classes or unsharded_class(base).__name__ in classes
 
 
 def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadReport:
@@ -216,16 +272,22 @@ def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadRepo
     return LoadReport(info.missing_keys, info.unexpected_keys, info.mismatched_keys)
 
 
+def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
+    """Raises when tied weights that are stored several times differ, in the part that this rank reads."""
+    for target, sources in steps:
+        box = target.box() if mode == "each" else None
+        start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
+        check_ties(target, sources, start, shape)
+
+
 @torch.no_grad()
 def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
     for target, sources in steps:
         box = target.box()
-        start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
-        check_ties(target, sources, start, shape)
         if box is None:
             target.fill_from_whole(sources[0].whole(target.dtype))
         else:
-            sources[0].read(start, target.local)
+            sources[0].read(box[0], target.local)
         bar.add(target.num_bytes)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,11 @@ from torch import nn
 
 from fsdp2x.api import fully_shard
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
+from fsdp2x.hf.config import read_config
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.load import load_hf
+from fsdp2x.reading.errors import first_line
+from fsdp2x.reading.json_file import read_json
 
 
 def from_pretrained(
@@ -25,7 +29,7 @@ def from_pretrained(
     attn_implementation: str | None = None,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     mode: Literal["auto", "each", "broadcast"] = "auto",
-    strict: bool = False,
+    strict: bool | None = None,
     ignore_mismatched_sizes: bool = False,
     progress: bool = True,
     **sharding: Any,
@@ -63,9 +67,19 @@ def from_pretrained(
             )
         model_class, folder = None, Path(path_or_model_class).expanduser()
     what = f"loading {folder}"
+
+    def describe() -> tuple[Any, torch.dtype, Any]:
+        with _told(folder):
+            return _describe(folder, config, dtype)
+
+    def build() -> nn.Module:
+        with _told(folder):
+            return _build(model_class, *described[:2], attn_implementation)
+
     # Rank 0 alone may see the folder.
-    config, dtype, generation = on_rank_0(lambda: _describe(folder, config, dtype), what=what)
-    model = together(lambda: _build(model_class, config, dtype, attn_implementation), what=what)
+    described = on_rank_0(describe, what=what)
+    generation = described[2]
+    model = together(build, what=what)
     if generation is not None and model.can_generate():
         model.generation_config = generation
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -88,17 +102,26 @@ def empty_model(folder: Path) -> nn.Module:
     Raises:
         CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
     """
-    try:
+    with _told(folder):
         config, dtype, _ = _describe(folder, None, "auto")
         if getattr(config, "quantization_config", None) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
         return _build(None, config, dtype, None)
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Whatever transformers raises about what a folder says is told as one sentence."""
+    try:
+        yield
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+    except OSError as error:
+        if error.strerror is None:
+            raise CheckpointError(f"{folder}: {first_line(error)}") from None
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from None
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{folder / 'config.json'}: transformers cannot build the model: {reason}") from None
 
 
@@ -112,9 +135,11 @@ def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any,
             raise FileNotFoundError(
                 2, "no such file; a local HuggingFace folder is needed", str(folder / "config.json")
             )
+        read_config(folder / "config.json")
         config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **options)
     generation = None
     if (folder / "generation_config.json").is_file():
+        read_json(folder / "generation_config.json", unique=False)
         generation = transformers.GenerationConfig.from_pretrained(str(folder), **options)
     return config, (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else dtype, generation
 
@@ -124,7 +149,9 @@ def _build(model_class: type | None, config: Any, dtype: torch.dtype, attn_imple
 
     if model_class is None:
         names = config.architectures or []
-        model_class = next((found for name in names if (found := getattr(transformers, name, None))), None)
+        found = (getattr(transformers, name, None) for name in names if isinstance(name, str))
+        is_model = lambda one: isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)  # noqa: E731
+        model_class = next(filter(is_model, found), None)
         model_class = model_class or transformers.AutoModelForCausalLM
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation is not None:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fsdp2x.hf.names import is_transformers, original_classes
-from fsdp2x.hf.sources import Computed, Joined, Piece, Source, Stacked, Turned
+from fsdp2x.hf.sources import Computed, Joined, Piece, Stacked, Turned
+from fsdp2x.reading.tensors import Source
 
 
 @dataclass

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.names import hf_base
 from fsdp2x.hf.pages import advise_large_pages
-from fsdp2x.hf.sources import Source, differ
+from fsdp2x.hf.sources import differ
+from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C

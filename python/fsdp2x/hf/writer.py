@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from fsdp2x.hf.layout import Layout
-from fsdp2x.hf.sources import Computed, Source
+from fsdp2x.hf.sources import Computed
+from fsdp2x.reading.tensors import Source
 
 INDEX = "model.safetensors.index.json"
 _BUFFER_BYTES = 4 << 20

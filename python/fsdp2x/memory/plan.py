@@ -218,14 +218,21 @@ def _read(request: Request) -> tuple[Request, Any]:
 def _read_hf_config(path: Path) -> Any:
     from transformers import AutoConfig
 
+    from fsdp2x.hf.config import read_config
+    from fsdp2x.reading.errors import CheckpointError
+
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise PlanError(f"config {path}: there is no file {file}")
     try:
+        read_config(file)
         # A name of a file, never of a hub's repository; code that a config names is not run.
         return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"config {file}: {' '.join(str(error).split())[:300]}") from None
+    except CheckpointError as error:
+        raise PlanError(f"config {error}") from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise PlanError(f"config {file}: transformers cannot read it: {reason}") from None
 
 
 def _read_training_config(request: Request, path: Path) -> tuple[Request, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..hf.config import read_config
+from ..reading.errors import CheckpointError
 from .config import ConfigError, ParallelConfig, TrainConfig, TrainSection
 from .dialects import DIALECTS, OWN, OWN_TITLE, Translation, translate_file
 from .dialects.rules import show
@@ -144,6 +146,10 @@ def _find_units(found: Explanation, parallel: ParallelConfig) -> None:
         if not (folder / "config.json").is_file():
             found.no_units = f"model.path={settings['path']} is no local directory with a config.json"
             return
+        try:
+            read_config(folder / "config.json")
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {error}") from None
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     else:
         found.no_units = "they follow from the model, which is missing"

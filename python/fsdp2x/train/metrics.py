@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp2x.reading.json_file import parse_json, read_text
+
 from .config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -158,8 +160,9 @@ def memory_bytes(device: torch.device) -> int:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    lines = read_text(Path(path)).splitlines(keepends=True)
+    numbered = enumerate(lines, 1)
+    return [parse_json(line, f"{path}, line {n}") for n, line in numbered if line.endswith("\n") and line.strip()]
 
 
 def _end_last_line(path: Path) -> None:

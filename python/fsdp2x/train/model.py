@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..hf.config import plain_config
+from ..hf.config import plain_config, read_config
+from ..hf.files import Checkpoint
+from ..reading.errors import CheckpointError
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from .optional import part, said_of
 from .resolve import DTYPES
@@ -43,15 +45,30 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
         options["attn_implementation"] = config.attn_implementation
     if config.path is not None:
         check_folder(config.path)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(Path(config.path).expanduser()), local_files_only=True, use_safetensors=True, **options
+        folder = Path(config.path).expanduser()
+        try:
+            read_config(folder / "config.json")
+            Checkpoint([folder]).close()  # files that contradict themselves or their index
+        except CheckpointError as error:
+            raise ConfigError(f"model.path: {error}") from None
+        torch.manual_seed(seed)  # of a head that the files need not hold
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(folder), local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
+        _check_whole(model, folder, sorted(report["missing_keys"]))
     else:
         hf_config = make_hf_config(config.config, tokenizer)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, **options)
     check_vocabulary(model, tokenizer)
     return model
+
+
+def _check_whole(model: torch.nn.Module, folder: Path, missing: list[str]) -> None:
+    """transformers initialises what the files lack, also where they are of the model's very class."""
+    named = read_config(folder / "config.json").get("architectures") or []
+    if missing and type(model).__name__ in named:
+        raise ConfigError(f"model.path: the files in {folder} lack {len(missing)} weights: {', '.join(missing[:5])}")
 
 
 def check_folder(path: str) -> None:

@@ -355,22 +355,31 @@ class Trainer:
             seed=self.config.train.seed,
             lost_ranks=self.world.lost_ranks,
         )
-        self.step = loaded.step
+        # What a rank cannot go on with must not leave the others waiting in the first collective.
+        together(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
+        return loaded.path
+
+    def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
+        self.step = loaded.step if isinstance(loaded.step, int) else 0  # others do not say it
         if not self.training:
-            return loaded.path
+            return
         if loaded.scheduler is None or loaded.data is None:
-            raise CheckpointError(f"{loaded.path}: it holds no training run (no schedule or data position)")
+            raise CheckpointError("it holds no training run (no schedule or data position)")
         for sentence in restore_settings(self.optimizer, configured):
             logger.warning("optimizer: %s", sentence)
-        for sentence in self.schedule.load_state_dict(loaded.scheduler):
-            logger.warning("schedule: %s", sentence)
-        for sentence in self.stream.load_state_dict(loaded.data):
-            logger.warning("data: %s", sentence)
-        if self.scaler is not None and loaded.scaler:
-            self.scaler.load_state_dict(loaded.scaler)
-        elif self.scaler is not None:
+        if self.scaler is not None and not loaded.scaler:
             logger.warning("scaler: the checkpoint has none, the scale starts at %g", self.scaler.scale)
-        return loaded.path
+        parts = {"schedule": (self.schedule, loaded.scheduler), "data": (self.stream, loaded.data)}
+        if self.scaler is not None and loaded.scaler:
+            parts["scaler"] = (self.scaler, loaded.scaler)
+        for name, (own, state) in parts.items():
+            try:
+                said = own.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"{name} does not take what was saved: {reason}") from None
+            for sentence in said or ():
+                logger.warning("%s: %s", name, sentence)
 
     def _write_assets(self, folder: Path) -> None:
         """What the export needs beside the weights."""

@@ -1,0 +1,68 @@
+"""The entries of a directory of torch's distributed checkpoint (DCP), whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .archives import load_run
+from .errors import Damaged
+from .records import read_records
+from .regular import OpenFiles
+from .table import METADATA, read_table
+from .tensors import FileTensor, Source
+from .tiles import Tile, Tiled
+
+
+class DcpTensors(Mapping):
+    """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for.
+
+    ``table`` has the other entries, too. Raises as ``read_table``.
+
+    Args:
+        tied: the names that share their bytes, of a directory of ours; None: others wrote it, with any tensors.
+    """
+
+    def __init__(self, folder: Path, files: OpenFiles, tied: Collection[Collection[str]] | None = None) -> None:
+        self.folder, self._files, self._is_ours = folder, files, tied is not None
+        self.table = read_table(folder, tied)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.tensors)
+
+    def __len__(self) -> int:
+        return len(self.table.tensors)
+
+    def __getitem__(self, key: str) -> Source:
+        return self.part(key)
+
+    def part(self, key: str, box: tuple | None = None) -> Source:
+        """The source of a tensor; with a box (start, sizes), only what is inside of it is looked at and can be read."""
+        entry = self.table.tensors[key]
+        tiles = []
+        for offsets, sizes, run in entry.chunks:
+            if box is not None and not _meet(box, (offsets, sizes)):
+                continue
+            path = self.folder / run.file
+            found = read_records(self._files, path, run.offset, run.num_bytes)
+            if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
+                got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
+                raise Damaged(
+                    f"{path}: damaged, it holds {got} where {METADATA} describes a part of {key}, {list(sizes)} of "
+                    f"{entry.dtype}"
+                )
+            if self._is_ours and not (isinstance(found, FileTensor) and found.is_whole):
+                raise Damaged(f"{path}: damaged, {key} at {list(offsets)} is not all of its record")
+            tiles.append(Tile(offsets, found))
+        return Tiled(entry.shape, entry.dtype, tiles)
+
+    def value(self, key: str, trusted: bool = False) -> Any:
+        """An entry that is no tensor."""
+        run = self.table.objects[key]
+        return load_run(self._files, self.folder / run.file, run.offset, run.num_bytes, key, trusted)
+
+
+def _meet(one: tuple, other: tuple) -> bool:
+    (start, sizes), (first, more) = one, other
+    return all(a < b + m and b < a + n for a, n, b, m in zip(start, sizes, first, more, strict=True))

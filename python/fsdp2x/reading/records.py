@@ -1,0 +1,319 @@
+"""What a file of ``torch.save`` holds, without its bytes: tensors become sources that point into the file.
+
+    a file, or a run of bytes in one | zip: data.pkl, data/0, data/1, ... , directory |
+
+Nothing of the file is executed and none of its classes is looked up: ``data.pkl`` goes through an unpickler that turns
+tensors into sources, DTensors into `Shard` records and everything else of torch.distributed into bare attributes, which
+also reads what other versions of torch wrote. Any other name is refused, or stands for an `Inert` object.
+
+What the directory, the headers and the pickle say is compared: a record lies where the file ends or another begins, a
+tensor inside its record.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError, Damaged, first_line
+from .plain import check_plain
+from .regular import OpenFiles
+from .tensors import FileTensor, LoadedTensor, Source, is_shape
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_LOCAL_HEADER_BYTES = 30
+_ENCRYPTED, _HAS_TAIL = 1, 8
+
+
+@dataclass
+class Placement:
+    """``kind`` is the name of torch's class; ``dim`` and ``split_factor`` where it has them."""
+
+    kind: str
+    dim: int = 0
+    split_factor: int = 1
+
+
+@dataclass
+class Shard:
+    """A DTensor of one rank: its local part, the global shape, and where the rank is on each axis of the mesh."""
+
+    local: Source
+    shape: tuple[int, ...]
+    placements: list[Placement]
+    coordinate: list[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    __setstate__ = Source.__setstate__
+
+
+class Inert:
+    """An object of a class that was not looked up: its arguments and attributes. Anything else done to it is lost."""
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Inert:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                self.__dict__.update((name, value) for name, value in part.items() if isinstance(name, str))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def _take(self, *values: Any) -> None:
+        pass
+
+    append = extend = add = update = _take
+
+
+def read_records(
+    files: OpenFiles, path: Path, offset: int = 0, length: int | None = None, *, inert: bool = False
+) -> Any:
+    """The object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
+
+    Args:
+        inert: objects of classes that a state dict does not need become `Inert` instead of an error.
+
+    Raises:
+        Damaged: not a whole file of ``torch.save``, or one that contradicts itself.
+        CheckpointError: it cannot be opened, or holds what is neither a tensor nor plain data.
+    """
+    if length is None:
+        length = files.num_bytes(path) - offset
+    try:
+        with zipfile.ZipFile(_Run(files, path, offset, length)) as archive:
+            places = _places(files, path, offset, archive)
+            order = archive.read(places.members["byteorder"]) if "byteorder" in places.members else b"little"
+            if order != b"little":
+                raise CheckpointError(f"byte order {order!r} is not supported")
+            pickled = archive.read(places.members["data.pkl"])
+        found = _Records(io.BytesIO(pickled), files, path, places.data, inert).load()
+    except Damaged as error:
+        raise Damaged(f"{path}: damaged, {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    except Exception as error:
+        raise Damaged(
+            f"{path}: damaged or not written by torch.save in its zip format "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from None
+    check_plain(found, str(path))
+    return found
+
+
+@dataclass
+class _Places:
+    """Records of an archive: by name without the folder, and (offset in the file, bytes) of those with data."""
+
+    members: dict[str, zipfile.ZipInfo]
+    data: dict[str, tuple[int, int]]
+
+
+def _places(files: OpenFiles, path: Path, base: int, archive: zipfile.ZipFile) -> _Places:
+    """Raises `Damaged` when records are not what torch writes: plain, of one folder, each in a place of its own."""
+    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    members = {info.filename.partition("/")[2]: info for info in infos}
+    if len(members) != len(infos) or len({info.filename.partition("/")[0] for info in infos}) > 1:
+        raise Damaged("its records are not those of one archive")
+    data = {}
+    followers = [info.header_offset for info in infos[1:]] + [archive.start_dir]
+    if infos and infos[0].header_offset != 0:
+        raise Damaged("its first record does not begin it")
+    for name, info, follower in zip(members, infos, followers, strict=True):
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            raise Damaged(f"{info.filename} is compressed or encrypted")
+        header = files.read(path, base + info.header_offset, _LOCAL_HEADER_BYTES + len(info.filename.encode()))
+        if header[:4] != b"PK\x03\x04" or header[_LOCAL_HEADER_BYTES:] != info.filename.encode():
+            raise Damaged(f"{info.filename} does not lie where the directory says")
+        skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = info.header_offset + _LOCAL_HEADER_BYTES + skip
+        end = start + info.file_size
+        tail = b"" if end >= follower else files.read(path, base + end, min(follower - end, 25))
+        if end > follower or info.file_size != info.compress_size or tail not in _tails(info):
+            raise Damaged(f"{info.filename} does not end where the next record begins")
+        data[name] = base + start, info.file_size
+    return _Places(members, data)
+
+
+def _tails(info: zipfile.ZipInfo) -> list[bytes]:
+    """What may follow the data of a record: its checksum and sizes once more, where it says so."""
+    if not info.flag_bits & _HAS_TAIL:
+        return [b""]
+    sizes = [struct.pack("<QQ", info.file_size, info.file_size)]
+    sizes += [struct.pack("<II", info.file_size, info.file_size)] if info.file_size < 2**32 else []
+    return [b"PK\x07\x08" + struct.pack("<I", info.CRC) + one for one in sizes]
+
+
+class _Run(io.RawIOBase):
+    """A run of bytes of an open file, as a file."""
+
+    def __init__(self, files: OpenFiles, path: Path, offset: int, length: int) -> None:
+        self._files, self._path, self._offset, self._length, self._position = files, path, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        wanted = max(0, min(len(buffer), self._length - self._position))
+        data = self._files.read(self._path, self._offset + self._position, wanted)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class _Strided(Source):
+    """A tensor whose elements do not lie in row-major order: its storage is read whole."""
+
+    is_whole = False
+
+    def __init__(self, storage: Source, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> None:
+        self.shape, self.dtype = shape, storage.dtype
+        self._storage, self._stride, self._first = storage, stride, first
+
+    def read(self, start, out: torch.Tensor) -> None:
+        whole = self._storage.whole().as_strided(self.shape, self._stride, self._first)
+        LoadedTensor(whole).read(start, out)
+
+
+class _Records(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, files: OpenFiles, path: Path, places: dict[str, tuple[int, int]], inert: bool
+    ) -> None:
+        super().__init__(file)
+        self._files, self._path, self._places, self._inert = files, path, places, inert
+        self._made = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch", "Size"): lambda sizes=(): tuple(sizes),
+            ("torch", "device"): lambda *args: args,
+            ("torch.serialization", "_get_layout"): lambda name: name,
+            ("torch._utils", "_rebuild_tensor"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._retyped,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *rest: data,
+            ("torch._utils", "_rebuild_wrapper_subclass"): self._wrapper,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._of_type,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._made:
+            return self._made[module, name]
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        known = module.startswith("torch.distributed.") or (module, name) == ("torch.nn.parameter", "Parameter")
+        if known or self._inert:
+            return type(name, (Inert,), {"__module__": module})
+        raise CheckpointError(f"it refers to {module}.{name}, which a model's state dict does not need")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, int]:
+        """Dtype of a storage, offset in the file and bytes."""
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise Damaged(f"it holds a persistent reference of kind {kind!r}")
+        offset, num_bytes = self._places.get(f"data/{key}", (0, -1))
+        if type(numel) is not int or numel * dtype.itemsize != num_bytes:
+            raise Damaged(f"its storage {key} has {num_bytes} bytes, {numel} elements of {dtype} are said")
+        return dtype, offset, num_bytes
+
+    def _tensor(
+        self, storage: tuple, first: int, shape: tuple, stride: tuple, grad=False, hooks=None, more=None
+    ) -> Source:
+        return self._retyped(storage, first, shape, stride, grad, hooks, storage[0], more)
+
+    def _retyped(
+        self, storage: tuple, first: int, shape: tuple, stride: tuple, _grad, _hooks, dtype: torch.dtype, more=None
+    ) -> Source:
+        _, offset, num_bytes = storage
+        shape, stride = tuple(shape), tuple(stride)
+        fits = is_shape(shape) and len(shape) == len(stride)
+        if not fits or any(type(one) is not int or one < 0 for one in (first, *stride)):
+            raise Damaged(f"a tensor has shape {shape}, strides {stride} and first element {first}")
+        if more:
+            raise CheckpointError(f"it holds a tensor with {more}, which is not supported")
+        last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if 0 not in shape and (last + 1) * dtype.itemsize > num_bytes:
+            raise Damaged(f"a tensor of shape {list(shape)} exceeds its storage of {num_bytes} bytes")
+        if is_row_major(shape, stride):
+            begin = offset + first * dtype.itemsize
+            is_whole = math.prod(shape) * dtype.itemsize == num_bytes
+            return FileTensor(self._files, self._path, begin, shape, dtype, is_whole=is_whole)
+        flat = FileTensor(self._files, self._path, offset, (num_bytes // dtype.itemsize,), dtype)
+        return _Strided(flat, shape, stride, first)
+
+    def _wrapper(self, cls: type, dtype: torch.dtype, shape: tuple, *rest) -> Inert:
+        made = cls()
+        made.shape = tuple(shape)
+        return made
+
+    def _of_type(self, function, cls: type, args: tuple, state: Any) -> Any:
+        made = function(*args)
+        if not isinstance(made, Inert):
+            return made  # attributes that somebody put on a plain tensor
+        if cls.__name__ != "DTensor":
+            if self._inert:
+                return made
+            raise CheckpointError(f"it holds a {cls.__name__}, which is not supported")
+        # A tuple where the class has slots.
+        parts = [part for part in (state if isinstance(state, tuple) else (state,)) if part]
+        state = {name: value for part in parts for name, value in part.items()}
+        spec = state["_spec"]
+        coordinate = spec.mesh.__dict__.get("_coordinate_on_dim")
+        if coordinate is None:
+            raise CheckpointError("it holds a DTensor that does not say where its rank is on the mesh")
+        return Shard(state["_local_tensor"], made.shape, [_placement(one) for one in spec.placements], list(coordinate))
+
+
+def _placement(named: Inert) -> Placement:
+    attributes = named.__dict__
+    dim = attributes.get("dim", named.args[0] if named.args and isinstance(named.args[0], int) else 0)
+    return Placement(type(named).__name__, dim, attributes.get("split_factor", 1))
+
+
+def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))

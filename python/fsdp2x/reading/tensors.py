@@ -1,0 +1,119 @@
+"""Tensors that are not in memory: of which any box can be read.
+
+A source has a shape and a dtype, and ``read(start, out)`` fills ``out`` with the box of ``out.shape`` that begins at
+``start``, converted to ``out.dtype``. Only the bytes of the box are read, straight into ``out`` where dtype and layout
+allow it, otherwise through a small buffer: a rank reads its rows of a tensor, whatever the tensor is made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .regular import OpenFiles
+
+# Large enough for full disk bandwidth, small enough to stay in the cache while it is converted.
+BUFFER_BYTES = 4 << 20
+_MOST_DIMS = 64
+
+
+def is_shape(sizes: object) -> bool:
+    """Whether a tensor can have these sizes; torch itself counts elements in 64 bits."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > _MOST_DIMS:
+        return False
+    return all(type(size) is int and size >= 0 for size in sizes) and math.prod(max(n, 1) for n in sizes) < 2**59
+
+
+class Source:
+    """Base of all: ``shape``, ``dtype``, ``read``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def undo(self, held: Source) -> list[tuple[Source, Source, tuple[int, int] | None]] | None:
+        """What ``held``, which has this source's values, says about its inputs; None: nothing, it was computed.
+
+        Each: the input, its values in ``held``, and None for all of it, or the (dim, first index) of a part.
+        """
+        return []
+
+    def __setstate__(self, state: object) -> None:
+        """A pickle could give the source that stands for its tensor another place to read from."""
+        raise TypeError("a tensor's attributes are set by the file that holds it")
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=dtype or self.dtype)
+        self.read([0] * len(self.shape), out)
+        return out
+
+
+class FileTensor(Source):
+    """A row-major tensor at a byte offset of a file. Whoever makes it has checked that the file is long enough.
+
+    ``is_whole``: it is all that was saved in its place, and not a part of something larger.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        path: Path,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        is_whole: bool = True,
+    ):
+        self.shape, self.dtype, self.is_whole, self.offset = shape, dtype, is_whole, offset
+        self._files, self._path = files, path
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        if out.numel() == 0:
+            return
+        box = tuple(out.shape)
+        # Rows below `outer` are one run of bytes: every later dim is whole.
+        outer = max((dim for dim in range(len(box)) if box[dim] != self.shape[dim]), default=0)
+        if not box:
+            self._read_run(self.offset, out)
+            return
+        inner = math.prod(self.shape[outer + 1 :])
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(outer + 1)]
+        for index in itertools.product(*(range(size) for size in box[:outer])):
+            first = sum((start[dim] + i) * strides[dim] for dim, i in enumerate(index)) + start[outer] * inner
+            self._read_run(self.offset + first * self.dtype.itemsize, out[index])
+
+    def _read_run(self, offset: int, out: torch.Tensor) -> None:
+        if out.dtype == self.dtype and out.is_contiguous() and out.device.type == "cpu":
+            self._fill(offset, out)
+            return
+        rows = out if out.dim() else out.view(1)
+        row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
+        step = max(1, BUFFER_BYTES // max(row_bytes, 1))
+        buffer = torch.empty((min(step, rows.shape[0]), *rows.shape[1:]), dtype=self.dtype)
+        for begin in range(0, rows.shape[0], step):
+            part = rows[begin : begin + step]
+            self._fill(offset + begin * row_bytes, buffer[: part.shape[0]])
+            part.copy_(buffer[: part.shape[0]])
+
+    def _fill(self, offset: int, out: torch.Tensor) -> None:
+        flat = out.as_strided((out.numel(),), (1,))  # also where a dim of size 1 has another stride
+        self._files.fill(self._path, offset, memoryview(flat.view(torch.uint8).numpy()))
+
+
+class LoadedTensor(Source):
+    """A tensor that is in memory, or mapped from a file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self._tensor = tuple(tensor.shape), tensor.dtype, tensor
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        box = self._tensor
+        for dim, (first, size) in enumerate(zip(start, out.shape, strict=True)):
+            box = box.narrow(dim, first, size)
+        out.copy_(box)
