@@ -119,6 +119,7 @@ def test_a_full_disk_costs_no_checkpoint(ctx, form):
             with full_disk(1):
                 with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*step-000002/.*: File too large"):
                     training.save(folder, form=form, async_save=in_background).wait()
+            assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000001"]
             assert training.load(folder / "step-000001").step == 1
             training.steps(1)
         training.save(folder, form=form)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2x
 from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.hf.files import Checkpoint
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, tiny_lora, tiny_vlm
 from reference import same, shard
@@ -141,9 +142,18 @@ def test_pickles(ctx):
 
     for write in (single, indexed, lambda folder: single(folder, _use_new_zipfile_serialization=False)):
         with shared_folder(ctx, write) as folder:
-            with mock.patch("torch.load", side_effect=torch.load) as load:
+            opened, real = [], Checkpoint.__init__
+
+            def init(self, paths, opened=opened, real=real):
+                opened.append(paths)
+                real(self, paths)
+
+            with (
+                mock.patch.object(Checkpoint, "__init__", init),
+                mock.patch("torch.load", side_effect=torch.load) as load,
+            ):
                 model = fsdp2x.from_pretrained(folder, **QUIET)
-            assert load.called == (ctx.rank == 0)
+            assert bool(opened) == (ctx.rank == 0)
             assert all(call.kwargs["weights_only"] for call in load.call_args_list)
         same(whole(model), values(build("qwen3")))
 
@@ -213,7 +223,9 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
             with torch.device("meta"):
                 model = cls._from_config(plain.config)
             fsdp2x.fully_shard(model)
-            report = fsdp2x.load_hf(model, folder, **QUIET)
+            # Of the very class the files are: that they lack something is no new head.
+            options = {"strict": False} if cls is LlamaForCausalLM else {}
+            report = fsdp2x.load_hf(model, folder, **options, **QUIET)
             assert (report.missing_keys, report.unexpected_keys) == (info["missing_keys"], info["unexpected_keys"])
             got, expected = whole(model), values(plain)
             same(
@@ -225,12 +237,70 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
             assert 0.01 < drawn.std() < 0.03, "not drawn as the class initialises it"
         with refuses("missing: .*model.norm.weight.*unexpected: .*extra.*strict=True"):
             fsdp2x.load_hf(model, folder, strict=True, **QUIET)
+        causal = fsdp2x.fully_shard(build("llama"))
+        before = whole(causal)
+        lost = (
+            "the files lack 2 weights of the model: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: "
+        )
+        for path in (folder, folder / "model.safetensors"):
+            with refuses(f"{lost}.*extra.*; pass strict=False to initialise them"):
+                fsdp2x.load_hf(causal, path, **QUIET)
+        with refuses(lost):
+            fsdp2x.from_pretrained(folder, **QUIET)
+        same(whole(causal), before)
         wider = fsdp2x.fully_shard(meta("llama", intermediate_size=32, tie_word_embeddings=False))
         with refuses(r"shapes differ: .*up_proj.weight has \(24, 16\) in the files and \(32, 16\) here"):
             fsdp2x.load_hf(wider, folder, **QUIET)
-        report = fsdp2x.load_hf(wider, folder, ignore_mismatched_sizes=True, **QUIET)
+        report = fsdp2x.load_hf(wider, folder, strict=False, ignore_mismatched_sizes=True, **QUIET)
         assert ("model.layers.0.mlp.up_proj.weight", (24, 16), (32, 16)) in report.mismatched_keys
         assert logits(wider, "llama").isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["each", "broadcast"])
+@distributed(world_sizes=(2,))
+def test_what_does_not_fit_changes_nothing(ctx, mode):
+    """A plain module: a weight that is lost, renamed, of integers, or tied and stored twice with other values."""
+    torch.manual_seed(0)
+    expected = values(Stack())
+    name = "blocks.0.up.weight"
+
+    def write(folder):
+        lost = {key: value for key, value in expected.items() if key != name}
+        save_file(lost, folder / "lost.safetensors")
+        save_file({**lost, f"{name}x": expected[name]}, folder / "renamed.safetensors")
+        save_file({**expected, name: expected[name].int()}, folder / "integers.safetensors")
+        save_file(expected, folder / "whole.safetensors")
+
+    with shared_folder(ctx, write) as folder:
+        model = shard(ctx, Stack(), STACK_UNITS)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7)
+        before = whole(model)
+        for file, reason in (
+            ("lost", f"the files lack 1 weights of the model: {name}; pass strict=False"),
+            ("renamed", f"the files lack 1 weights of the model: {name}; unexpected: {name}x; pass strict=False"),
+            ("integers", f"{name} has dtype torch.int32 in the files and torch.float32 here"),
+        ):
+            with refuses(reason):
+                fsdp2x.load_hf(model, folder / f"{file}.safetensors", mode=mode, **QUIET)
+            same(whole(model), before)
+        fsdp2x.load_hf(model, folder / "whole.safetensors", mode=mode, **QUIET)
+        same(whole(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["each", "broadcast"])
+@distributed(world_sizes=(2,))
+def test_an_index_is_compared_with_its_files(ctx, mode):
+    def write(folder):
+        build("llama").save_pretrained(folder, max_shard_size="6KB")
+        file = next(file for file in sorted(folder.glob("*.safetensors")) if "norm" in str(load_file(file).keys()))
+        state = load_file(file)
+        state["new"] = state.pop(next(key for key in state if "norm" in key))
+        save_file(state, file, metadata={"format": "pt"})
+
+    with shared_folder(ctx, write) as folder, refuses("damaged, it lacks 1 tensors that .*index.json says are in it"):
+        fsdp2x.load_hf(fsdp2x.fully_shard(build("llama")), folder, mode=mode, **QUIET)
 
 
 @distributed(world_sizes=(2,))
@@ -273,7 +343,7 @@ def test_adapters(ctx):
 @pytest.mark.parametrize("mode", ["each", "broadcast"])
 @distributed(world_sizes=(2,))
 def test_errors_reach_all_ranks(ctx, mode):
-    from fsdp2x.hf.sources import FileTensor
+    from fsdp2x.reading.tensors import FileTensor
 
     with shared_folder(ctx, writer("qwen3")) as folder:
         model = fsdp2x.fully_shard(meta("qwen3"))

@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from fsdp2x.checkpoint import CheckpointError
+from fsdp2x.checkpoint.file_names import PARTS_FILE, rng_file
 from fsdp2x.checkpoint.manifest import (
+    check_entries,
+    describe_entries,
     describe_files,
     file_names,
     make_manifest,
     model_layout,
     read_manifest,
+    tied_names,
     verify_files,
     write_manifest,
 )
+from fsdp2x.reading.errors import Damaged
 
 
 class Tied(torch.nn.Module):
@@ -29,13 +34,19 @@ class Tied(torch.nn.Module):
             self.last = torch.nn.Linear(2, 2)
 
 
+ENTRIES = {"model.embed.weight": ((5, 4), torch.float32), "optimizer.param_groups.0.lr": None}
+
+
 @pytest.fixture
 def folder(tmp_path):
-    tensors, aliases = model_layout(Tied())
+    _, aliases = model_layout(Tied())
     (tmp_path / "data.bin").write_bytes(bytes(range(200)))
+    for name in (".metadata", PARTS_FILE, rng_file(0), rng_file(1)):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    manifest = make_manifest(step=7, world_size=2, mesh=[], tensors=tensors, aliases=aliases, model_type="tied")
+    manifest = make_manifest(step=7, world_size=2, mesh=[], aliases=aliases, model_type="tied")
+    manifest |= {"parts": ["data"], "entries": describe_entries(ENTRIES), "num_entries": [2, 1]}
     write_manifest(tmp_path, manifest, describe_files(tmp_path, file_names(tmp_path)))
     return tmp_path
 
@@ -58,7 +69,9 @@ def test_wrappers_leave_no_trace_in_the_names():
 def test_round_trip(folder):
     manifest = read_manifest(folder)
     assert (manifest["step"], manifest["world_size"], manifest["tied"]) == (7, 2, {"head.weight": "embed.weight"})
-    assert set(manifest["files"]) == {"data.bin", "hf/config.json"}
+    own = {".metadata", PARTS_FILE, rng_file(0), rng_file(1)}
+    assert set(manifest["files"]) == {"data.bin", "hf/config.json", *own}
+    assert tied_names(manifest) == [{"model.embed.weight", "model.head.weight"}]
     for rank in range(3):
         verify_files(folder, manifest, rank=rank, world_size=3)
 
@@ -75,13 +88,65 @@ def test_damage_is_named(folder):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m["files"]["data.bin"].pop("bytes"), "its files are not described"),
+        (lambda m: m["files"]["data.bin"].update(crc32=-1), "its files are not described"),
+        (lambda m: m["files"].update({"../secret": dict(m["files"]["data.bin"])}), "its files are not described"),
+        (lambda m: m["files"].update({"/etc/passwd": dict(m["files"]["data.bin"])}), "its files are not described"),
+        (lambda m: m["files"].clear(), "it does not list .metadata, rng-00000.json, rng-00001.json, trainer.pt"),
+        (lambda m: m["files"].pop("rng-00001.json"), "it does not list rng-00001.json"),
+        (lambda m: m.update(world_size=3), "num_entries is"),
+        (lambda m: m.update(world_size=True), "world_size is True"),
+        (lambda m: m.update(world_size=0, num_entries=[]), "world_size is 0"),
+        (lambda m: m.update(step=-1), "step is -1"),
+        (lambda m: m.update(step=float("nan")), "step is nan"),
+        (lambda m: m.update(form="whole"), "form is whole"),
+        (lambda m: m.update(form=["full"]), "form is"),
+        (lambda m: m.update(tied={"a": 3}), "tied is"),
+        (lambda m: m.update(layouts=[]), "layouts is"),
+        (lambda m: m["entries"]["model.embed.weight"].update(shape=[5, "4"]), "entries is"),
+        (lambda m: m.pop("entries"), "entries is None"),
+        (lambda m: m.pop("format"), "format is None"),
+    ],
+)
+def test_a_manifest_that_says_what_none_can_say(folder, change, reason):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=f"manifest.json: .*{reason}"):
+        read_manifest(folder)
+
+
+def test_entries_are_counted_and_compared(folder):
+    manifest = read_manifest(folder)
+    whole = {**ENTRIES, "model.head.weight": ENTRIES["model.embed.weight"]}
+    check_entries(folder, manifest, whole)
+    check_entries(folder, manifest, ENTRIES, rank=0)
+    check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=1)
+    for wrong, reason in (
+        (ENTRIES, "it lacks model.head.weight"),
+        ({**whole, "model.x": None}, "model.x is a value, the manifest says nothing"),
+        ({**whole, "model.embed.weight": ((4, 5), torch.float32)}, r"is .*\[4, 5\].*, the manifest says .*\[5, 4\]"),
+        ({**whole, "model.embed.weight": ((5, 4), torch.float16)}, "float16.*, the manifest says .*float32"),
+        ({**whole, "model.embed.weight": None}, "is a value, the manifest says"),
+        ({**whole, "optimizer.param_groups.0.lr": ((), torch.float32)}, "the manifest says a value"),
+    ):
+        with pytest.raises(Damaged, match=reason):
+            check_entries(folder, manifest, wrong)
+    with pytest.raises(Damaged, match="it lacks model.embed.weight"):
+        check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=0)
+
+
 def test_manifests_that_are_none_are_named(folder):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for text, message in (
         ("{", "manifest.json: damaged, not valid JSON"),
-        ("[]", "manifest.json: not the manifest of a checkpoint"),
-        (json.dumps({**manifest, "format": 99}), "manifest.json: format 99, this version of fsdp2x reads format 2"),
+        ("[]", "manifest.json: got list, expected a mapping"),
+        (json.dumps({**manifest, "format": 99}), "manifest.json: format 99, this version of fsdp2x reads format 3"),
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):

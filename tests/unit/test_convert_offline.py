@@ -108,7 +108,7 @@ def test_damaged_shards_are_named(tmp_path, origin):
     save(tmp_path / "ckpt", {f"model.{key}": value for key, value in build("llama").state_dict().items()})
     (shards,) = (tmp_path / "ckpt").glob("*.distcp")
     shards.write_bytes(shards.read_bytes()[: shards.stat().st_size // 2])
-    with refuses(f"{shards.name}: damaged"):
+    with refuses(f"would lie at .* of {shards.name}, which has"):
         dcp_to_hf(tmp_path / "ckpt", tmp_path / "out", origin)
     shards.unlink()
     with refuses(f"{shards.name}: No such file"):

@@ -1,17 +1,22 @@
-"""fsdp2x.convert.records and tiles: files of torch.save as sources, nothing of them executed."""
+"""fsdp2x.reading.records and tiles: files of torch.save as sources, nothing of them executed."""
 
 import itertools
 import os
+import pickle
+import pickletools
+import random
 import zipfile
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp2x.checkpoint.agree import CheckpointError
-from fsdp2x.convert.records import OpenFiles, Placement, read_records
-from fsdp2x.convert.tiles import Tile, Tiled, box_of
-from fsdp2x.hf.sources import FileTensor, LoadedTensor
+import damage
+from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.reading.records import Placement, read_records
+from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.tensors import FileTensor, LoadedTensor
+from fsdp2x.reading.tiles import Tile, box_of, covers, tiled
 
 
 def refuses(pattern):
@@ -80,7 +85,7 @@ def test_nothing_is_executed_and_damage_is_named(tmp_path, monkeypatch):
         with zipfile.ZipFile("cut.pt") as source, zipfile.ZipFile("short.pt", "w") as archive:
             for name in source.namelist():
                 archive.writestr(name, source.read(name)[: 36 if name.endswith("data/0") else None])
-        with refuses(r"short.pt: cannot be read: a tensor of shape \[100\] exceeds its storage of 36 bytes"):
+        with refuses(r"short.pt: damaged, its storage 0 has 36 bytes, 100 elements of torch.float32 are said"):
             read_records(files, tmp_path / "short.pt")
         with refuses("gone.pt: No such file"):
             read_records(files, tmp_path / "gone.pt")
@@ -115,18 +120,100 @@ def test_tiles():
     tiles = [
         Tile((a, b), LoadedTensor(whole[a : a + m, b : b + n])) for (a, b), (m, n) in [*boxes, boxes[0]]
     ]  # the last is a replica
-    tiled = Tiled("w", whole.shape, whole.dtype, tiles)
-    assert torch.equal(tiled.whole(), whole)
+    found = tiled("w", whole.shape, whole.dtype, tiles)
+    assert torch.equal(found.whole(), whole)
     for a, b in itertools.product(range(5), range(7)):
         out = torch.empty(5 - a, 7 - b, dtype=torch.float64)
-        tiled.read([a, b], out)
+        found.read([a, b], out)
         assert torch.equal(out, whole[a:, b:].double())
     with refuses("w: the shards hold 23 elements of 35"):
-        Tiled("w", whole.shape, whole.dtype, tiles[1:4])
-    with refuses("does not fit into"):
-        Tiled("w", (4, 7), whole.dtype, tiles)
-    with refuses("does not fit into"):
-        Tiled("w", whole.shape, torch.float64, tiles)
+        tiled("w", whole.shape, whole.dtype, tiles[1:4])
+    with refuses("w: the shards of .* reach beyond"):
+        tiled("w", (4, 7), whole.dtype, tiles)
+    with refuses("w: a shard has dtype torch.float32, the tensor torch.float64"):
+        tiled("w", whole.shape, torch.float64, tiles)
     assert torch.equal(
-        Tiled("s", (), torch.float32, [Tile((), LoadedTensor(torch.tensor(2.0)))]).whole(), torch.tensor(2.0)
+        tiled("s", (), torch.float32, [Tile((), LoadedTensor(torch.tensor(2.0)))]).whole(), torch.tensor(2.0)
     )
+
+
+def test_boxes_that_cover_a_shape_are_told_from_others():
+    """Against counting: every element in exactly one box."""
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(1500):
+        shape = [rng.randrange(1, 5) for _ in range(rng.randrange(0, 4))]
+        boxes = [([0] * len(shape), shape)]
+        for _ in range(rng.randrange(4) if shape else 0):
+            boxes += _cut(rng, boxes.pop(rng.randrange(len(boxes))))
+        if rng.random() < 0.7:
+            start, sizes = rng.choice(boxes)
+            kind = rng.randrange(4)
+            if kind == 0:
+                boxes.remove((start, sizes))
+            elif kind == 1:
+                boxes.append((start, sizes))
+            elif shape:
+                dim, moved = rng.randrange(len(shape)), [*(start, sizes)[kind - 2]]
+                moved[dim] += rng.choice([-1, 1])
+                boxes[boxes.index((start, sizes))] = (moved, sizes) if kind == 2 else (start, moved)
+        boxes = [box for box in boxes if 0 not in box[1]]
+        counted = torch.zeros(shape)
+        inside = all(
+            a >= 0 and n > 0 and a + n <= whole for s, z in boxes for a, n, whole in zip(s, z, shape, strict=True)
+        )
+        if inside:
+            for start, sizes in boxes:
+                counted[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))] += 1
+        right = inside and bool((counted == 1).all())
+        assert (covers(shape, boxes) == "") == right, (shape, boxes)
+        seen.add((right, covers(shape, boxes).split(" ")[0]))
+    assert seen == {(True, ""), (False, "of"), (False, "hold"), (False, "overlap,")}
+
+
+def _cut(rng, box):
+    start, sizes = box
+    dim = rng.randrange(len(sizes))
+    if sizes[dim] < 2:
+        return [box]
+    at = rng.randrange(1, sizes[dim])
+    return [
+        (start, [*sizes[:dim], at, *sizes[dim + 1 :]]),
+        ([*start[:dim], start[dim] + at, *start[dim + 1 :]], [*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :]]),
+    ]
+
+
+def test_a_pickle_cannot_move_what_stands_for_a_tensor(tmp_path):
+    """A tensor's attributes set by the pickle behind it: another place, another file."""
+    torch.save({"a": torch.arange(4.0)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as source:
+        parts = {name: source.read(name) for name in source.namelist()}
+    name = next(name for name in parts if name.endswith("data.pkl"))
+    built = pickletools.optimize(pickle.dumps({"offset": 0, "_path": "/etc/passwd"}, protocol=2))[2:-1]
+    calls = [at for op, _, at in pickletools.genops(parts[name]) if op.name == "REDUCE"]
+    end = calls[-1] + 1
+    parts[name] = parts[name][:end] + built + b"b" + parts[name][end:]
+    with zipfile.ZipFile(tmp_path / "moved.pt", "w") as archive:
+        for one, content in parts.items():
+            archive.writestr(one, content)
+    with OpenFiles() as files, refuses("moved.pt: damaged .*attributes are set by the file that holds it"):
+        read_records(files, tmp_path / "moved.pt")
+
+
+def test_every_changed_number_of_the_zip_is_refused_or_means_nothing(tmp_path):
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(40), "c": torch.zeros(0, 2)}
+    torch.save(state, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    refused = 0
+    for seed in range(200):
+        damaged, change = damage.change_zip(random.Random(seed), content)
+        (tmp_path / "y.pt").write_bytes(damaged)
+        with OpenFiles() as files:
+            try:
+                found = read_records(files, tmp_path / "y.pt")
+            except CheckpointError:
+                refused += 1
+                continue
+            for name, tensor in state.items():
+                assert torch.equal(found[name].whole(), tensor), change.what
+    assert refused > 100
