@@ -321,6 +321,18 @@ def lying(rng: random.Random, tensors: dict[str, torch.Tensor], nest: Callable[[
     return bytes(sink.content), Change(f"say that {name} is {said}", (name,))
 
 
+def relabel(archive: bytes, like: bytes) -> bytes:
+    """An archive with the label of another one, so that only its contents tell that it is not that one."""
+    with zipfile.ZipFile(io.BytesIO(like)) as file:
+        labels = [file.read(name) for name in file.namelist() if name.endswith("/label")]
+    if not labels or not archive:
+        return archive
+    buffer = io.BytesIO(archive)
+    with zipfile.ZipFile(buffer, "a") as file:
+        file.writestr(zipfile.ZipInfo(f"{file.namelist()[0].partition('/')[0]}/label"), labels[0])
+    return buffer.getvalue()
+
+
 class _Bytes:
     """A `disk.Sink` into memory."""
 

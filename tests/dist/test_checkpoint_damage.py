@@ -2,11 +2,13 @@
 
 import logging
 import os
+import pickle
 import struct
 
 import pytest
 import torch
 
+import damage
 from checkpoints import Training, full_disk, on_first, shared_folder
 from harness import distributed
 
@@ -50,7 +52,7 @@ def shorten(path):
 def test_an_older_whole_one_is_taken_and_said(ctx, form):
     from fsdp2x import checkpoint
 
-    for damage, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, got"), (os.unlink, "missing")):
+    for hurt, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, got"), (os.unlink, "missing")):
         with shared_folder() as folder:
             training = Training()
             training.steps(1)
@@ -59,7 +61,7 @@ def test_an_older_whole_one_is_taken_and_said(ctx, form):
             training.steps(1)
             training.save(folder, form=form)
             broken = folder / "step-000002" / DATA[form]
-            on_first(lambda broken=broken, damage=damage: damage(broken))
+            on_first(lambda broken=broken, hurt=hurt: hurt(broken))
             fresh = Training()
             before = weights(fresh)
             with pytest.raises(checkpoint.CheckpointError, match=f"{DATA[form]}: .*{reason}"):
@@ -70,11 +72,73 @@ def test_an_older_whole_one_is_taken_and_said(ctx, form):
             assert all(map(torch.equal, weights(fresh), first))
             assert any(DATA[form] in said and "using" in said and "step-000001 instead" in said for said in messages)
             # Without looking at checksums a flipped bit goes by; what is short does not.
-            if damage is flip:
+            if hurt is flip:
                 assert fresh.load(folder / "step-000002", verify=False).step == 2
             else:
                 with pytest.raises(checkpoint.CheckpointError, match=DATA[form]):
                     fresh.load(folder / "step-000002", verify=False)
+
+
+def _take_former(folder, places):
+    (folder / "step-000002/__0_0.distcp").write_bytes((folder / "step-000001/__0_0.distcp").read_bytes())
+
+
+def _swap_ranks(folder, places):
+    one, other = [key for key in places if key.fqn == "model.adapter.weight"]
+    places[one], places[other] = places[other], places[one]
+
+
+def _swap_places(one, other):
+    def swap(folder, places):
+        keys = [[key for key in places if key.fqn == name] for name in (one, other)]
+        for mine, theirs in zip(*keys, strict=True):
+            places[mine], places[theirs] = places[theirs], places[mine]
+
+    return swap
+
+
+def _take_label_away(folder, places):
+    path = folder / "step-000002/__0_0.distcp"
+    path.write_bytes(path.read_bytes().replace(b"/label", b"/lapel"))
+
+
+MOMENTS = ("optimizer.state.stack.norm.weight.exp_avg", "optimizer.state.stack.norm.weight.exp_avg_sq")
+MISPLACED = {
+    "of the step before": (_take_former, r"labelled b'0{19}1 .*', expected b'0{19}2 "),
+    "of another rank": (_swap_ranks, r"labelled b'0*2 model.adapter.weight \[\d, 0\]'"),
+    "of another name": (_swap_places(*MOMENTS), rf"labelled b'0*2 {MOMENTS[1]} .*expected b'0*2 {MOMENTS[0]} "),
+    "of a value": (_swap_places("optimizer.param_groups.0.lr", "optimizer.param_groups.1.lr"), "labelled"),
+    "without a label": (_take_label_away, "it is labelled b''"),
+}
+
+
+@distributed
+@pytest.mark.parametrize("kind", MISPLACED)
+def test_an_archive_in_the_place_of_another_is_found_out(ctx, kind):
+    from fsdp2x import checkpoint
+
+    misplace, reason = MISPLACED[kind]
+    with shared_folder() as folder:
+        training = Training()
+        for _ in range(2):
+            training.steps(1)
+            training.save(folder)
+
+        def hurt():
+            path = folder / "step-000002/.metadata"
+            table = pickle.loads(path.read_bytes())
+            misplace(folder, table.storage_data)
+            path.write_bytes(pickle.dumps(table))
+            damage.fit(folder / "step-000002")
+
+        on_first(hurt)
+        other = Training()
+        other.steps(1)
+        before = weights(other)
+        with pytest.raises(checkpoint.CheckpointError, match=reason):
+            checkpoint.load(folder / "step-000002", other.model, other.optimizer)
+        assert all(map(torch.equal, weights(other), before))
+        assert checkpoint.load(folder, other.model, other.optimizer).step == 1
 
 
 @distributed

@@ -182,11 +182,13 @@ def _hurt_chunk(rng, folder):
     kind = rng.random()
     if kind < 0.2:
         new, change = damage.change_zip(rng, content[start : start + old])
-    elif kind < 0.4 and isinstance(value, torch.Tensor):
-        new, change = damage.lying(rng, {index.fqn: value}, lambda stored: stored[index.fqn])
     else:
-        tree, change = damage.change(rng, {"it": value})
-        new = damage.pack(tree.get("it"))
+        if kind < 0.4 and isinstance(value, torch.Tensor):
+            new, change = damage.lying(rng, {index.fqn: value}, lambda stored: stored[index.fqn])
+        else:
+            tree, change = damage.change(rng, {"it": value})
+            new = damage.pack(tree.get("it"))
+        new = damage.relabel(new, content[start : start + old]) if rng.random() < 0.9 else new
     file.write_bytes(content[:start] + new + content[start + old :])
     for one in {id(one): one for one in table.storage_data.values()}.values():
         if (one.relative_path, one.offset) == (info.relative_path, start):

@@ -116,6 +116,20 @@ def test_a_kill_while_deleting_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     assert names(tmp_path) == ["latest", step_name(2)]
 
 
+def test_what_a_kill_left_is_removed_and_said(tmp_path, caplog):
+    save(tmp_path, 1, "one")
+    with caplog.at_level("WARNING", logger="fsdp2x"):
+        repair(tmp_path)
+        assert not caplog.messages
+        (prepare(tmp_path, 2) / "half").write_text("x")
+        os.rename(tmp_path / step_name(1), tmp_path / f".old-{step_name(1)}")
+        repair(tmp_path)
+    removed, back = sorted(caplog.messages)
+    assert removed == f"{tmp_path}/.tmp-{step_name(2)}: removed, the save that wrote it was cut off"
+    assert back.startswith(f"{tmp_path}/{step_name(1)}: put back, ")
+    assert names(tmp_path) == ["latest", step_name(1)] and content_of(tmp_path) == "one"
+
+
 def test_what_is_no_checkpoint_is_told(tmp_path):
     for path, message in (
         (tmp_path / "nothing", "nothing: no such checkpoint"),

@@ -147,6 +147,7 @@ def test_manifests_that_are_none_are_named(folder):
         ("{", "manifest.json: damaged, not valid JSON"),
         ("[]", "manifest.json: got list, expected a mapping"),
         (json.dumps({**manifest, "format": 99}), "manifest.json: format 99, this version of fsdp2x reads format 3"),
+        (json.dumps({**manifest, "format": 2}), "format 2, this .* reads format 3; the version that wrote it reads it"),
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fsdp2x.reading.records import LABEL
 from fsdp2x.runtime import torch_private
 
 from .disk import bytes_of
@@ -91,13 +92,16 @@ class Record:
 
 
 class Archive:
-    """Where everything lies in one archive: `tree` is pickled, and each `Stored` in it has a record of its own."""
+    """Where everything lies in one archive: `tree` is pickled, and each `Stored` in it has a record of its own.
 
-    def __init__(self, tree: Any, stored: Sequence[Stored]):
+    `label`: of a length that stays, of contents that `write` may replace.
+    """
+
+    def __init__(self, tree: Any, stored: Sequence[Stored], label: bytes = b""):
         contents: list[tuple[str, int, bytes | None]] = [(f"data/{one.key}", one.num_bytes, None) for one in stored]
         body, inline = pickled(tree)
         known = [*((f"data/{key}", data) for key, data in inline), ("data.pkl", body)]
-        known += [("byteorder", b"little"), ("version", b"3\n")]
+        known += [("byteorder", b"little"), ("version", b"3\n"), *([(LABEL, label)] if label else [])]
         contents += [(name, len(content), content) for name, content in known]
         self.records: list[Record] = []
         end = 0
@@ -114,7 +118,7 @@ class Archive:
         """Where the data of each `Stored` starts, in their order."""
         return [record.offset for record in self.records if record.content is None]
 
-    def write(self, sink: Any, sources: Iterable[torch.Tensor]) -> None:
+    def write(self, sink: Any, sources: Iterable[torch.Tensor], label: bytes = b"") -> None:
         """Everything front to back into a `disk.Sink`; `sources` give the bytes of each `Stored`."""
         crcs = []
         data = iter(sources)
@@ -123,8 +127,10 @@ class Archive:
             if record.content is None:
                 crcs.append(sink.data(next(data)))
             else:
-                sink.put(record.content)
-                crcs.append(zlib.crc32(record.content))
+                content = label if record.name == _PREFIX + LABEL else record.content
+                assert len(content) == record.num_bytes, f"{record.name} has another length than planned"
+                sink.put(content)
+                crcs.append(zlib.crc32(content))
             sink.put(record.descriptor(crcs[-1]))
         sink.put(self.directory(crcs))
 

@@ -12,12 +12,15 @@ Only rank 0 of a training run writes here. Readers never change anything.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
 from fsdp2x.reading.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 MARKED = "marked"
@@ -170,7 +173,7 @@ def retain(root: Path, keep: int) -> list[Path]:
 
 
 def repair(root: Path) -> None:
-    """Undoes what a kill left: half-written folders go, a checkpoint that was being replaced comes back."""
+    """Undoes what a kill left, and says so: half-written folders go, a checkpoint being replaced comes back."""
     if not root.is_dir():
         return
     for path in list(root.iterdir()):
@@ -180,8 +183,11 @@ def repair(root: Path) -> None:
                 remove(path)
             else:
                 os.rename(path, final)
+                logger.warning("%s: put back, the save that was to replace it was cut off", final)
         elif path.name.startswith(".tmp-"):
             remove(path)
+            if path.name.startswith(".tmp-step-"):
+                logger.warning("%s: removed, the save that wrote it was cut off", path)
 
 
 def remove(path: Path) -> None:

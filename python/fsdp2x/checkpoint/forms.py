@@ -1,7 +1,7 @@
 """The forms of a checkpoint whose files belong to one rank each: the sharded directory and the per-rank files.
 
     sharded     __R_0.distcp   an archive (see archive.py) per chunk that rank R writes, one after another
-                __R_1.distcp   entries that are no tensors
+                __R_1.distcp   entries that are no tensors, likewise; each archive has a label (see reading/dcp.py)
                 .metadata      torch DCP's table of contents
     per_rank    rank-0000R.pt  one archive: the trees of rank R with its local tensors
 
@@ -11,8 +11,10 @@ staged copy is the file already), writes it, and on rank 0 puts the parts of all
 
 from __future__ import annotations
 
+import io
 import pickle
 import uuid
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
+from fsdp2x.reading.dcp import label
+from fsdp2x.reading.records import LABEL
 from fsdp2x.reading.table import METADATA
 from fsdp2x.runtime import torch_private
 
@@ -69,7 +73,7 @@ class Sharded:
         end = 0
         for chunk in self.chunks:
             stored = Stored(0, chunk.dtype, chunk.sizes)
-            archive = Archive(stored, [stored])
+            archive = Archive(stored, [stored], label(chunk.name, chunk.offsets, 0))
             self._archives.append((end, archive))
             self.positions.append(end + archive.data_offsets[0])
             end += -(-archive.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -78,13 +82,14 @@ class Sharded:
     def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
         entries = []
         files: Files = {}
+        step = contents.manifest["step"]
         if self.chunks:
             file = f"__{self.rank}_0.distcp"
 
             def fill(sink: Sink) -> None:
-                for (start, archive), source in zip(self._archives, data, strict=True):
+                for chunk, (start, archive), source in zip(self.chunks, self._archives, data, strict=True):
                     sink.put(bytes(start - sink.num_bytes))
-                    archive.write(sink, [source])
+                    archive.write(sink, [source], label(chunk.name, chunk.offsets, step))
                 sink.put(bytes(self.num_bytes - sink.num_bytes))
 
             files[file] = write_sink(folder / file, fill, staged)
@@ -94,7 +99,7 @@ class Sharded:
             file = f"__{self.rank}_1.distcp"
             content = b""
             for name in self.plan.objects:
-                part = to_bytes(contents.objects[name])
+                part = _labelled(to_bytes(contents.objects[name]), label(name, None, step))
                 entries.append((name, None, file, len(content), len(part)))
                 content += part
             files[file] = write_described(folder / file, content)
@@ -152,6 +157,15 @@ class PerRank:
 
 def _described(chunk: Chunk) -> dict[str, list[int]]:
     return {"shape": list(chunk.shape), "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+
+
+def _labelled(archive: bytes, text: bytes) -> bytes:
+    """A file of `torch.save` with one more record."""
+    buffer = io.BytesIO(archive)
+    with zipfile.ZipFile(buffer, "a") as file:
+        prefix = file.namelist()[0].partition("/")[0]
+        file.writestr(zipfile.ZipInfo(f"{prefix}/{LABEL}"), text)  # without the time of day
+    return buffer.getvalue()
 
 
 def write_sink(path: Path, fill: Any, staged: torch.Tensor | None) -> dict[str, int]:

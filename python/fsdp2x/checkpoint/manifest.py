@@ -157,7 +157,10 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
     """Raises `CheckpointError` for a manifest of another format, `Damaged` for one that says what none can say."""
     number = manifest.get("format")
     if type(number) is int and number != FORMAT:
-        raise CheckpointError(f"{where}: format {number}, this version of fsdp2x reads format {FORMAT}")
+        raise CheckpointError(
+            f"{where}: format {number}, this version of fsdp2x reads format {FORMAT}; the version that wrote it reads "
+            "it, and torch.distributed.checkpoint does where its form is sharded"
+        )
     form, world_size = manifest.get("form"), manifest.get("world_size")
     for key, is_right in (
         ("format", type(number) is int),

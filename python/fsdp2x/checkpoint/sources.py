@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.reading import tensors
 from fsdp2x.reading.archives import detached, open_archive
-from fsdp2x.reading.dcp import DcpTensors
+from fsdp2x.reading.dcp import DcpTensors, Ours
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.records import Shard
 from fsdp2x.reading.regular import OpenFiles, open_regular
@@ -60,7 +60,7 @@ class ShardedSource:
 
     def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any] | None):
         self._folder, self._files, self._trusted = folder, files, trusted
-        self._tensors = DcpTensors(folder, files, tied_names(manifest) if manifest else None)
+        self._tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)) if manifest else None)
         table = self._tensors.table
         self.entries: Entries = table.entries
         leaves: dict[str, Any] = {name: Leaf(name, one.shape, one.dtype) for name, one in table.tensors.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp2x.checkpoint.directory import resolve
 from fsdp2x.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
-from fsdp2x.reading.dcp import DcpTensors
+from fsdp2x.reading.dcp import DcpTensors, Ours
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.json_file import read_text
 from fsdp2x.reading.records import Placement, Shard, read_records
@@ -64,7 +64,7 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
         )
     if verify:
         verify_files(folder, manifest)
-    tensors = DcpTensors(folder, files, tied_names(manifest))
+    tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)))
     check_entries(folder, manifest, tensors.table.entries)
     return tensors, dict(manifest["tied"])
 

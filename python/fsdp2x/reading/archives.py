@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,17 @@ def open_archive(files: OpenFiles, path: Path, trusted: bool) -> Opened:
     return Opened(values, records)
 
 
-def load_run(files: OpenFiles, path: Path, offset: int, num_bytes: int, name: str, trusted: bool) -> Any:
+def load_run(
+    files: OpenFiles,
+    path: Path,
+    offset: int,
+    num_bytes: int,
+    name: str,
+    trusted: bool,
+    labels: Collection[bytes] | None = None,
+) -> Any:
     """The value in a run of bytes of a file; ``name``: of the entry, for errors. Raises as `open_archive`."""
-    read_records(files, path, offset, num_bytes, inert=True)
+    read_records(files, path, offset, num_bytes, inert=True, labels=labels)
     return _load(io.BytesIO(files.read(path, offset, num_bytes)), f"{path}: {name}", trusted)
 
 

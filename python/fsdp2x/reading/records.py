@@ -19,6 +19,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
+LABEL = "label"  # of archives that we write into a DCP directory
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED, _HAS_TAIL = 1, 8
 
@@ -100,12 +102,19 @@ class Inert:
 
 
 def read_records(
-    files: OpenFiles, path: Path, offset: int = 0, length: int | None = None, *, inert: bool = False
+    files: OpenFiles,
+    path: Path,
+    offset: int = 0,
+    length: int | None = None,
+    *,
+    inert: bool = False,
+    labels: Collection[bytes] | None = None,
 ) -> Any:
     """The object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
 
     Args:
         inert: objects of classes that a state dict does not need become `Inert` instead of an error.
+        labels: one of which the record `LABEL` has to be.
 
     Raises:
         Damaged: not a whole file of ``torch.save``, or one that contradicts itself.
@@ -119,6 +128,9 @@ def read_records(
             order = archive.read(places.members["byteorder"]) if "byteorder" in places.members else b"little"
             if order != b"little":
                 raise CheckpointError(f"byte order {order!r} is not supported")
+            said = archive.read(places.members[LABEL]) if LABEL in places.members else b""
+            if labels is not None and said not in labels:
+                raise Damaged(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
             pickled = archive.read(places.members["data.pkl"])
         found = _Records(io.BytesIO(pickled), files, path, places.data, inert).load()
     except Damaged as error:
