@@ -291,6 +291,29 @@ def test_what_does_not_fit_changes_nothing(ctx, mode):
 
 @pytest.mark.parametrize("mode", ["each", "broadcast"])
 @distributed(world_sizes=(2,))
+def test_experts_that_do_not_fit_together_are_named(ctx, mode):
+    """Of those that become one weight, one is of integers, turned, short or lost."""
+    name = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    odd = {"integers": lambda w: (9 * w).int(), "turned": lambda w: w.T.contiguous(), "short": lambda w: w[:-1].clone()}
+
+    def write(folder):
+        build("qwen3_moe").save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        for kind, change in odd.items():
+            save_file({**state, name: change(state[name])}, folder / f"{kind}.safetensors")
+        save_file({key: one for key, one in state.items() if key != name}, folder / "lost.safetensors")
+
+    with shared_folder(ctx, write) as folder:
+        model = fsdp2x.fully_shard(build("qwen3_moe"))
+        before = whole(model)
+        for kind in (*odd, "lost"):
+            with refuses(r"experts.gate_up_proj is made of \d tensors that do not fit together in the files"):
+                fsdp2x.load_hf(model, folder / f"{kind}.safetensors", mode=mode, **QUIET)
+            same(whole(model), before)
+
+
+@pytest.mark.parametrize("mode", ["each", "broadcast"])
+@distributed(world_sizes=(2,))
 def test_an_index_is_compared_with_its_files(ctx, mode):
     def write(folder):
         build("llama").save_pretrained(folder, max_shard_size="6KB")

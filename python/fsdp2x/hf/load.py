@@ -23,7 +23,7 @@ from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
 from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source, unsharded_class
-from fsdp2x.hf.recipes import Recipes, make_recipes
+from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.json_file import read_json
@@ -201,7 +201,7 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], opened: Chec
     for target in targets:
         sources = [plan.recipes.sources[name] for name in target.names if name in plan.recipes.sources]
         if sources:
-            kinds = {_kind(one.dtype) for one in (target, *sources)}
+            kinds = {kind_of(one.dtype) for one in (target, *sources)}
             if len(kinds) > 1:
                 raise CheckpointError(
                     f"{target.names[0]} has dtype {sources[0].dtype} in the files and {target.dtype} here: another "
@@ -211,10 +211,6 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], opened: Chec
         elif target.tensor.is_meta or (holds_adapter if is_adapter(target.names[0]) else holds_base):
             plan.missing.append(target)
     return plan
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def _report(

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp2x.hf.names import is_transformers, original_classes
 from fsdp2x.hf.sources import Computed, Joined, Piece, Stacked, Turned
+from fsdp2x.reading.errors import CheckpointError, first_line
 from fsdp2x.reading.tensors import Source
 
 
@@ -84,8 +85,14 @@ class _Conversion:
 
     def outputs(self) -> dict[str, Source]:
         dtype = next(self._stored[key].dtype for _, key in self._members)
+        odd = [key for _, key in self._members if kind_of(self._stored[key].dtype) != kind_of(dtype)]
+        if odd:
+            raise self._unfit(f"{odd[0]} has dtype {self._stored[odd[0]].dtype}")
         # On the meta device, for the names and shapes of the results; transformers decides both.
-        made = self._run(lambda key: torch.empty(self._stored[key].shape, dtype=dtype, device="meta"))
+        try:
+            made = self._run(lambda key: torch.empty(self._stored[key].shape, dtype=dtype, device="meta"))
+        except Exception as error:
+            raise self._unfit(first_line(error)) from None
         try:
             described = self._describe()
         except _NotDescribable:
@@ -96,6 +103,13 @@ class _Conversion:
             name: Computed(tuple(tensor.shape), dtype, lambda name=name: self._take(name))
             for name, tensor in made.items()
         }
+
+    def _unfit(self, reason: str) -> CheckpointError:
+        one = self._members[0][1]
+        return CheckpointError(
+            f"{self._name} is made of {len(self._members)} tensors that do not fit together in the files: {reason}; "
+            f"{one} is {list(self._stored[one].shape)} of {self._stored[one].dtype}"
+        )
 
     def _run(self, tensor_of) -> dict[str, torch.Tensor]:
         fresh = copy.deepcopy(self._converter)
@@ -142,6 +156,11 @@ class _Conversion:
 
 class _NotDescribable(Exception):
     """An operation needs whole tensors."""
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Numbers of one kind are converted into each other."""
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def _only(values: dict[str, list[Source]]) -> Source:
