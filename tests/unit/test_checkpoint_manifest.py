@@ -88,6 +88,16 @@ def test_damage_is_named(folder):
         read_manifest(folder)
 
 
+def test_a_name_that_no_file_could_have_is_missing(folder):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["x" * 5000] = {"bytes": 1, "crc32": 1}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match="xxx: missing, the manifest lists it with 1 bytes") as error:
+        read_manifest(folder)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -95,6 +95,10 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(CheckpointError, match="names files that are missing: gone.safetensors"):
         weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "%s"}}' % ("x" * 5000))
+    with pytest.raises(CheckpointError, match="names files that are missing: xxx") as error:
+        weight_files(tmp_path)
+    assert len(str(error.value)) < 1000
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="index.json: got list, expected a mapping"):
         weight_files(tmp_path)

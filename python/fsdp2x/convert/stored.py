@@ -129,14 +129,13 @@ def _joined(name: str, ranks: list[Source | Shard]) -> Source:
 
 def _check_shards(name: str, shards: list[Shard]) -> None:
     """Raises `Damaged` for what no DTensor can be."""
-    shape = shards[0].shape
     placements = [(one.kind, one.dim) for one in shards[0].placements]
     for rank, shard in enumerate(shards):
-        fits = all(type(size) is int and size >= 0 for size in shape)
+        fits = all(type(size) is int and size >= 0 for size in shard.shape)
         fits = fits and [(one.kind, one.dim) for one in shard.placements] == placements
         fits = fits and len(shard.coordinate) == len(placements)
         fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
-        if not fits or not all(_is_placement(one, len(shape)) for one in shard.placements):
+        if not fits or not all(_is_placement(one, len(shard.shape)) for one in shard.placements):
             raise Damaged(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
 
 

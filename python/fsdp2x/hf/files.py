@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 def _of_index(index: Path) -> list[Path]:
     files = list(dict.fromkeys(index.parent / name for name in _weight_map(index).values()))
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also one that no file could have
     if missing:
         raise CheckpointError(f"{index}: names files that are missing: {', '.join(missing)}")
     return files

@@ -65,7 +65,9 @@ class DcpTensors(Mapping):
                 continue
             path = self.folder / run.file
             labels = None if self._ours is None else self._ours.labels(key, offsets)
-            found = read_records(self._files, path, run.offset, run.num_bytes, labels=labels)
+            # What stands for an object in an archive of ours is no tensor: damaged, whatever it is.
+            inert = self._ours is not None
+            found = read_records(self._files, path, run.offset, run.num_bytes, inert=inert, labels=labels)
             if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
                 got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
                 raise Damaged(
