@@ -63,7 +63,7 @@ def change(rng: random.Random, tree: Any, *, json_only: bool = False) -> tuple[A
     elif action == "double":
         twin = _renamed(rng, key)
         items, said = [*items, (twin, node)], f"{said} as {shown(twin)}"
-        touched = (dotted(outer),) if isinstance(parent, list | tuple) else touched
+        touched = (dotted(outer),) if isinstance(parent, list | tuple) else (*touched, dotted((*outer, twin)))
     elif action == "rename":
         name = _renamed(rng, key)
         items, said = [(name if k == key else k, v) for k, v in items], f"{said} to {shown(name)}"
