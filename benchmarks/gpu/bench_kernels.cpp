@@ -107,22 +107,31 @@ class Report {
 void bench_copies(const Kernels& kernels, Report& report) {
   const Layout layout(block(DType::f32, DType::bf16, DType::bf16), 1, 0);
   const Memory pool(layout.shard_pool_bytes()), slot(layout.slot_bytes());
-  const Uploaded cast(plan_cast_to_slot(layout));
+  const Uploaded cast(plan_copies(layout.shard_to_slot()));
   report.measure("copy: cast f32 pool to bf16 slot", 6 * numel_of(layout),
                  [&](Stream stream) { kernels.copy(cast.list(), pool.data(), slot.data(), stream); });
 
   const Layout shard(block(DType::f32, DType::bf16, DType::bf16), kWorld, 0);
   const size_t stride = shard.gather_segment_bytes();
   const Memory segments(stride * kWorld);
-  const Uploaded out(plan_copy_out(shard, stride));
+  const Uploaded out(plan_copies(shard.segments_to_slot(stride)));
   report.measure("copy: copy out of 8 bf16 segments", 4 * numel_of(shard),
                  [&](Stream stream) { kernels.copy(out.list(), segments.data(), slot.data(), stream); });
   PeerTable peers;
   peers.num_ranks = kWorld;
   for (int rank = 0; rank < kWorld; ++rank) peers.base[rank] = segments.at(stride * static_cast<size_t>(rank));
-  const Uploaded pull(plan_all_gather_peer(shard));
-  report.measure("all_gather_peer: 8 virtual ranks, bf16", 4 * numel_of(shard),
-                 [&](Stream stream) { kernels.all_gather_peer(pull.list(), peers, slot.data(), stream); });
+  std::vector<CopySegment> parts(kWorld);
+  for (int rank = 0; rank < kWorld; ++rank) {
+    CopySegment& part = parts[static_cast<size_t>(rank)];
+    part.numel = part.piece_numel = part.src_stride = part.dst_stride = static_cast<int64_t>(stride);
+    part.dst_offset = static_cast<int64_t>(stride) * rank;
+    part.source = rank;
+    part.src = part.dst = DType::byte;
+  }
+  const Memory gathered(stride * kWorld);
+  const Uploaded pull(make_plan(parts));
+  report.measure("all_gather_peer: 8 virtual ranks", 2 * static_cast<int64_t>(stride) * kWorld,
+                 [&](Stream stream) { kernels.all_gather_peer(pull.list(), peers, gathered.data(), stream); });
 }
 
 void bench_pack(const Kernels& kernels, Report& report, DType reduce) {
@@ -146,10 +155,7 @@ void bench_reduce(const Kernels& kernels, Report& report, DType wire, int num_so
   const Layout layout(shapes, kWorld, 0);
   const size_t segment = layout.reduce_segment_bytes();
   const Memory sources(segment * static_cast<size_t>(num_sources)), pool(layout.shard_pool_bytes());
-  const Memory found_inf(sizeof(float));
-  const ReducePlan plan = plan_reduce(layout, 0).at(0);
-  const Uploaded uploaded(plan);
-  const Memory tile_sums(static_cast<size_t>(plan.num_tiles()) * sizeof(double));
+  const Uploaded plan(plan_reduce(layout).at(0));
   PeerTable peers;
   peers.num_ranks = num_sources;
   for (int rank = 0; rank < num_sources; ++rank) peers.base[rank] = sources.at(segment * static_cast<size_t>(rank));
@@ -160,27 +166,23 @@ void bench_reduce(const Kernels& kernels, Report& report, DType wire, int num_so
   }
   ReduceArgs args;
   args.scale = divide_by(kWorld);
-  args.tile_sums = static_cast<double*>(tile_sums.data());
-  args.found_inf = static_cast<float*>(found_inf.data());
   const bool add = mode == TableMode::add;
   const auto bytes = (static_cast<int64_t>(dtype_bytes(wire)) * num_sources + (add ? 8 : 4)) * shard_numel_of(layout);
   const std::string name = std::string("reduce: ") + std::to_string(num_sources) + " of " + dtype_name(wire) +
-                           (add ? " added to f32" : " to f32") + ", norm";
-  report.measure(name, bytes, [&](Stream stream) { kernels.reduce(uploaded.list(), peers, targets, args, stream); });
+                           (add ? " added to f32" : " to f32");
+  report.measure(name, bytes, [&](Stream stream) { kernels.reduce(plan.list(), peers, targets, args, stream); });
 }
 
-void bench_adamw(const Kernels& kernels, Report& report, DType param, DType moment, bool shadow, bool stochastic) {
+void bench_adamw(const Kernels& kernels, Report& report, DType param, DType moment, bool stochastic) {
   constexpr int64_t kNumel = 200'000'000;
   const auto bytes_of = [](DType type) { return static_cast<size_t>(kNumel) * dtype_bytes(type); };
   const Memory params(bytes_of(param)), grads(bytes_of(param)), m(bytes_of(moment)), v(bytes_of(moment));
-  const Memory shadows(shadow ? bytes_of(DType::bf16) : 1);
   AdamWSegment segment;
   segment.param = params.data();
   segment.exp_avg = m.data();
   segment.exp_avg_sq = v.data();
-  segment.shadow = shadow ? shadows.data() : nullptr;
   segment.numel = kNumel;
-  segment.param_type = segment.grad_type = param;
+  segment.type = param;
   segment.moment_type = moment;
   AdamWArgs args;
   args.steps[0] = {0.999f, 0.1f, 0.95f, 0.05f, 0.5f, 1e-8f, -1e-3f, 1.0f};
@@ -188,9 +190,9 @@ void bench_adamw(const Kernels& kernels, Report& report, DType param, DType mome
   args.stochastic = stochastic;
   args.rounding = {1, 1};
   const Uploaded plan(make_plan(std::vector{segment}));
-  const size_t bytes = 3 * bytes_of(param) + 4 * bytes_of(moment) + (shadow ? bytes_of(DType::bf16) : 0);
+  const size_t bytes = 3 * bytes_of(param) + 4 * bytes_of(moment);
   const std::string name = std::string("adamw: ") + dtype_name(param) + ", moments " + dtype_name(moment) +
-                           (shadow ? ", bf16 shadow" : "") + (stochastic ? ", stochastic rounding" : "");
+                           (stochastic ? ", stochastic rounding" : "");
   report.measure(name, static_cast<int64_t>(bytes), [&](Stream stream) { kernels.adamw(plan.list(), args, stream); });
 }
 
@@ -198,8 +200,8 @@ void bench_sgd(const Kernels& kernels, Report& report) {
   constexpr int64_t kNumel = 200'000'000;
   const Memory params(kNumel * 4), grads(kNumel * 4), buffers(kNumel * 4);
   SgdSegment segment;
-  segment.param = params.data();
-  segment.buffer = buffers.data();
+  segment.param = static_cast<float*>(params.data());
+  segment.buffer = static_cast<float*>(buffers.data());
   segment.numel = kNumel;
   SgdArgs args;
   args.steps[0] = {0.1f, 0.9f, 1.0f, -1e-3f, 1.0f};
@@ -224,11 +226,10 @@ int run() {
     for (const TableMode mode : {TableMode::write, TableMode::add}) bench_reduce(kernels, report, wire, 1, mode);
   }
   bench_reduce(kernels, report, DType::bf16, kWorld, TableMode::write);
-  bench_adamw(kernels, report, DType::f32, DType::f32, false, false);
-  bench_adamw(kernels, report, DType::f32, DType::f32, true, false);
-  bench_adamw(kernels, report, DType::bf16, DType::f32, false, true);
-  bench_adamw(kernels, report, DType::bf16, DType::bf16, false, false);
-  bench_adamw(kernels, report, DType::bf16, DType::bf16, false, true);
+  bench_adamw(kernels, report, DType::f32, DType::f32, false);
+  bench_adamw(kernels, report, DType::bf16, DType::f32, true);
+  bench_adamw(kernels, report, DType::bf16, DType::bf16, false);
+  bench_adamw(kernels, report, DType::bf16, DType::bf16, true);
   bench_sgd(kernels, report);
   std::printf("\n]}\n");
   return 0;

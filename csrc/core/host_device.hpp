@@ -9,9 +9,12 @@
 #define FSDP2X_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Loops over the elements of a vector, whose arrays must stay in registers on the device.
+// Loops over the elements of a vector, whose arrays must stay in registers on the device; and loops that a thread goes
+// round a few times, which the device's compiler would write out for more turns than there ever are.
 #ifdef __CUDA_ARCH__
 #define FSDP2X_UNROLL _Pragma("unroll")
+#define FSDP2X_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FSDP2X_UNROLL
+#define FSDP2X_NO_UNROLL
 #endif

@@ -28,7 +28,7 @@ struct Scale {
 
 // Divides by `divisor`, by multiplication where that has the same bits.
 Scale divide_by(double divisor);
-// Multiplies; the factor is rounded to float unless f64 takes part.
+// Multiplies; the factor is rounded to float.
 Scale multiply_by(double factor);
 
 enum class TableMode : uint8_t {
@@ -58,8 +58,6 @@ struct PeerTable {
 struct ReduceArgs {
   Scale scale;
   bool round = false;  // round the scaled sum to the source's type first, as a collective in that type returns it
-  double* tile_sums = nullptr;  // null, or one per tile of the plan: the sum of squares of what is stored
-  float* found_inf = nullptr;   // null, or becomes 1 when an infinity or NaN is stored; never reset here
 };
 
 struct AdamWArgs {
@@ -75,8 +73,6 @@ struct SgdArgs {
   SgdMomentum momentum[kMaxGroups] = {};
   const void* grads[kMaxTable] = {};
   const float* grad_scale = nullptr;
-  bool stochastic = false;
-  RoundingKey rounding;
 };
 
 // The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
@@ -89,23 +85,22 @@ struct SignalTable {
 struct Kernels {
   const char* name;
 
-  // Runs a plan of copies and casts (plan_cast_to_slot, plan_cast_to_segment, plan_copy_out) from base to base.
+  // Runs a plan of copies and casts from base to base.
   void (*copy)(const CopyList& list, const void* src, void* dst, Stream stream);
 
-  // Packs gradients (plan_pack) with cast(gradient * scale); pads become zero where an entry is written.
+  // Packs gradients (plan_pack) with cast(gradient * scale), densely; pads become zero where an entry is written.
   void (*pack_gradients)(const CopyList& list, const PackTable& grads, void* dst, Scale scale, Stream stream);
 
-  // Pulls every rank's segment into the slot (plan_all_gather_peer). After a peer_barrier behind the writes.
+  // Copies ranges of bytes from the bases of peers, by the segments' `source`. After a peer_barrier behind the writes.
   void (*all_gather_peer)(const CopyList& list, const PeerTable& peers, void* dst, Stream stream);
 
-  // target (+)= cast(scale(sum over the sources in rank order, in fp32, or f64 where a side is f64)). One source: the
-  // epilogue of a collective. Several: reduce-scatter by reading the peers' buffers, after a peer_barrier.
+  // target (+)= cast(scale(sum over the sources in rank order, in fp32)). One source: the epilogue of a collective.
+  // Several: reduce-scatter by reading the peers' buffers, after a peer_barrier.
   void (*reduce)(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
                  Stream stream);
 
-  // The sums of squares (and the check for infinities) of gradients as they lie in their targets; skipped ones are 0.
-  void (*sum_squares)(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
-                      Stream stream);
+  // The sums of squares of gradients as they lie in their targets, one of each tile; skipped ones are 0.
+  void (*sum_squares)(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream);
 
   // *sum = the sum of `num` values, always in the same order.
   void (*add_up)(const double* values, int64_t num, double* sum, Stream stream);
@@ -115,7 +110,7 @@ struct Kernels {
   void (*clip_factor)(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor,
                       Stream stream);
 
-  // Gradients in their targets times *factor, unless it is 1; the factor is rounded to float unless they are f64.
+  // Gradients in their targets times *factor rounded to float, unless it is 1.
   void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 
   // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/adamw.hpp). The parameter

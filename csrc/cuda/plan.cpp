@@ -18,14 +18,6 @@ int64_t numel_of(const Segment& segment) {
   return segment.numel;
 }
 
-// Optimizers step no f64.
-template <class Segment>
-bool is_f64(const Segment&) {
-  return false;
-}
-bool is_f64(const CopySegment& segment) { return segment.src == DType::f64 || segment.dst == DType::f64; }
-bool is_f64(const ReduceSegment& segment) { return segment.src == DType::f64 || segment.dst == DType::f64; }
-
 template <class Segment>
 Plan<Segment> cut(std::vector<Segment>&& segments) {
   Plan<Segment> plan;
@@ -41,33 +33,50 @@ Plan<Segment> cut(std::vector<Segment>&& segments) {
     segment.first_tile = plan.num_tiles();
     plan.tile_segments.insert(plan.tile_segments.end(), static_cast<size_t>(num_tiles),
                               static_cast<uint32_t>(plan.segments.size()));
-    plan.has_f64 = plan.has_f64 || is_f64(segment);
     plan.segments.push_back(segment);
   }
   return plan;
 }
 
-CopySegment segment_of(const Copy& copy) {
-  if (copy.src != copy.dst && (copy.src == DType::byte || copy.dst == DType::byte)) {
-    throw Error(std::string("a copy plan cannot cast ") + dtype_name(copy.src) + " to " + dtype_name(copy.dst) +
-                ": bytes are only moved");
+// Pieces that the kernels could not count in 32 bits.
+constexpr int64_t kMaxPieceNumel = int64_t{1} << 31;
+
+// Long pieces as segments of their own.
+std::vector<CopySegment> with_countable_pieces(std::vector<CopySegment>&& segments) {
+  std::vector<CopySegment> result;
+  for (const CopySegment& segment : segments) {
+    if (segment.piece_numel <= kMaxPieceNumel || segment.numel == segment.piece_numel) {
+      result.push_back(segment);
+      continue;
+    }
+    const int64_t count = segment.numel / segment.piece_numel;
+    for (int64_t piece = 0; piece < count; ++piece) {
+      CopySegment& one = result.emplace_back(segment);
+      one.numel = one.piece_numel;
+      one.src_offset += piece * one.src_stride * static_cast<int64_t>(dtype_bytes(one.src));
+      one.dst_offset += piece * one.dst_stride * static_cast<int64_t>(dtype_bytes(one.dst));
+      if (piece + 1 < count) one.pad_numel = 0;
+    }
   }
+  return result;
+}
+
+CopySegment segment_of(const Copy& copy) {
+  const int64_t width = copy.src == DType::f64 && copy.dst == DType::f64 ? 2 : 1;
   CopySegment segment;
   segment.src_offset = static_cast<int64_t>(copy.src_offset);
   segment.dst_offset = static_cast<int64_t>(copy.dst_offset);
-  segment.numel = copy.count * copy.piece_numel;
-  segment.piece_numel = copy.piece_numel;
-  segment.src_stride = copy.src_stride;
-  segment.dst_stride = copy.dst_stride;
-  segment.src = copy.src;
-  segment.dst = copy.dst;
+  segment.numel = copy.count * copy.piece_numel * width;
+  segment.piece_numel = copy.piece_numel * width;
+  segment.src_stride = copy.src_stride * width;
+  segment.dst_stride = copy.dst_stride * width;
+  segment.src = width == 2 ? DType::f32 : copy.src;
+  segment.dst = width == 2 ? DType::f32 : copy.dst;
   return segment;
 }
 
-void require_type(DType type, bool may_be_f16, const char* what) {
-  if (type == DType::f32 || type == DType::bf16 || (may_be_f16 && type == DType::f16)) return;
-  throw Error(std::string("the CUDA optimizer kernels take ") + what + " of type f32" +
-              (may_be_f16 ? ", bf16 or f16" : " or bf16") + "; got " + dtype_name(type));
+bool has_kernels(const ParamPlace& place, DType type) {
+  return place.shape.trainable && computes(type, place.shape.reduce);
 }
 
 void require_group(int group, int max) {
@@ -118,17 +127,23 @@ auto in_parts(const Layout& layout, const MakeSegments& make_segments) {
 
 CopyPlan make_plan(std::vector<CopySegment> segments) {
   for (const CopySegment& segment : segments) {
+    const bool moves_bytes = segment.src == DType::byte && segment.dst == DType::byte;
+    if (!moves_bytes && !computes(segment.src, segment.dst)) {
+      throw Error(std::string("the CUDA kernels cannot cast ") + dtype_name(segment.src) + " to " +
+                  dtype_name(segment.dst) + ": they compute in fp32, and only move bytes");
+    }
     if (segment.pad_numel > 0 && segment.numel > 0 && segment.dst_stride != segment.piece_numel) {
       throw Error("a copy plan has a pad behind pieces that lie apart: only dense pieces can be padded");
     }
   }
-  return cut(std::move(segments));
+  return cut(with_countable_pieces(std::move(segments)));
 }
 
 ReducePlan make_plan(std::vector<ReduceSegment> segments) {
   for (const ReduceSegment& segment : segments) {
-    if (segment.src == DType::byte || segment.dst == DType::byte) {
-      throw Error("a reduce plan has elements of type byte: bytes are only moved");
+    if (!computes(segment.src, segment.dst)) {
+      throw Error(std::string("the CUDA kernels cannot reduce ") + dtype_name(segment.src) + " to " +
+                  dtype_name(segment.dst) + ": they compute in fp32");
     }
   }
   return cut(std::move(segments));
@@ -136,9 +151,11 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments) {
 
 AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
   for (const AdamWSegment& segment : segments) {
-    require_type(segment.param_type, true, "parameters");
-    require_type(segment.grad_type, true, "gradients");
-    require_type(segment.moment_type, false, "moments");
+    if (!computes(segment.type) || !computes(segment.moment_type) || segment.moment_type == DType::f16) {
+      throw Error(std::string("the CUDA kernels cannot step parameters of type ") + dtype_name(segment.type) +
+                  " with moments of type " + dtype_name(segment.moment_type) +
+                  "; expected f32, bf16 or f16, and f32 or bf16");
+    }
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
   }
@@ -147,9 +164,6 @@ AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
 
 SgdPlan make_plan(std::vector<SgdSegment> segments) {
   for (const SgdSegment& segment : segments) {
-    require_type(segment.param_type, true, "parameters");
-    require_type(segment.grad_type, true, "gradients");
-    require_type(segment.buffer_type, false, "momentum buffers");
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
   }
@@ -162,26 +176,6 @@ CopyPlan plan_copies(std::span<const Copy> copies) {
   return make_plan(std::move(segments));
 }
 
-CopyPlan plan_cast_to_slot(const Layout& layout) { return plan_copies(layout.shard_to_slot()); }
-
-CopyPlan plan_cast_to_segment(const Layout& layout) { return plan_copies(layout.shard_to_segment()); }
-
-CopyPlan plan_copy_out(const Layout& layout, size_t segment_bytes) {
-  return plan_copies(layout.segments_to_slot(segment_bytes));
-}
-
-CopyPlan plan_all_gather_peer(const Layout& layout) {
-  std::vector<CopySegment> segments;
-  for (int distance = 1; distance <= layout.world(); ++distance) {
-    const int rank = (layout.rank() + distance) % layout.world();
-    for (const Copy& copy : layout.segment_to_slot(rank)) {
-      segments.push_back(segment_of(copy));
-      segments.back().source = rank;
-    }
-  }
-  return make_plan(std::move(segments));
-}
-
 std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes) {
   if (grad_types.size() != layout.params().size()) {
     throw Error("plan_pack: " + std::to_string(grad_types.size()) + " gradient types for " +
@@ -191,7 +185,7 @@ std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> gra
     std::vector<CopySegment> segments;
     for (size_t param = first; param < end; ++param) {
       const ParamPlace& place = layout.params()[param];
-      if (!place.shape.trainable) continue;
+      if (!has_kernels(place, grad_types[param])) continue;
       const std::vector<Copy> copies = layout.gradient_to_segments(param, grad_types[param]);
       for (int rank = 0; rank < layout.world(); ++rank) {
         const Copy* rows = nullptr;
@@ -207,14 +201,14 @@ std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> gra
   });
 }
 
-std::vector<ReducePlan> plan_reduce(const Layout& layout, size_t src_offset) {
+std::vector<ReducePlan> plan_reduce(const Layout& layout) {
   return in_parts(layout, [&](size_t first, size_t end) {
     std::vector<ReduceSegment> segments;
     for (size_t param = first; param < end; ++param) {
       const ParamPlace& place = layout.params()[param];
-      if (!place.shape.trainable) continue;
+      if (!has_kernels(place, place.shape.orig)) continue;
       ReduceSegment segment;
-      segment.src_offset = static_cast<int64_t>(src_offset + place.reduce_segment_offset);
+      segment.src_offset = static_cast<int64_t>(place.reduce_segment_offset);
       segment.numel = place.shard_numel;
       segment.target = static_cast<int32_t>(param - first);
       segment.src = place.shape.reduce;

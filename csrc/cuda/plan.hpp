@@ -28,7 +28,6 @@ struct List {
   const Segment* segments = nullptr;
   const uint32_t* tile_segments = nullptr;
   int64_t num_tiles = 0;
-  bool has_f64 = false;  // computed in f64 as far as segments have an f64 side, in fp32 otherwise
 };
 
 template <class Segment>
@@ -36,7 +35,6 @@ struct Plan {
   std::vector<Segment> segments;
   std::vector<uint32_t> tile_segments;  // per tile: the segment it belongs to
   int first = 0;                        // index of the parameter that is entry 0 of the launch's table
-  bool has_f64 = false;
 
   int64_t num_tiles() const { return static_cast<int64_t>(tile_segments.size()); }
   size_t image_bytes() const { return segments.size() * sizeof(Segment) + tile_segments.size() * sizeof(uint32_t); }
@@ -50,11 +48,12 @@ struct Plan {
   // `image`: the uploaded one, at a multiple of 16 bytes.
   List<Segment> list(const void* image) const {
     const auto* tiles = static_cast<const std::byte*>(image) + segments.size() * sizeof(Segment);
-    return {static_cast<const Segment*>(image), reinterpret_cast<const uint32_t*>(tiles), num_tiles(), has_f64};
+    return {static_cast<const Segment*>(image), reinterpret_cast<const uint32_t*>(tiles), num_tiles()};
   }
 };
 
-// A `Copy` as the kernels read it: `count` pieces, then zeros. Offsets in bytes, everything else in elements.
+// A `Copy` as the kernels read it: `count` pieces, then zeros. Offsets in bytes, everything else in elements. f64 is
+// pairs of f32.
 struct CopySegment {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -96,32 +95,24 @@ struct AdamWSegment {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  // null: no amsgrad
-  void* shadow = nullptr;          // null, or bf16: receives the new parameter, rounded to nearest
-  int64_t grad_offset = 0;         // bytes from the gradient's base
   int64_t numel = 0;
   int64_t first_tile = 0;
   Numbers numbers;
   int32_t source = 0;  // entry of the launch's table of gradients
   int32_t group = 0;   // entry of the launch's table of steps
-  DType param_type = DType::f32;
-  DType grad_type = DType::f32;
+  DType type = DType::f32;         // of the parameter and its gradient
   DType moment_type = DType::f32;  // f32 or bf16
   bool operator==(const AdamWSegment&) const = default;
 };
 
+// Likewise, all f32.
 struct SgdSegment {
-  void* param = nullptr;
-  void* buffer = nullptr;  // null: no momentum
-  void* shadow = nullptr;
-  int64_t grad_offset = 0;
+  float* param = nullptr;
+  float* buffer = nullptr;  // null: no momentum
   int64_t numel = 0;
   int64_t first_tile = 0;
-  Numbers numbers;
   int32_t source = 0;
   int32_t group = 0;
-  DType param_type = DType::f32;
-  DType grad_type = DType::f32;
-  DType buffer_type = DType::f32;  // f32 or bf16
   bool operator==(const SgdSegment&) const = default;
 };
 
@@ -134,39 +125,31 @@ using AdamWList = List<AdamWSegment>;
 using SgdPlan = Plan<SgdSegment>;
 using SgdList = List<SgdSegment>;
 
-// Cuts segments into tiles. Empty segments are left out. Throws Error when there are more tiles than a launch can have.
+// The kernels compute in fp32: what has an f64 side they can move, but neither cast nor add.
+inline bool computes(DType type) { return type == DType::f32 || type == DType::bf16 || type == DType::f16; }
+inline bool computes(DType src, DType dst) { return computes(src) && computes(dst); }
+inline bool serves(const Copy& copy) { return copy.src == copy.dst || computes(copy.src, copy.dst); }
+
+// Cuts segments into tiles. Empty segments are left out. Throws Error for a type that the kernels do not compute, and
+// when there are more tiles than a launch can have.
 CopyPlan make_plan(std::vector<CopySegment> segments);
 ReducePlan make_plan(std::vector<ReduceSegment> segments);
-// Throws Error as well for a type that the kernels do not step (parameters and gradients are f32, bf16 or f16, moments
-// and buffers f32 or bf16), and for a group or gradient that no launch can name.
+// Throws Error as well for moments that are neither f32 nor bf16, and for a group or gradient that no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
 SgdPlan make_plan(std::vector<SgdSegment> segments);
 
 // --- the plans of a unit; one table entry is one parameter ----------------------------------------------------------
 
+// Of copies that the kernels serve.
 CopyPlan plan_copies(std::span<const Copy> copies);
-
-// Shard pool -> this rank's rows of the gather slot.
-CopyPlan plan_cast_to_slot(const Layout& layout);
-
-// Shard pool -> this rank's gather segment.
-CopyPlan plan_cast_to_segment(const Layout& layout);
-
-// The W gather segments, `segment_bytes` apart -> the gather slot.
-CopyPlan plan_copy_out(const Layout& layout, size_t segment_bytes);
-
-// As plan_copy_out, for `Kernels::all_gather_peer`: entry r of the table is where rank r's own segment lies. Begins
-// with the rank behind this one, so that ranks do not all read from the same peer.
-CopyPlan plan_all_gather_peer(const Layout& layout);
 
 // Whole gradients, dense, of `grad_types[parameter]` -> the W reduce segments, `segment_bytes` apart, with every byte
 // of theirs up to layout.reduce_segment_bytes() written. Several plans when there are more than kMaxTable parameters;
-// the table's entry i is then parameter `first + i`.
+// the table's entry i is then parameter `first + i`. Without parameters that have an f64 side.
 std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
 
-// This rank's reduced segment (`src_offset` bytes from the sources' bases) -> the gradients. `src_offset` is 0 after a
-// reduce-scatter, and rank * segment_bytes when `Kernels::reduce` reads the peers' packed buffers. Several plans as in
-// plan_pack.
-std::vector<ReducePlan> plan_reduce(const Layout& layout, size_t src_offset);
+// This rank's reduced segment, where the sources' bases are -> the gradients. Several plans, and without parameters, as
+// in plan_pack.
+std::vector<ReducePlan> plan_reduce(const Layout& layout);
 
 }  // namespace fsdp2x::cuda

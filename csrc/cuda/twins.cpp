@@ -15,54 +15,53 @@ namespace fsdp2x::cuda {
 
 namespace {
 
-constexpr auto run_tiles = [](const auto& body, int64_t num_tiles) {
+template <class Body>
+void run_tiles(const Body& body, int64_t num_tiles) {
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     for (int thread = 0; thread < kThreads; ++thread) body.run(tile, thread);
   }
-};
+}
 
-constexpr auto run_sums = [](const auto& body, int64_t num_tiles) {
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    double squares[kThreads];
-    for (int thread = 0; thread < kThreads; ++thread) {
-      const Seen seen = body.run(tile, thread);
-      squares[thread] = seen.squares;
-      if (!seen.all_finite && body.found_inf() != nullptr) *body.found_inf() = 1.0f;
-    }
-    for (int half = kThreads / 2; half > 0; half /= 2) {
-      for (int thread = 0; thread < half; ++thread) fold_half(squares, half, thread);
-    }
-    if (body.tile_sums() != nullptr) body.tile_sums()[tile] = squares[0];
+// The sum of as many values as a block has threads, in values[0].
+void fold_block(double* values, int num_threads) {
+  for (int half = num_threads / 2; half > 0; half /= 2) {
+    for (int thread = 0; thread < half; ++thread) fold_half(values, half, thread);
   }
-};
+}
 
-void copy(const CopyList& list, const void* src, void* dst, Stream) { with_body<CopyBody>(run_tiles, list, src, dst); }
+void copy(const CopyList& list, const void* src, void* dst, Stream) {
+  run_tiles(CopyBody{list, src, dst}, list.num_tiles);
+}
 
 void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Scale scale, Stream) {
-  with_body<PackBody>(run_tiles, list, grads, dst, scale);
+  run_tiles(PackBody{list, grads, dst, scale}, list.num_tiles);
 }
 
 void all_gather_peer(const CopyList& list, const PeerTable& peers, void* dst, Stream) {
   require_ranks(peers.num_ranks, "all_gather_peer");
-  with_body<GatherPeersBody>(run_tiles, list, peers, dst);
+  run_tiles(GatherPeersBody{list, peers, dst}, list.num_tiles);
 }
 
 void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
             Stream) {
   require_ranks(sources.num_ranks, "reduce");
-  with_body<ReduceBody>(run_sums, list, sources, targets, args);
+  run_tiles(ReduceBody{list, sources, targets, args}, list.num_tiles);
 }
 
-void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf, Stream) {
-  with_body<SquareBody>(run_sums, list, targets, tile_sums, found_inf);
+void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream) {
+  const SquareBody body = {list, targets, tile_sums};
+  for (int64_t tile = 0; tile < list.num_tiles; ++tile) {
+    double squares[kThreads];
+    for (int thread = 0; thread < kThreads; ++thread) squares[thread] = body.run(tile, thread);
+    fold_block(squares, kThreads);
+    tile_sums[tile] = squares[0];
+  }
 }
 
 void add_up(const double* values, int64_t num, double* sum, Stream) {
   double sums[kSumThreads];
   for (int thread = 0; thread < kSumThreads; ++thread) sums[thread] = strided_sum(values, num, thread);
-  for (int half = kSumThreads / 2; half > 0; half /= 2) {
-    for (int thread = 0; thread < half; ++thread) fold_half(sums, half, thread);
-  }
+  fold_block(sums, kSumThreads);
   *sum = sums[0];
 }
 
@@ -71,7 +70,7 @@ void clip_factor(const double* square_sum, double max_norm, bool in_f64, double*
 }
 
 void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream) {
-  with_body<ScaleBody>(run_tiles, list, targets, factor);
+  run_tiles(ScaleBody{list, targets, factor}, list.num_tiles);
 }
 
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
@@ -80,8 +79,7 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
 }
 
 void sgd(const SgdList& list, const SgdArgs& args, Stream) {
-  if (args.stochastic) return run_tiles(SgdBody<true>{list, args}, list.num_tiles);
-  run_tiles(SgdBody<false>{list, args}, list.num_tiles);
+  run_tiles(SgdBody{list, args}, list.num_tiles);
 }
 
 void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream) {

@@ -68,7 +68,7 @@ at::Tensor DeviceClip::sum_squares(const std::vector<DeviceGradient>& gradients)
   const at::Tensor sums = at::empty({num_buckets}, f64_on(device));
   auto* tiles = tile_sums.mutable_data_ptr<double>();
   for (size_t i = 0; i < lists.size(); ++i) {
-    kernels_->sum_squares(lists[i], launches[i].targets, tiles, /*found_inf=*/nullptr, scope.stream());
+    kernels_->sum_squares(lists[i], launches[i].targets, tiles, scope.stream());
     tiles += lists[i].num_tiles;
   }
   tiles = tile_sums.mutable_data_ptr<double>();

@@ -38,45 +38,48 @@ DeviceLayer::DeviceLayer(at::Device device, const cuda::Kernels* kernels)
 DeviceLayer::~DeviceLayer() = default;
 
 void DeviceLayer::copy(const CopyProgram& program, const void* src, void* dst) {
-  if (runner_) return runner_->copy(program, src, dst, native_stream());
-  run_copies_on(device_, program.copies, src, dst);
+  run_copies_on(device_, runner_ ? runner_->copy(program, src, dst, native_stream()) : program.copies, src, dst);
 }
 
 namespace {
 
-// The segments of one parameter from `first_rank` on, behind its first `filled` elements, become zero.
-void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer, int first_rank, int64_t filled) {
+// The segments of one parameter that belong to `ranks` become zero behind their first `filled` elements, up to what the
+// next parameter has.
+void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
   const Layout& layout = *plan.layout;
-  const int world = layout.world();
   const ParamPlace& place = layout.params()[param];
-  if (first_rank >= world || filled >= place.padded_shard_numel) return;
-  const auto bytes = static_cast<int64_t>(plan.segment_bytes) * world;
-  const at::Tensor rows = buffer.narrow(0, 0, bytes).view(torch_dtype(place.shape.reduce)).view({world, -1});
-  const auto at = static_cast<int64_t>(place.reduce_segment_offset / dtype_bytes(place.shape.reduce));
-  rows.narrow(0, first_rank, world - first_rank).narrow(1, at + filled, place.padded_shard_numel - filled).zero_();
+  const size_t element = dtype_bytes(place.shape.reduce);
+  const auto numel = static_cast<int64_t>(align_up(static_cast<size_t>(place.padded_shard_numel) * element) / element);
+  if (ranks.size() <= 0 || filled >= numel) return;
+  const auto bytes = static_cast<int64_t>(plan.segment_bytes) * layout.world();
+  const at::Tensor rows = buffer.narrow(0, 0, bytes).view(torch_dtype(place.shape.reduce)).view({layout.world(), -1});
+  const auto at = static_cast<int64_t>(place.reduce_segment_offset / element);
+  rows.narrow(0, ranks.begin, ranks.size()).narrow(1, at + filled, numel - filled).zero_();
 }
 
-// The last ranks are short, then empty.
+// The first ranks have all rows that there is room for, one has less, the last ones have none.
 void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
   const Layout& layout = *plan.layout;
+  const int64_t world = layout.world();
   const ParamPlace& place = layout.params()[param];
-  const auto numel_of = [&](int rank) {
-    return place.shape.outer * shard_rows(place.shape.dim, layout.world(), rank).size() * place.shape.inner;
+  const auto numel_of = [&](int64_t rank) {
+    return place.shape.outer * shard_rows(place.shape.dim, layout.world(), static_cast<int>(rank)).size() *
+           place.shape.inner;
   };
-  int whole = 0;
-  while (whole < layout.world() && numel_of(whole) == place.padded_shard_numel) ++whole;
-  if (whole == layout.world()) return;
-  zero_behind(plan, param, buffer, whole, numel_of(whole));
-  zero_behind(plan, param, buffer, whole + 1, 0);
+  int64_t whole = 0;
+  while (whole < world && numel_of(whole) == place.padded_shard_numel) ++whole;
+  zero_behind(plan, param, buffer, {0, whole}, place.padded_shard_numel);
+  if (whole == world) return;
+  zero_behind(plan, param, buffer, {whole, whole + 1}, numel_of(whole));
+  zero_behind(plan, param, buffer, {whole + 1, world}, 0);
 }
 
 }  // namespace
 
 void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) {
-  if (runner_) return runner_->pack(plan, items, buffer.data_ptr(), native_stream());
-  for (const PackItem& item : items) {
+  for (const PackItem& item : runner_ ? runner_->pack(plan, items, buffer.data_ptr(), native_stream()) : items) {
     if (item.source == nullptr) {
-      zero_behind(plan, item.param, buffer, 0, 0);
+      zero_behind(plan, item.param, buffer, {0, plan.layout->world()}, 0);
     } else if (item.add) {
       add_on(device_, plan.copies_of(item.param, item.type), item.source, buffer.data_ptr());
     } else {
@@ -88,12 +91,11 @@ void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, con
 
 void DeviceLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                              double divisor) {
-  if (runner_) return runner_->write_rows(plan, items, segment.const_data_ptr(), divisor, native_stream());
-  for (const RowItem& item : items) {
+  const auto* const rows = static_cast<const std::byte*>(segment.const_data_ptr());
+  for (const RowItem& item : runner_ ? runner_->write_rows(plan, items, rows, divisor, native_stream()) : items) {
     const ParamPlace& place = plan.layout->params()[item.param];
-    scale_into(device_, place.shape.orig, item.target, place.shape.reduce,
-               static_cast<const std::byte*>(segment.const_data_ptr()) + place.reduce_segment_offset, place.shard_numel,
-               divisor, item.accumulate);
+    scale_into(device_, place.shape.orig, item.target, place.shape.reduce, rows + place.reduce_segment_offset,
+               place.shard_numel, divisor, item.accumulate);
   }
 }
 

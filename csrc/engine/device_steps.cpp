@@ -23,7 +23,7 @@ bool has_same_bits(const Step& a, const Step& b) {
   return std::memcmp(&a, &b, sizeof(Step)) == 0;
 }
 
-// --- what an optimizer has of its own: the hyperparameters of a launch's groups, and its state -----------------------
+// --- what an optimizer has of its own: hyperparameters of a launch's groups, rounding, state -------------------------
 
 bool is_group(const DeviceAdamWJob& job, const cuda::AdamWArgs& args, int group) {
   return has_same_bits(args.steps[group], job.step);
@@ -40,17 +40,36 @@ void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
   args.momentum[group] = job.momentum;
 }
 
-void set_state(const DeviceAdamWJob& job, cuda::AdamWSegment& segment) {
+bool rounds_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
+  return args.stochastic == job.is_stochastic && (!job.is_stochastic || args.rounding.step == job.key.step);
+}
+
+bool rounds_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
+
+void set_rounding(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
+  args.stochastic = job.is_stochastic;
+  args.rounding = job.key;
+}
+
+void set_rounding(const DeviceSgdJob&, cuda::SgdArgs&) {}
+
+cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
+  cuda::AdamWSegment segment;
+  segment.param = job.param.mutable_data_ptr();
   segment.exp_avg = job.exp_avg.mutable_data_ptr();
   segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
   if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
+  if (job.is_stochastic) segment.numbers = job.numbers;
+  segment.type = engine_dtype(job.param.scalar_type());
   segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
+  return segment;
 }
 
-void set_state(const DeviceSgdJob& job, cuda::SgdSegment& segment) {
-  if (!job.buffer.defined()) return;
-  segment.buffer = job.buffer.mutable_data_ptr();
-  segment.buffer_type = engine_dtype(job.buffer.scalar_type());
+cuda::SgdSegment segment_of(const DeviceSgdJob& job) {
+  cuda::SgdSegment segment;
+  segment.param = job.param.mutable_data_ptr<float>();
+  if (job.buffer.defined()) segment.buffer = job.buffer.mutable_data_ptr<float>();
+  return segment;
 }
 
 // --- the same for all ------------------------------------------------------------------------------------------------
@@ -59,8 +78,7 @@ template <class Job>
 bool has_room(const Launch<Job>& launch, const Job& job) {
   const bool is_known = launch.num_groups > 0 && is_group(job, launch.args, launch.num_groups - 1);
   return launch.device == job.param.device() && launch.segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
-         (is_known || launch.num_groups < cuda::kMaxGroups) && launch.args.stochastic == job.is_stochastic &&
-         (!job.is_stochastic || launch.args.rounding.step == job.key.step);
+         (is_known || launch.num_groups < cuda::kMaxGroups) && rounds_alike(job, launch.args);
 }
 
 template <class Job>
@@ -68,15 +86,10 @@ void add(Launch<Job>& launch, const Job& job) {
   if (launch.num_groups == 0 || !is_group(job, launch.args, launch.num_groups - 1)) {
     set_group(job, launch.args, launch.num_groups++);
   }
-  typename Job::Segment segment;
-  segment.param = job.param.mutable_data_ptr();
+  auto segment = segment_of(job);
   segment.numel = job.param.numel();
-  if (job.is_stochastic) segment.numbers = job.numbers;
-  segment.param_type = engine_dtype(job.param.scalar_type());
-  segment.grad_type = engine_dtype(job.grad.scalar_type());
   segment.source = static_cast<int32_t>(launch.segments.size());
   segment.group = launch.num_groups - 1;
-  set_state(job, segment);
   launch.args.grads[launch.segments.size()] = job.grad.const_data_ptr();
   launch.segments.push_back(segment);
 }
@@ -89,8 +102,7 @@ std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
     if (launches.empty() || !has_room(launches.back(), job)) {
       Launch<Job>& launch = launches.emplace_back();
       launch.device = job.param.device();
-      launch.args.stochastic = job.is_stochastic;
-      launch.args.rounding = job.key;
+      set_rounding(job, launch.args);
     }
     add(launches.back(), job);
   }

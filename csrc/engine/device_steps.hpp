@@ -13,24 +13,24 @@
 
 namespace fsdp2x {
 
-// One parameter of a step. All tensors of a job are dense and of one memory format.
-struct DeviceJob {
-  at::Tensor param, grad;
-  bool is_stochastic = false;
-  RoundingKey key;        // where rounding is stochastic
-  cuda::Numbers numbers;  // likewise
-};
-
-struct DeviceAdamWJob : DeviceJob {
+// One parameter of a step. All tensors of a job are dense and of one memory format, the gradient is of the parameter's
+// type.
+struct DeviceAdamWJob {
   using Segment = cuda::AdamWSegment;
   using Args = cuda::AdamWArgs;
+  at::Tensor param, grad;
+  bool is_stochastic = false;
+  RoundingKey key;                                 // where rounding is stochastic
+  cuda::Numbers numbers;                           // likewise
   at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one undefined without amsgrad
   AdamWStep step;
 };
 
-struct DeviceSgdJob : DeviceJob {
+// Likewise, all float32.
+struct DeviceSgdJob {
   using Segment = cuda::SgdSegment;
   using Args = cuda::SgdArgs;
+  at::Tensor param, grad;
   at::Tensor buffer;  // undefined without momentum
   SgdStep step;
   SgdMomentum momentum = SgdMomentum::none;

@@ -194,11 +194,11 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
 }
 
 DeviceAdamWJob device_job(const AdamWJob& job) {
-  return {{job.pair.param.tensor,
-           job.pair.grad.tensor,
-           job.is_stochastic,
-           job.rounding.key,
-           {job.rounding.first, job.rounding.run, job.rounding.stride}},
+  return {job.pair.param.tensor,
+          job.pair.grad.tensor,
+          job.is_stochastic,
+          job.rounding.key,
+          {job.rounding.first, job.rounding.run, job.rounding.stride},
           job.exp_avg,
           job.exp_avg_sq,
           job.max_exp_avg_sq,
@@ -240,7 +240,7 @@ void run(const SgdJob& job, int64_t begin, int64_t end) {
 }
 
 DeviceSgdJob device_job(const SgdJob& job) {
-  return {{job.pair.param.tensor, job.pair.grad.tensor, false, {}, {}}, job.buffer, job.step, job.momentum};
+  return {job.pair.param.tensor, job.pair.grad.tensor, job.buffer, job.step, job.momentum};
 }
 
 // --- the same for both -----------------------------------------------------------------------------------------------

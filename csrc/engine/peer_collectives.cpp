@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <span>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -186,6 +187,19 @@ void PeerCollectives::reduce_scatter_scaled(const at::Tensor& output, const at::
   reduce(output, input, cuda::multiply_by(factor));
 }
 
+// By torch: the kernels compute in fp32.
+void PeerCollectives::reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, cuda::Scale scale) const {
+  at::Tensor sum;
+  for (const void* base : std::span(peers.base).first(static_cast<size_t>(world_))) {
+    void* const part = static_cast<double*>(const_cast<void*>(base)) + rank_ * output.numel();
+    const at::Tensor rows = at::from_blob(part, {output.numel()}, [](void*) {}, output.options(), output.device());
+    sum = sum.defined() ? sum.add_(rows) : rows.clone();
+  }
+  if (scale.mode == cuda::ScaleMode::multiply) sum.mul_(scale.value);
+  if (scale.mode == cuda::ScaleMode::divide) sum.div_(scale.value);
+  output.view({-1}).copy_(sum);
+}
+
 void PeerCollectives::reduce(const at::Tensor& output, const at::Tensor& input, cuda::Scale scale) {
   check();
   const DType type = engine_dtype(input.scalar_type());
@@ -198,14 +212,20 @@ void PeerCollectives::reduce(const at::Tensor& output, const at::Tensor& input, 
   Memory& memory = memory_of(input, "the input of a reduction");
   const at::Device device = input.device();
   const DeviceScope scope(device);
-  const cuda::ReduceList list = reduce_list(type, output.numel(), device);
+  const bool has_kernel = cuda::computes(type);
+  const cuda::ReduceList list = has_kernel ? reduce_list(type, output.numel(), device) : cuda::ReduceList();
+  const cuda::PeerTable peers = table_of(memory, memory.offset_of(input));
   cuda::TargetTable target;
   target.base[0] = output.data_ptr();
   cuda::ReduceArgs args;
   args.scale = scale;
   const ReleaseGil released;
   barrier(memory, scope.stream());
-  kernels_->reduce(list, table_of(memory, memory.offset_of(input)), target, args, scope.stream());
+  if (has_kernel) {
+    kernels_->reduce(list, peers, target, args, scope.stream());
+  } else {
+    reduce_in_f64(output, peers, scale);
+  }
   barrier(memory, scope.stream());
 }
 

@@ -57,6 +57,7 @@ class PeerCollectives {
   cuda::CopyList gather_list(const std::vector<Piece>& pieces, at::Device device);
   cuda::ReduceList reduce_list(DType type, int64_t numel, at::Device device);
   void reduce(const at::Tensor& output, const at::Tensor& input, cuda::Scale scale);
+  void reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, cuda::Scale scale) const;
   // Throws Error when a barrier has given up.
   void check() const;
 

@@ -29,6 +29,19 @@ Prepared& prepared_of(ReducePlan& plan) {
   return *static_cast<Prepared*>(plan.prepared.get());
 }
 
+// A CopyProgram's: copies that the kernels serve, and the others.
+struct PreparedCopies {
+  UploadedPlan<cuda::CopySegment> image;
+  std::vector<Copy> left_over;
+};
+
+std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, at::Device device) {
+  std::vector<Copy> served, left_over;
+  for (const Copy& copy : copies) (cuda::serves(copy) ? served : left_over).push_back(copy);
+  return std::make_shared<PreparedCopies>(
+      PreparedCopies{{cuda::plan_copies(served), device}, std::move(left_over)});
+}
+
 bool names(const auto& part, size_t param) {
   return param >= static_cast<size_t>(part.plan.first) &&
          param < static_cast<size_t>(part.plan.first) + static_cast<size_t>(cuda::kMaxTable);
@@ -36,20 +49,24 @@ bool names(const auto& part, size_t param) {
 
 }  // namespace
 
-void PlanRunner::copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const {
+const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void* src, void* dst,
+                                          cuda::Stream stream) const {
   const DeviceScope scope(device_);
-  using Image = UploadedPlan<cuda::CopySegment>;
-  if (!program.prepared) program.prepared = std::make_shared<Image>(cuda::plan_copies(program.copies), device_);
-  const auto& image = *static_cast<const Image*>(program.prepared.get());
-  if (image.plan.num_tiles() > 0) kernels_.copy(image.list(), src, dst, stream);
+  if (!program.prepared) program.prepared = prepare(program.copies, device_);
+  const auto& prepared = *static_cast<const PreparedCopies*>(program.prepared.get());
+  if (prepared.image.plan.num_tiles() > 0) kernels_.copy(prepared.image.list(), src, dst, stream);
+  return prepared.left_over;
 }
 
-void PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const {
+std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer,
+                                       cuda::Stream stream) const {
   const DeviceScope scope(device_);
   std::vector<DType> types;
+  std::vector<PackItem> left_over;
   for (const ParamPlace& place : plan.layout->params()) types.push_back(place.shape.reduce);
   for (const PackItem& item : items) {
     if (item.source != nullptr) types[item.param] = item.type;
+    if (!cuda::computes(types[item.param], plan.layout->params()[item.param].shape.reduce)) left_over.push_back(item);
   }
   auto& packs = prepared_of(plan).packs;
   if (!packs.contains(types)) {
@@ -66,13 +83,14 @@ void PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void
     }
     kernels_.pack_gradients(part.list(), table, buffer, cuda::Scale(), stream);
   }
+  return left_over;
 }
 
-void PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
-                            cuda::Stream stream) const {
+std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
+                                            double divisor, cuda::Stream stream) const {
   const DeviceScope scope(device_);
   Prepared& prepared = prepared_of(plan);
-  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout, /*src_offset=*/0), device_);
+  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), device_);
   cuda::PeerTable source;
   source.base[0] = segment;
   source.num_ranks = 1;
@@ -90,6 +108,12 @@ void PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items,
     }
     kernels_.reduce(part.list(), source, table, args, stream);
   }
+  std::vector<RowItem> left_over;
+  for (const RowItem& item : items) {
+    const ParamShape& shape = plan.layout->params()[item.param].shape;
+    if (!cuda::computes(shape.reduce, shape.orig)) left_over.push_back(item);
+  }
+  return left_over;
 }
 
 }  // namespace fsdp2x

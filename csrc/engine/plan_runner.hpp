@@ -1,5 +1,6 @@
 // Runs the engine's plans through a table of kernels: those of ring cuda on a device, or their twins on the host. A
 // plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one launch.
+// What has an f64 side comes back: the kernels compute in fp32.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,10 +18,11 @@ class PlanRunner {
 
   // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the runner's device,
   // whichever device is current.
-  void copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
-  void pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer, cuda::Stream stream) const;
-  void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment, double divisor,
-                  cuda::Stream stream) const;
+  const std::vector<Copy>& copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
+  std::vector<PackItem> pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer,
+                             cuda::Stream stream) const;
+  std::vector<RowItem> write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
+                                  double divisor, cuda::Stream stream) const;
 
  private:
   const cuda::Kernels& kernels_;

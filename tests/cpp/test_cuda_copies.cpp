@@ -15,6 +15,10 @@ namespace {
 
 constexpr std::array kSizes = {1, 7, 8, 9, 31, 255, 4095, 4096, 4097, 4103, 9001};
 
+constexpr std::array kCopyTypes = {DType::f32, DType::f64, DType::bf16, DType::f16, DType::byte};
+
+bool is_served(DType src, DType dst) { return serves({0, 0, 1, 1, 1, 1, src, dst}); }
+
 // The bytes that a plan leaves in a destination full of Region::kFill, by the CPU kernels.
 Bytes expected_copy(const std::vector<Copy>& copies, const Bytes& src, size_t dst_bytes) {
   Bytes dst(dst_bytes, Region::kFill);
@@ -42,9 +46,9 @@ void expect_copies(const std::vector<Copy>& copies, DType src_type, DType dst_ty
 
 TEST(Copies, EveryTypeSizeAndAlignment) {
   std::mt19937_64 random(1);
-  for (const DType src : {DType::f32, DType::f64, DType::bf16, DType::f16, DType::byte}) {
-    for (const DType dst : {DType::f32, DType::f64, DType::bf16, DType::f16, DType::byte}) {
-      if ((src == DType::byte) != (dst == DType::byte)) continue;
+  for (const DType src : kCopyTypes) {
+    for (const DType dst : kCopyTypes) {
+      if (!is_served(src, dst)) continue;
       for (const int64_t numel : kSizes) {
         for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {1, 1}, {3, 3}, {0, 1}, {5, 2}}) {
           const Copy copy = {0, 0, 1, numel, numel, numel, src, dst};
@@ -56,30 +60,34 @@ TEST(Copies, EveryTypeSizeAndAlignment) {
   }
 }
 
+// Dense, on one side with gaps between the pieces, on both; at starts where vectors fit and where none does.
 TEST(Copies, StridedPiecesOnEitherSide) {
   std::mt19937_64 random(2);
-  for (const DType src : {DType::f32, DType::bf16, DType::byte}) {
-    for (const DType dst : {DType::f32, DType::bf16, DType::byte}) {
-      if ((src == DType::byte) != (dst == DType::byte)) continue;
-      for (const int64_t piece : {1, 3, 8, 16, 40, 4100}) {
-        for (const int64_t gap : {0, 1, 8}) {
-          const int64_t count = piece < 100 ? 700 : 3;
-          Copy copy = {0, 0, count, piece, piece + gap, piece, src, dst};
-          expect_copies({copy}, src, dst, count * (piece + gap), count * piece, 0, 0, random);
-          copy.src_stride = piece;
-          copy.dst_stride = piece + gap;
-          expect_copies({copy}, src, dst, count * piece, count * (piece + gap), 0, 0, random);
-          copy.dst_offset = dtype_bytes(dst);
-          expect_copies({copy}, src, dst, count * piece, count * (piece + gap) + 1, 0, 0, random);
+  for (const DType src : kCopyTypes) {
+    for (const DType dst : kCopyTypes) {
+      if (!is_served(src, dst)) continue;
+      for (const int64_t piece : {3, 16, 40, 4100}) {
+        const int64_t count = 4500 / piece + 2;
+        for (const auto& [src_gap, dst_gap] : {std::pair{8, 0}, {0, 16}, {8, 16}, {1, 0}, {3, 2}}) {
+          for (const size_t shift : {size_t{0}, size_t{1}}) {
+            const Copy copy = {0, 0, count, piece, piece + src_gap, piece + dst_gap, src, dst};
+            expect_copies({copy}, src, dst, count * (piece + src_gap), count * (piece + dst_gap), 0,
+                          shift * dtype_bytes(dst), random);
+          }
         }
       }
     }
   }
 }
 
-TEST(Copies, RefuseToCastBytes) {
-  const Copy copy = {0, 0, 1, 1, 1, 1, DType::byte, DType::f32};
-  EXPECT_THROW(plan_copies(std::vector<Copy>{copy}), Error);
+TEST(Copies, RefuseToCastBytesAndDoubles) {
+  for (const DType type : {DType::byte, DType::f64}) {
+    const Copy there = {0, 0, 1, 1, 1, 1, type, DType::f32};
+    const Copy back = {0, 0, 1, 1, 1, 1, DType::bf16, type};
+    EXPECT_THROW(plan_copies(std::vector<Copy>{there}), Error);
+    EXPECT_THROW(plan_copies(std::vector<Copy>{back}), Error);
+    EXPECT_FALSE(serves(there) || serves(back));
+  }
 }
 
 TEST(Copies, PlansLeaveEmptySegmentsOut) {
@@ -97,7 +105,7 @@ TEST_P(CopyWorld, RowsCastStraightIntoTheSlot) {
     const Region slot(unit.layouts[0].slot_bytes());
     for (const Layout& layout : unit.layouts) {
       const Region pool(unit.shard_pool(layout), 0);
-      const Uploaded plan(plan_cast_to_slot(layout));
+      const Uploaded plan(plan_copies(layout.shard_to_slot()));
       kernels().copy(plan.list(), pool.data(), slot.data(), nullptr);
     }
     unit.expect_gathered(unit.layouts[0], slot.read());
@@ -110,46 +118,47 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
     const Region gathered(stride * static_cast<size_t>(world()));
     for (const Layout& layout : unit.layouts) {
       const Region pool(unit.shard_pool(layout), 0);
-      const Uploaded plan(plan_cast_to_segment(layout));
+      const Uploaded plan(plan_copies(layout.shard_to_segment()));
       kernels().copy(plan.list(), pool.data(), gathered.as<std::byte>() + stride * static_cast<size_t>(layout.rank()),
                      nullptr);
     }
     for (const Layout& layout : unit.layouts) {
       const Region slot(layout.slot_bytes());
-      const Uploaded plan(plan_copy_out(layout, stride));
+      const Uploaded plan(plan_copies(layout.segments_to_slot(stride)));
       kernels().copy(plan.list(), gathered.data(), slot.data(), nullptr);
       unit.expect_gathered(layout, slot.read());
     }
   }
 }
 
-TEST_P(CopyWorld, PeersPullTheSegments) {
-  for (const Unit& unit : units()) {
-    std::vector<Region> segments;
-    PeerTable peers;
-    peers.num_ranks = world();
-    for (const Layout& layout : unit.layouts) {
-      const Region pool(unit.shard_pool(layout), 0);
-      const Uploaded plan(plan_cast_to_segment(layout));
-      segments.emplace_back(layout.gather_segment_bytes());
-      kernels().copy(plan.list(), pool.data(), segments.back().data(), nullptr);
-      peers.base[layout.rank()] = segments.back().data();
+// A part of every rank, of an odd number of bytes and at odd places, to its place among the others.
+TEST_P(CopyWorld, PeersPullTheParts) {
+  std::mt19937_64 random(4);
+  for (const int64_t numel : kSizes) {
+    for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {1, 1}, {3, 0}}) {
+      std::vector<Region> parts;
+      std::vector<CopySegment> segments;
+      PeerTable peers;
+      peers.num_ranks = world();
+      Bytes expected;
+      for (int rank = 0; rank < world(); ++rank) {
+        const Bytes part = random_bytes(DType::byte, numel + 5, random);
+        parts.emplace_back(part, static_cast<size_t>(src_shift));
+        peers.base[rank] = parts.back().data();
+        CopySegment segment;
+        segment.src_offset = 5;
+        segment.dst_offset = rank * numel;
+        segment.numel = segment.piece_numel = segment.src_stride = segment.dst_stride = numel;
+        segment.source = rank;
+        segment.src = segment.dst = DType::byte;
+        segments.push_back(segment);
+        expected.insert(expected.end(), part.begin() + 5, part.end());
+      }
+      const Region out(expected.size(), static_cast<size_t>(dst_shift));
+      const Uploaded plan(make_plan(segments));
+      kernels().all_gather_peer(plan.list(), peers, out.data(), nullptr);
+      EXPECT_EQ(out.read(), expected) << numel << " bytes, shifts " << src_shift << " " << dst_shift;
     }
-    for (const Layout& layout : unit.layouts) {
-      const Region slot(layout.slot_bytes());
-      const Uploaded plan(plan_all_gather_peer(layout));
-      kernels().all_gather_peer(plan.list(), peers, slot.data(), nullptr);
-      unit.expect_gathered(layout, slot.read());
-    }
-  }
-}
-
-TEST_P(CopyWorld, APeerGatherBeginsBehindTheOwnRank) {
-  const Unit unit = units()[0];
-  for (const Layout& layout : unit.layouts) {
-    const CopyPlan plan = plan_all_gather_peer(layout);
-    // Every rank has rows of some parameter.
-    EXPECT_EQ(plan.segments.front().source, (layout.rank() + 1) % world());
   }
 }
 
@@ -162,25 +171,27 @@ struct Gradient {
 
 // What packing makes of one element, by the CPU kernels.
 void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType src_type, Scale scale, TableMode mode) {
-  const DType wide = src_type == DType::f64 || dst_type == DType::f64 ? DType::f64 : DType::f32;
-  std::array<std::byte, 8> value;
-  cpu::cast_copy(wide, value.data(), src_type, src, 1);
-  if (scale.mode == ScaleMode::multiply) cpu::multiply(wide, value.data(), 1, scale.value);
-  if (scale.mode == ScaleMode::divide) cpu::divide(wide, value.data(), 1, scale.value);
+  float value;
+  cpu::cast_copy(DType::f32, &value, src_type, src, 1);
+  if (scale.mode == ScaleMode::multiply) cpu::multiply(DType::f32, &value, 1, scale.value);
+  if (scale.mode == ScaleMode::divide) cpu::divide(DType::f32, &value, 1, scale.value);
   if (mode == TableMode::add) {
-    cpu::add(dst_type, dst, wide, value.data(), 1);
+    cpu::add(dst_type, dst, DType::f32, &value, 1);
   } else {
-    cpu::cast_copy(dst_type, dst, wide, value.data(), 1);
+    cpu::cast_copy(dst_type, dst, DType::f32, &value, 1);
   }
 }
 
-// Packs by walking every element of every whole gradient.
+// Packs by walking every element of every whole gradient; what the kernels do not compute stays as it is.
 void pack_plainly(const std::vector<Layout>& layouts, const std::vector<Gradient>& gradients,
                   const std::vector<TableMode>& modes, const std::vector<bool>& missing, size_t stride, Scale scale,
                   Bytes& packed) {
   for (size_t p = 0; p < gradients.size(); ++p) {
     const ParamShape& shape = layouts[0].params()[p].shape;
-    if (!shape.trainable || modes[p] == TableMode::skip || (modes[p] == TableMode::add && missing[p])) continue;
+    if (!shape.trainable || !computes(shape.reduce) || modes[p] == TableMode::skip ||
+        (modes[p] == TableMode::add && missing[p])) {
+      continue;
+    }
     const size_t element = dtype_bytes(shape.reduce);
     for (const Layout& layout : layouts) {
       const ParamPlace& place = layout.params()[p];
@@ -255,6 +266,118 @@ TEST_P(CopyWorld, GradientsArePacked) {
       }
     }
   }
+}
+
+struct PackCase {
+  CopySegment segment;
+  Scale scale;
+  TableMode mode = TableMode::write;
+  size_t src_shift = 0, dst_shift = 0;  // in elements
+};
+
+void expect_packed(const PackCase& c, std::mt19937_64& random) {
+  const CopySegment& segment = c.segment;
+  const int64_t count = segment.numel / segment.piece_numel;
+  const size_t src_bytes = dtype_bytes(segment.src), dst_bytes = dtype_bytes(segment.dst);
+  const Bytes src = random_bytes(segment.src, count * segment.src_stride, random);
+  Bytes expected = random_bytes(segment.dst, segment.numel + segment.pad_numel, random);
+  const Region in(src, c.src_shift * src_bytes), out(expected, c.dst_shift * dst_bytes);
+  PackTable table;
+  table.base[0] = in.data();
+  table.mode[0] = c.mode;
+  const Uploaded plan(make_plan(std::vector{segment}));
+  kernels().pack_gradients(plan.list(), table, out.data(), c.scale, nullptr);
+  for (int64_t i = 0; i < segment.numel; ++i) {
+    const int64_t place = i / segment.piece_numel * segment.src_stride + i % segment.piece_numel;
+    pack_element(expected.data() + static_cast<size_t>(i) * dst_bytes, segment.dst,
+                 src.data() + static_cast<size_t>(place) * src_bytes, segment.src, c.scale, c.mode);
+  }
+  if (c.mode == TableMode::write) {
+    std::memset(expected.data() + static_cast<size_t>(segment.numel) * dst_bytes, 0,
+                static_cast<size_t>(segment.pad_numel) * dst_bytes);
+  }
+  EXPECT_TRUE(same(segment.dst, out.read(), expected))
+      << dtype_name(segment.src) << " to " << dtype_name(segment.dst) << ", " << count << " pieces of "
+      << segment.piece_numel << ", stride " << segment.src_stride << ", pad " << segment.pad_numel << ", mode " << static_cast<int>(c.mode) << ", scale " << static_cast<int>(c.scale.mode)
+      << ", shifts " << c.src_shift << " " << c.dst_shift;
+}
+
+// Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart.
+TEST(Packing, EveryTypeScaleModeSizeAndAlignment) {
+  std::mt19937_64 random(5);
+  for (const DType src : {DType::f32, DType::bf16, DType::f16}) {
+    for (const DType dst : {DType::f32, DType::bf16, DType::f16}) {
+      for (const Scale scale : {Scale(), multiply_by(0.3), divide_by(7)}) {
+        for (const TableMode mode : {TableMode::write, TableMode::add}) {
+          PackCase c = {.segment = {}, .scale = scale, .mode = mode};
+          c.segment.src = src;
+          c.segment.dst = dst;
+          for (const int64_t numel : {1, 9, 4103}) {
+            for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {3, 3}, {0, 1}}) {
+              c.segment.numel = c.segment.piece_numel = c.segment.src_stride = c.segment.dst_stride = numel;
+              c.segment.pad_numel = numel % 3 * 7;
+              c.src_shift = static_cast<size_t>(src_shift);
+              c.dst_shift = static_cast<size_t>(dst_shift);
+              expect_packed(c, random);
+            }
+          }
+          for (const int64_t piece : {3, 8, 40}) {
+            for (const auto& [gap, dst_shift] : {std::pair{1, 0}, {8, 0}, {8, 1}}) {
+              c.segment.numel = (4500 / piece + 2) * piece;
+              c.segment.piece_numel = c.segment.dst_stride = piece;
+              c.segment.src_stride = piece + gap;
+              c.segment.pad_numel = 5;
+              c.src_shift = 0;
+              c.dst_shift = static_cast<size_t>(dst_shift);
+              expect_packed(c, random);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Tiles behind 2^32 elements: the pieces have no stride, so that all of them lie on the first.
+TEST(Copies, ElementsAreCountedIn64Bits) {
+  std::mt19937_64 random(6);
+  for (const int64_t piece : {24, 4099}) {
+    const Bytes src = random_bytes(DType::bf16, piece, random);
+    const Region in(src, 0), out(static_cast<size_t>(piece) * 4);
+    CopySegment segment;
+    segment.piece_numel = piece;
+    segment.numel = piece * ((int64_t{3} << 32) / piece);
+    segment.src = DType::bf16;
+    segment.first_tile = 1 - segment.numel / kTileNumel;  // the launch has the last tiles alone
+    CopyPlan end;
+    end.segments = {segment};
+    end.tile_segments = {0, 0};
+    kernels().copy(Uploaded(end).list(), in.data(), out.data(), nullptr);
+    Bytes expected(out.bytes());
+    cpu::cast_copy(DType::f32, expected.data(), DType::bf16, src.data(), piece);
+    EXPECT_TRUE(same(DType::f32, out.read(), expected)) << "pieces of " << piece;
+  }
+}
+
+// A division of 32 bits could not tell where they end.
+TEST(Copies, LongPiecesAreSegmentsOfTheirOwn) {
+  CopySegment segment;
+  segment.piece_numel = segment.dst_stride = (int64_t{1} << 31) + 8;
+  segment.src_stride = 2 * segment.piece_numel;
+  segment.numel = 3 * segment.piece_numel;
+  segment.pad_numel = 8;
+  segment.src = DType::bf16;
+  const CopyPlan plan = make_plan(std::vector{segment});
+  ASSERT_EQ(plan.segments.size(), 3u);
+  for (int64_t i = 0; i < 3; ++i) {
+    const CopySegment& one = plan.segments[static_cast<size_t>(i)];
+    EXPECT_EQ(one.numel, segment.piece_numel);
+    EXPECT_EQ(one.src_offset, i * segment.src_stride * 2);
+    EXPECT_EQ(one.dst_offset, i * segment.dst_stride * 4);
+    EXPECT_EQ(one.pad_numel, i == 2 ? 8 : 0);
+  }
+  segment.numel = segment.piece_numel;
+  EXPECT_EQ(make_plan(std::vector{segment}).segments.size(), 1u) << "one piece is dense";
 }
 
 TEST(Packing, MoreParametersThanALaunchCanName) {

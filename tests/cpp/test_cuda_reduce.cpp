@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "core/error.hpp"
@@ -17,6 +18,7 @@ namespace fsdp2x::cuda {
 namespace {
 
 constexpr std::array kSizes = {1, 7, 8, 9, 4095, 4097, 9001};
+constexpr std::array kTypes = {DType::f32, DType::bf16, DType::f16};
 
 ReduceSegment segment_of(DType src, DType dst, int64_t numel, int target = 0) {
   ReduceSegment segment;
@@ -83,8 +85,8 @@ void expect_reduction(const Case& c, std::mt19937_64& random) {
 
 TEST(Reduce, EqualsTheCpuKernels) {
   std::mt19937_64 random(1);
-  for (const DType src : twins::kTypes) {
-    for (const DType dst : twins::kTypes) {
+  for (const DType src : kTypes) {
+    for (const DType dst : kTypes) {
       for (const int num_sources : {1, 2, 3, 4, 5, 8}) {
         for (const int64_t numel : kSizes) {
           Case c = {src, dst, num_sources, numel, static_cast<double>(num_sources), false, TableMode::write, 0};
@@ -106,87 +108,64 @@ TEST(Reduce, WantsOneRankAtLeastAndNoMoreThanTheTableHolds) {
   peers.num_ranks = kMaxRanks + 1;
   EXPECT_THROW(kernels().reduce(plan.list(), peers, TargetTable(), ReduceArgs(), nullptr), Error);
   EXPECT_THROW(make_plan(std::vector{segment_of(DType::byte, DType::f32, 1)}), Error);
+  EXPECT_THROW(make_plan(std::vector{segment_of(DType::f32, DType::f64, 1)}), Error);
 }
 
-// Three targets, one of them skipped: squares of the stored values, infinities found, the same bits every time.
-TEST(Reduce, SquaresAndInfinities) {
+// The squares of gradients where they lie, in any type and at any address, the same bits every time; clipping by them.
+TEST(Norms, SquaresOfTargetsAndTheirScaling) {
   std::mt19937_64 random(2);
   std::normal_distribution<float> normal;
-  const std::array numels = {int64_t{10000}, int64_t{5}, int64_t{4096}};
-  for (const DType dst : twins::kTypes) {
-    std::vector<ReduceSegment> segments;
-    std::vector<Region> sources, outs;
-    std::vector<std::byte> source;
-    TargetTable targets;
-    double expected = 0.0;
-    for (int i = 0; i < 3; ++i) {
-      twins::Buffer values(DType::f32, numels[static_cast<size_t>(i)]);
-      twins::Buffer stored(dst, numels[static_cast<size_t>(i)]);
-      for (int64_t k = 0; k < numels[static_cast<size_t>(i)]; ++k) {
-        values.set(k, normal(random));
-        stored.set(k, values.get_float(k));
-        if (i != 1) expected += stored.get_double(k) * stored.get_double(k);
+  const std::array numels = {int64_t{10000}, int64_t{5}, int64_t{4099}};
+  for (const DType type : kTypes) {
+    for (const size_t shift : {size_t{0}, size_t{1}}) {
+      std::vector<ReduceSegment> segments;
+      std::vector<Region> gradients;
+      std::vector<Bytes> before;
+      TargetTable targets;
+      targets.mode[1] = TableMode::skip;
+      double expected = 0.0;
+      for (size_t i = 0; i < numels.size(); ++i) {
+        twins::Buffer values(type, numels[i]);
+        for (int64_t k = 0; k < numels[i]; ++k) {
+          values.set(k, normal(random));
+          if (i != 1) expected += values.get_double(k) * values.get_double(k);
+        }
+        before.push_back(bytes_of(values, numels[i]));
+        gradients.emplace_back(before.back(), shift * dtype_bytes(type));
+        targets.base[i] = gradients.back().data();
+        segments.push_back(segment_of(type, type, numels[i], static_cast<int>(i)));
       }
-      segments.push_back(segment_of(DType::f32, dst, numels[static_cast<size_t>(i)], i));
-      segments.back().src_offset = static_cast<int64_t>(source.size());
-      const std::vector<std::byte> bytes = bytes_of(values, numels[static_cast<size_t>(i)]);
-      source.insert(source.end(), bytes.begin(), bytes.end());
-      source.resize(align_up(source.size()));
-      outs.emplace_back(static_cast<size_t>(numels[static_cast<size_t>(i)]) * dtype_bytes(dst));
-      targets.base[i] = outs.back().data();
+      const Uploaded plan(make_plan(segments));
+      const int64_t num_tiles = plan.plan().num_tiles();
+      ASSERT_EQ(num_tiles, 6);
+      const Region sums(static_cast<size_t>(num_tiles) * sizeof(double)), again(sums.bytes());
+      const Region total(sizeof(double)), norm(sizeof(double)), factor(sizeof(double));
+      kernels().sum_squares(plan.list(), targets, sums.as<double>(), nullptr);
+      kernels().sum_squares(plan.list(), targets, again.as<double>(), nullptr);
+      const std::vector<double> tile_sums = sums.read_as<double>();
+      EXPECT_NEAR(sum_of(tile_sums), expected, 1e-12 * expected) << dtype_name(type) << ", shift " << shift;
+      EXPECT_EQ(tile_sums[3], 0.0) << "the skipped target";
+      EXPECT_EQ(again.read_as<double>(), tile_sums);
+
+      kernels().add_up(sums.as<double>(), num_tiles, total.as<double>(), nullptr);
+      EXPECT_NEAR(total.read_as<double>()[0], expected, 1e-12 * expected);
+      kernels().clip_factor(total.as<double>(), 0.5, false, norm.as<double>(), factor.as<double>(), nullptr);
+      const auto root = static_cast<float>(std::sqrt(total.read_as<double>()[0]));
+      EXPECT_EQ(norm.read_as<double>()[0], root);
+      EXPECT_EQ(factor.read_as<double>()[0], 1.0f / (root + 1e-6f) * 0.5f);
+
+      kernels().scale_gradients(plan.list(), targets, factor.as<double>(), nullptr);
+      for (size_t i = 0; i < numels.size(); ++i) {
+        Bytes scaled = before[i];
+        if (i != 1) cpu::multiply(type, scaled.data(), numels[i], factor.read_as<double>()[0]);
+        EXPECT_TRUE(same(type, gradients[i].read(), scaled)) << dtype_name(type) << ", shift " << shift;
+      }
+      const double one = 1.0;
+      const Region no_factor(std::as_bytes(std::span(&one, 1)), 0);
+      const Bytes clipped = gradients[0].read();
+      kernels().scale_gradients(plan.list(), targets, no_factor.as<double>(), nullptr);
+      EXPECT_EQ(gradients[0].read(), clipped);
     }
-    targets.mode[1] = TableMode::skip;
-    const Region in(source, 0);
-    PeerTable peers;
-    peers.base[0] = in.data();
-    peers.num_ranks = 1;
-    const Uploaded plan(make_plan(segments));
-    const auto num_tiles = static_cast<size_t>(plan.plan().num_tiles());
-    ASSERT_EQ(num_tiles, 5u);
-    const Region sums(num_tiles * sizeof(double)), again(num_tiles * sizeof(double)), inf(sizeof(float));
-    const Region total(sizeof(double)), norm(sizeof(double)), factor(sizeof(double));
-    const float zero = 0.0f;
-    Region flag(std::as_bytes(std::span(&zero, 1)), 0);
-    ReduceArgs args;
-    args.tile_sums = sums.as<double>();
-    args.found_inf = flag.as<float>();
-    kernels().reduce(plan.list(), peers, targets, args, nullptr);
-    const std::vector<double> tile_sums = sums.read_as<double>();
-    EXPECT_NEAR(sum_of(tile_sums), expected, 1e-12 * expected);
-    EXPECT_EQ(tile_sums[3], 0.0) << "the skipped target";
-    EXPECT_EQ(flag.read_as<float>()[0], 0.0f);
-
-    // The same from the targets themselves, bit for bit.
-    kernels().sum_squares(plan.list(), targets, again.as<double>(), flag.as<float>(), nullptr);
-    EXPECT_EQ(again.read_as<double>(), tile_sums);
-    EXPECT_EQ(flag.read_as<float>()[0], 0.0f);
-
-    kernels().add_up(sums.as<double>(), plan.plan().num_tiles(), total.as<double>(), nullptr);
-    EXPECT_NEAR(total.read_as<double>()[0], expected, 1e-12 * expected);
-    kernels().clip_factor(total.as<double>(), 0.5, false, norm.as<double>(), factor.as<double>(), nullptr);
-    const auto root = static_cast<float>(std::sqrt(total.read_as<double>()[0]));
-    EXPECT_EQ(norm.read_as<double>()[0], root);
-    EXPECT_EQ(factor.read_as<double>()[0], 1.0f / (root + 1e-6f) * 0.5f);
-
-    const std::vector<std::byte> before = outs[0].read();
-    const std::vector<std::byte> skipped = outs[1].read();
-    kernels().scale_gradients(plan.list(), targets, factor.as<double>(), nullptr);
-    std::vector<std::byte> scaled_down = before;
-    cpu::multiply(dst, scaled_down.data(), numels[0], factor.read_as<double>()[0]);
-    EXPECT_TRUE(same(dst, outs[0].read(), scaled_down));
-    EXPECT_EQ(outs[1].read(), skipped);
-
-    // An infinity in the last element of the last tile of a target, seen by both.
-    std::vector<std::byte> with_inf = source;
-    const float infinity = std::numeric_limits<float>::infinity();
-    std::memcpy(with_inf.data() + 4 * 9999, &infinity, sizeof(infinity));
-    const Region bad(with_inf, 0);
-    peers.base[0] = bad.data();
-    kernels().reduce(plan.list(), peers, targets, args, nullptr);
-    EXPECT_EQ(flag.read_as<float>()[0], 1.0f);
-    flag.write(std::as_bytes(std::span(&zero, 1)));
-    kernels().sum_squares(plan.list(), targets, again.as<double>(), flag.as<float>(), nullptr);
-    EXPECT_EQ(flag.read_as<float>()[0], 1.0f);
   }
 }
 
@@ -233,6 +212,7 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
     std::vector<DType> types;
     for (const ParamPlace& place : first.params()) types.push_back(place.shape.compute);
     const Uploaded pack(plan_pack(first, types, stride).at(0));
+    const auto has_kernels = [](const ParamShape& shape) { return shape.trainable && computes(shape.reduce); };
     std::vector<Region> packed;
     PeerTable peers;
     peers.num_ranks = world();
@@ -252,22 +232,25 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
       peers.base[rank] = packed.back().data();
     }
     for (const Layout& layout : unit.layouts) {
-      const size_t own = stride * static_cast<size_t>(layout.rank());
+      PeerTable parts = peers;
+      for (const void*& base : std::span(parts.base).first(static_cast<size_t>(world()))) {
+        base = static_cast<const std::byte*>(base) + stride * static_cast<size_t>(layout.rank());
+      }
       const Region pool(layout.shard_pool_bytes());
       TargetTable targets;
       for (size_t p = 0; p < layout.params().size(); ++p) {
         targets.base[p] = pool.as<std::byte>() + layout.params()[p].shard_offset;
       }
-      const Uploaded plan(plan_reduce(layout, own).at(0));
+      const Uploaded plan(plan_reduce(layout).at(0));
       ReduceArgs args;
       args.scale = multiply_by(2.0);
-      kernels().reduce(plan.list(), peers, targets, args, nullptr);
+      kernels().reduce(plan.list(), parts, targets, args, nullptr);
       const Bytes got = pool.read();
       for (size_t p = 0; p < layout.params().size(); ++p) {
         const ParamPlace& place = layout.params()[p];
         const ParamShape& shape = place.shape;
         int64_t local = 0;
-        for (int64_t o = 0; shape.trainable && o < shape.outer; ++o) {
+        for (int64_t o = 0; has_kernels(shape) && o < shape.outer; ++o) {
           for (int64_t k = place.rows.begin * shape.inner; k < place.rows.end * shape.inner; ++k, ++local) {
             double sum = 0;
             for (int rank = 0; rank < world(); ++rank) {
@@ -281,7 +264,7 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
       Region segment(stride);
       Bytes summed(stride);
       for (const ParamPlace& place : layout.params()) {
-        if (!place.shape.trainable) continue;
+        if (!has_kernels(place.shape)) continue;
         cpu::cast_copy(place.shape.reduce, summed.data() + place.reduce_segment_offset, place.shape.orig,
                        got.data() + place.shard_offset, place.shard_numel);
       }
@@ -289,12 +272,12 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
       PeerTable one;
       one.num_ranks = 1;
       one.base[0] = segment.data();
-      const Uploaded epilogue(plan_reduce(layout, 0).at(0));
+      const Uploaded epilogue(plan_reduce(layout).at(0));
       for (size_t p = 0; p < layout.params().size(); ++p) targets.mode[p] = TableMode::add;
       kernels().reduce(epilogue.list(), one, targets, ReduceArgs(), nullptr);
       const Bytes doubled = pool.read();
       for (const ParamPlace& place : layout.params()) {
-        for (int64_t i = 0; place.shape.trainable && i < place.shard_numel; ++i) {
+        for (int64_t i = 0; has_kernels(place.shape) && i < place.shard_numel; ++i) {
           ASSERT_EQ(get(doubled, place.shard_offset, place.shape.orig, i),
                     2.0 * get(got, place.shard_offset, place.shape.orig, i));
         }

@@ -5,37 +5,44 @@
 
 namespace fsdp2x::cuda {
 
-// Where element i of a segment lies on a side with pieces `stride` apart.
+// Where element i of a tile lies on a side with pieces that are `gap` elements apart. The number of pieces before the
+// tile is divided out once; from there on 32 bits are enough, whose division is many times faster than that of 64.
 struct PieceIndex {
   int64_t piece_numel;
-  int64_t stride;
-  bool dense;
+  int64_t gap;  // 0: dense
+  int64_t num_before;
+  int64_t shift;  // what makes of i its distance from the last piece that begins before the tile
+  FSDP2X_HOST_DEVICE bool is_dense() const { return gap == 0; }
   FSDP2X_HOST_DEVICE int64_t operator()(int64_t i) const {
-    if (dense) return i;
-    if (i <= INT32_MAX && piece_numel <= INT32_MAX) {  // the division of 64 bits is many times slower
-      const auto index = static_cast<uint32_t>(i);
-      const auto piece = static_cast<uint32_t>(piece_numel);
-      return static_cast<int64_t>(index / piece) * stride + index % piece;
-    }
-    return i / piece_numel * stride + i % piece_numel;
+    if (is_dense()) return i;
+    const auto past = static_cast<uint32_t>(i + shift);
+    const auto piece = static_cast<uint32_t>(piece_numel);
+    return i + (num_before + past / piece) * gap;
   }
 };
 
-FSDP2X_HOST_DEVICE PieceIndex piece_index(const CopySegment& segment, int64_t stride) {
-  const bool dense = stride == segment.piece_numel || segment.piece_numel == segment.numel;
-  return {segment.piece_numel, stride, dense};
+struct DenseIndex {
+  FSDP2X_HOST_DEVICE bool is_dense() const { return true; }
+  FSDP2X_HOST_DEVICE int64_t operator()(int64_t i) const { return i; }
+};
+
+FSDP2X_HOST_DEVICE PieceIndex piece_index(const CopySegment& segment, int64_t stride, int64_t tile) {
+  if (stride == segment.piece_numel || segment.piece_numel == segment.numel) return {segment.piece_numel, 0, 0, 0};
+  const int64_t begin = (tile - segment.first_tile) * kTileNumel;
+  const int64_t num_before = begin / segment.piece_numel;
+  return {segment.piece_numel, stride - segment.piece_numel, num_before, -num_before * segment.piece_numel};
 }
 
 // A step of a copy loads and stores in two halves, so that a thread has two vectors on their way at once: the compiler
 // cannot move a load before a store that might touch the same memory.
 
 // Moves units of one size, bit for bit.
-template <class U>
+template <class U, class SrcIndex, class DstIndex>
 struct MoveStep {
   const void* src;
   void* dst;
-  PieceIndex src_index;
-  PieceIndex dst_index;
+  SrcIndex src_index;
+  DstIndex dst_index;
   template <int N>
   struct Values {
     U units[N];
@@ -50,31 +57,38 @@ struct MoveStep {
   FSDP2X_HOST_DEVICE void store_at(int64_t i, const Values<N>& values) const {
     store_units<U, N>(dst, dst_index(i), values.units);
   }
+  FSDP2X_HOST_DEVICE MoveStep<U, DenseIndex, DenseIndex> dense() const { return {src, dst, {}, {}}; }
 };
 
-template <class A>
+// How a cast changes values on their way.
+struct Change {
+  Scale scale;
+  bool add = false;  // to what is there
+};
+
+// `kFloats`: the destination is f32.
+template <bool kFloats, class SrcIndex, class DstIndex>
 struct CastStep {
   const void* src;
   void* dst;
-  PieceIndex src_index;
-  PieceIndex dst_index;
+  SrcIndex src_index;
+  DstIndex dst_index;
   DType src_type;
   DType dst_type;
-  Scale scale;
-  bool add;
+  Change change;
   template <int N>
   struct Values {
-    A elements[N];
+    float elements[N];
   };
   template <int N>
   FSDP2X_HOST_DEVICE Values<N> load_at(int64_t i) const {
     Values<N> values;
-    load<A, N>(src_type, src, src_index(i), values.elements);
+    load<N>(src_type, src, src_index(i), values.elements);
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) values.elements[k] = scaled(values.elements[k], scale);
-    if (add) {
-      A old[N];
-      load<A, N>(dst_type, dst, dst_index(i), old);
+    for (int k = 0; k < N; ++k) values.elements[k] = scaled(values.elements[k], change.scale);
+    if (change.add) {
+      float old[N];
+      load_known<kFloats, N>(dst_type, dst, dst_index(i), old);
       FSDP2X_UNROLL
       for (int k = 0; k < N; ++k) values.elements[k] = old[k] + values.elements[k];
     }
@@ -82,19 +96,24 @@ struct CastStep {
   }
   template <int N>
   FSDP2X_HOST_DEVICE void store_at(int64_t i, const Values<N>& values) const {
-    store<A, N>(dst_type, dst, dst_index(i), values.elements);
+    store_known<kFloats, N>(dst_type, dst, dst_index(i), values.elements);
+  }
+  FSDP2X_HOST_DEVICE CastStep<kFloats, DenseIndex, DenseIndex> dense() const {
+    return {src, dst, {}, {}, src_type, dst_type, change};
   }
 };
 
-// As `walk`, in two halves.
+// As `walk`, in two halves. Pieces that lie apart are whole vectors where there are any, so what is left is dense.
 template <int V, class Step>
 FSDP2X_HOST_DEVICE void walk_in_pairs(TileRange range, int64_t first_vector, bool use_vectors, int thread,
                                       const Step& step) {
   if (!use_vectors || first_vector > range.end) first_vector = range.end;
+  FSDP2X_NO_UNROLL
   for (int64_t i = range.begin + thread; i < first_vector; i += kThreads) {
     step.template store_at<1>(i, step.template load_at<1>(i));
   }
   const int64_t num_vectors = (range.end - first_vector) / V;
+  FSDP2X_NO_UNROLL
   for (int64_t v = thread; v < num_vectors; v += 2 * kThreads) {
     const int64_t here = first_vector + v * V;
     const auto values = step.template load_at<V>(here);
@@ -105,9 +124,9 @@ FSDP2X_HOST_DEVICE void walk_in_pairs(TileRange range, int64_t first_vector, boo
     }
     step.template store_at<V>(here, values);
   }
-  for (int64_t i = first_vector + num_vectors * V + thread; i < range.end; i += kThreads) {
-    step.template store_at<1>(i, step.template load_at<1>(i));
-  }
+  const int64_t last = first_vector + num_vectors * V + thread;
+  const auto rest = step.dense();
+  if (last < range.end) rest.template store_at<1>(last, rest.template load_at<1>(last));
 }
 
 struct ZeroStep {
@@ -119,8 +138,9 @@ struct ZeroStep {
   }
 };
 
-FSDP2X_HOST_DEVICE bool pieces_fit(const CopySegment& segment, const PieceIndex& index, int vector_numel) {
-  return index.dense || (segment.piece_numel % vector_numel == 0 && index.stride % vector_numel == 0);
+FSDP2X_HOST_DEVICE bool pieces_fit(const DenseIndex&, int) { return true; }
+FSDP2X_HOST_DEVICE bool pieces_fit(const PieceIndex& index, int vector_numel) {
+  return index.is_dense() || (index.piece_numel % vector_numel == 0 && index.gap % vector_numel == 0);
 }
 
 // The first element that starts a 16-byte word on both sides, or -1. Between strided pieces only element 0 will do.
@@ -139,10 +159,9 @@ FSDP2X_HOST_DEVICE int64_t first_aligned(const void* src, int src_bytes, const v
 template <int V, class Step>
 FSDP2X_HOST_DEVICE void walk_segment(const CopySegment& segment, int64_t tile, int src_bytes, int dst_bytes, int thread,
                                      const Step& step) {
-  const bool both_dense = step.src_index.dense && step.dst_index.dense;
+  const bool both_dense = step.src_index.is_dense() && step.dst_index.is_dense();
   const int64_t head = first_aligned(step.src, src_bytes, step.dst, dst_bytes, both_dense);
-  const bool use_vectors =
-      head >= 0 && pieces_fit(segment, step.src_index, V) && pieces_fit(segment, step.dst_index, V);
+  const bool use_vectors = head >= 0 && pieces_fit(step.src_index, V) && pieces_fit(step.dst_index, V);
   // Tiles begin behind the head, so that every tile begins with a vector; the first one takes the head as well.
   TileRange range = range_of(tile, segment.first_tile, segment.numel);
   const int64_t first_vector = range.begin + (use_vectors ? head : 0);
@@ -154,43 +173,34 @@ FSDP2X_HOST_DEVICE void walk_segment(const CopySegment& segment, int64_t tile, i
   if (range.begin < range.end) walk_in_pairs<V>(range, first_vector, use_vectors, thread, step);
 }
 
-template <class U>
-FSDP2X_HOST_DEVICE void move_tile(const CopySegment& segment, int64_t tile, const void* src, void* dst, int thread) {
-  const MoveStep<U> step = {src, dst, piece_index(segment, segment.src_stride),
-                            piece_index(segment, segment.dst_stride)};
+template <class U, class SrcIndex, class DstIndex>
+FSDP2X_HOST_DEVICE void move_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
+                                  void* dst, DstIndex dst_index, int thread) {
+  const MoveStep<U, SrcIndex, DstIndex> step = {src, dst, src_index, dst_index};
   walk_segment<kWordBytes / sizeof(U)>(segment, tile, sizeof(U), sizeof(U), thread, step);
 }
 
-template <class A>
-FSDP2X_HOST_DEVICE void cast_tile(const CopySegment& segment, int64_t tile, const void* src, void* dst, Scale scale,
-                                  bool add, int thread) {
-  const CastStep<A> step = {src,
-                            dst,
-                            piece_index(segment, segment.src_stride),
-                            piece_index(segment, segment.dst_stride),
-                            segment.src,
-                            segment.dst,
-                            scale,
-                            add};
-  walk_segment<kVectorNumel>(segment, tile, static_cast<int>(dtype_bytes(segment.src)),
-                             static_cast<int>(dtype_bytes(segment.dst)), thread, step);
+// Where floats are written a vector is one word, as in `walk_written`.
+template <bool kFloats, class SrcIndex, class DstIndex>
+FSDP2X_HOST_DEVICE void cast_known_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
+                                        void* dst, DstIndex dst_index, Change change, int thread) {
+  const CastStep<kFloats, SrcIndex, DstIndex> step = {src, dst, src_index, dst_index, segment.src, segment.dst, change};
+  walk_segment<kFloats ? kFloatVectorNumel : kVectorNumel>(segment, tile, segment.src == DType::f32 ? 4 : 2,
+                                                           kFloats ? 4 : 2, thread, step);
 }
 
-// In f64 where a side is f64. Plans without such segments run kernels without that code, which need fewer registers.
-template <bool kHasF64>
-FSDP2X_HOST_DEVICE void any_cast_tile(const CopySegment& segment, int64_t tile, const void* src, void* dst, Scale scale,
-                                      bool add, int thread) {
-  if constexpr (kHasF64) {
-    if (segment.src == DType::f64 || segment.dst == DType::f64) {
-      return cast_tile<double>(segment, tile, src, dst, scale, add, thread);
-    }
+template <class SrcIndex, class DstIndex>
+FSDP2X_HOST_DEVICE void cast_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
+                                  void* dst, DstIndex dst_index, Change change, int thread) {
+  if (segment.dst == DType::f32) {
+    return cast_known_tile<true>(segment, tile, src, src_index, dst, dst_index, change, thread);
   }
-  cast_tile<float>(segment, tile, src, dst, scale, add, thread);
+  cast_known_tile<false>(segment, tile, src, src_index, dst, dst_index, change, thread);
 }
 
 // Zeroes from element `first` on, in a dense destination.
 FSDP2X_HOST_DEVICE void zero_tile(const CopySegment& segment, int64_t tile, void* dst, int64_t first, int thread) {
-  const auto bytes = static_cast<int64_t>(dtype_bytes(segment.dst));
+  const int64_t bytes = segment.dst == DType::f32 ? 4 : 2;
   TileRange range = range_of(tile, segment.first_tile, segment.numel + segment.pad_numel);
   if (range.begin < first) range.begin = first;
   if (range.begin >= range.end) return;
@@ -200,53 +210,52 @@ FSDP2X_HOST_DEVICE void zero_tile(const CopySegment& segment, int64_t tile, void
   walk<kWordBytes>(range, range.begin + (past == 0 ? 0 : kWordBytes - past), true, thread, step);
 }
 
-template <bool kHasF64>
-FSDP2X_HOST_DEVICE void move_tile_of_floats(const CopySegment& segment, int64_t tile, const void* src, void* dst,
-                                            int thread) {
-  if constexpr (kHasF64) {
-    if (segment.src == DType::f64) return move_tile<uint64_t>(segment, tile, src, dst, thread);
+// Moves elements of a type that is not `byte`.
+template <class SrcIndex, class DstIndex>
+FSDP2X_HOST_DEVICE void move_typed_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
+                                        void* dst, DstIndex dst_index, int thread) {
+  if (segment.src == DType::f32) {
+    return move_tile<uint32_t>(segment, tile, src, src_index, dst, dst_index, thread);
   }
-  if (segment.src == DType::f32) return move_tile<uint32_t>(segment, tile, src, dst, thread);
-  move_tile<uint16_t>(segment, tile, src, dst, thread);
-}
-
-template <bool kHasF64>
-FSDP2X_HOST_DEVICE void copy_tile(const CopySegment& segment, int64_t tile, const void* src_base, void* dst_base,
-                                  int thread) {
-  const void* src = at(src_base, segment.src_offset);
-  void* dst = at(dst_base, segment.dst_offset);
-  if (segment.src != segment.dst) {
-    return any_cast_tile<kHasF64>(segment, tile, src, dst, Scale(), false, thread);
-  }
-  if (segment.src == DType::byte) return move_tile<uint8_t>(segment, tile, src, dst, thread);
-  move_tile_of_floats<kHasF64>(segment, tile, src, dst, thread);
+  move_tile<uint16_t>(segment, tile, src, src_index, dst, dst_index, thread);
 }
 
 // --- bodies ----------------------------------------------------------------------------------------------------------
 
-template <bool kHasF64>
 struct CopyBody {
+  static constexpr int kBlocks = 4;  // as in PackBody
   CopyList list;
-  const void* src;
-  void* dst;
+  const void* src_base;
+  void* dst_base;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    copy_tile<kHasF64>(list.segments[list.tile_segments[tile]], tile, src, dst, thread);
+    const CopySegment& segment = list.segments[list.tile_segments[tile]];
+    const void* src = at(src_base, segment.src_offset);
+    void* dst = at(dst_base, segment.dst_offset);
+    const PieceIndex src_index = piece_index(segment, segment.src_stride, tile);
+    const PieceIndex dst_index = piece_index(segment, segment.dst_stride, tile);
+    if (segment.src != segment.dst) return cast_tile(segment, tile, src, src_index, dst, dst_index, Change(), thread);
+    if (segment.src == DType::byte) {
+      return move_tile<uint8_t>(segment, tile, src, src_index, dst, dst_index, thread);
+    }
+    move_typed_tile(segment, tile, src, src_index, dst, dst_index, thread);
   }
 };
 
-template <bool kHasF64>
+// Pieces that are dense on both sides.
 struct GatherPeersBody {
   CopyList list;
   PeerTable peers;
   void* dst;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const CopySegment& segment = list.segments[list.tile_segments[tile]];
-    copy_tile<kHasF64>(segment, tile, peers.base[segment.source], dst, thread);
+    const void* src = at(peers.base[segment.source], segment.src_offset);
+    move_tile<uint8_t>(segment, tile, src, DenseIndex(), at(dst, segment.dst_offset), DenseIndex(), thread);
   }
 };
 
-template <bool kHasF64>
+// Pieces that are dense in the destination.
 struct PackBody {
+  static constexpr int kBlocks = 4;  // a tile is few turns of a loop: other blocks hide the look-up of the plan
   CopyList list;
   PackTable grads;
   void* dst;
@@ -260,10 +269,11 @@ struct PackBody {
     void* out = at(dst, segment.dst_offset);
     if (base == nullptr) return zero_tile(segment, tile, out, 0, thread);
     const void* src = at(base, segment.src_offset);
+    const PieceIndex src_index = piece_index(segment, segment.src_stride, tile);
     if (segment.src == segment.dst && !add && scale.mode == ScaleMode::none) {
-      move_tile_of_floats<kHasF64>(segment, tile, src, out, thread);
+      move_typed_tile(segment, tile, src, src_index, out, DenseIndex(), thread);
     } else {
-      any_cast_tile<kHasF64>(segment, tile, src, out, scale, add, thread);
+      cast_tile(segment, tile, src, src_index, out, DenseIndex(), Change{scale, add}, thread);
     }
     if (!add) zero_tile(segment, tile, out, segment.numel, thread);
   }

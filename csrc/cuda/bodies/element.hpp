@@ -92,101 +92,63 @@ FSDP2X_HOST_DEVICE void store_units(void* base, int64_t index, const U* in) {
   }
 }
 
-// --- typed elements in an accumulator A, which is float, or double where f64 takes part ------------------------------
+// --- typed elements as floats -----------------------------------------------------------------------------------------
 
-template <class A, int N>
-FSDP2X_HOST_DEVICE void load(DType type, const void* base, int64_t index, A* out) {
-  if constexpr (sizeof(A) == sizeof(double)) {
-    if (type == DType::f64) return load_units<double, N>(base, index, out);
-  }
-  if (type == DType::f32) {
-    float units[N];
-    load_units<float, N>(base, index, units);
+// f32, where it is known to be that; bf16 or f16 otherwise.
+template <bool kFloats, int N>
+FSDP2X_HOST_DEVICE void load_known(DType type, const void* base, int64_t index, float* out) {
+  if constexpr (kFloats) return load_units<float, N>(base, index, out);
+  uint16_t units[N];
+  load_units<uint16_t, N>(base, index, units);
+  if (type == DType::bf16) {
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) out[k] = static_cast<A>(units[k]);
+    for (int k = 0; k < N; ++k) out[k] = bf16_to_float(units[k]);
   } else {
-    uint16_t units[N];
-    load_units<uint16_t, N>(base, index, units);
-    if (type == DType::bf16) {
-      FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) out[k] = static_cast<A>(bf16_to_float(units[k]));
-    } else {
-      FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) out[k] = static_cast<A>(f16_to_float(units[k]));
-    }
+    FSDP2X_UNROLL
+    for (int k = 0; k < N; ++k) out[k] = f16_to_float(units[k]);
   }
 }
 
-template <class A, int N>
-FSDP2X_HOST_DEVICE void store(DType type, void* base, int64_t index, const A* in) {
-  if constexpr (sizeof(A) == sizeof(double)) {
-    if (type == DType::f64) return store_units<double, N>(base, index, in);
-  }
-  if (type == DType::f32) {
-    float units[N];
+template <bool kFloats, int N>
+FSDP2X_HOST_DEVICE void store_known(DType type, void* base, int64_t index, const float* in) {
+  if constexpr (kFloats) return store_units<float, N>(base, index, in);
+  uint16_t units[N];
+  if (type == DType::bf16) {
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) units[k] = static_cast<float>(in[k]);
-    store_units<float, N>(base, index, units);
+    for (int k = 0; k < N; ++k) units[k] = float_to_bf16(in[k]);
   } else {
-    uint16_t units[N];
-    if (type == DType::bf16) {
-      FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) units[k] = float_to_bf16(static_cast<float>(in[k]));
-    } else {
-      FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) units[k] = float_to_f16(static_cast<float>(in[k]));
-    }
-    store_units<uint16_t, N>(base, index, units);
+    FSDP2X_UNROLL
+    for (int k = 0; k < N; ++k) units[k] = float_to_f16(in[k]);
   }
+  store_units<uint16_t, N>(base, index, units);
+}
+
+template <int N>
+FSDP2X_HOST_DEVICE void load(DType type, const void* base, int64_t index, float* out) {
+  if (type == DType::f32) return load_known<true, N>(type, base, index, out);
+  load_known<false, N>(type, base, index, out);
+}
+
+template <int N>
+FSDP2X_HOST_DEVICE void store(DType type, void* base, int64_t index, const float* in) {
+  if (type == DType::f32) return store_known<true, N>(type, base, index, in);
+  store_known<false, N>(type, base, index, in);
 }
 
 // The value that storing as `type` and loading again gives.
-template <class A>
-FSDP2X_HOST_DEVICE A rounded(DType type, A value) {
-  switch (type) {
-    case DType::bf16:
-      return static_cast<A>(bf16_to_float(float_to_bf16(static_cast<float>(value))));
-    case DType::f16:
-      return static_cast<A>(f16_to_float(float_to_f16(static_cast<float>(value))));
-    case DType::f32:
-      return static_cast<A>(static_cast<float>(value));
-    default:
-      return value;
-  }
+FSDP2X_HOST_DEVICE float rounded(DType type, float value) {
+  if (type == DType::bf16) return bf16_to_float(float_to_bf16(value));
+  if (type == DType::f16) return f16_to_float(float_to_f16(value));
+  return value;
 }
 
-template <class A>
-FSDP2X_HOST_DEVICE bool is_finite(A value) {
-  return value - value == A(0);
-}
-
-// Divisions are made of products: the slow path of the device's division is a call, around which registers spill. Here
-// the remainder of the rounded product corrects it to the rounded quotient (Markstein), where quotients are normal.
-FSDP2X_HOST_DEVICE double scaled(double value, Scale scale) {
-  if (scale.mode == ScaleMode::none) return value;
-  if (scale.mode == ScaleMode::multiply) return value * scale.value;
-  const double quotient = value * scale.reciprocal;
-  const double rest = fma(-quotient, scale.value, value);
-  return is_finite(rest) && rest != 0.0 ? fma(rest, scale.reciprocal, quotient) : quotient;
-}
-
-// The product in f64 is off by less than 2^-51 of itself, and no quotient of two floats comes that near to the middle
-// between two floats, so it is rounded as the quotient. (Below 2^-126 it may lie in the middle, and goes to either
-// side.)
+// A division is a product: the slow path of the device's division is a call, around which registers spill. In f64 the
+// product is off by less than 2^-51 of itself, and no quotient of two floats comes that near to the middle between two
+// floats, so it is rounded as the quotient. (Below 2^-126 it may lie in the middle, and goes to either side.)
 FSDP2X_HOST_DEVICE float scaled(float value, Scale scale) {
   if (scale.mode == ScaleMode::multiply) return value * static_cast<float>(scale.value);
   if (scale.mode == ScaleMode::divide) return static_cast<float>(static_cast<double>(value) * scale.reciprocal);
   return value;
-}
-
-// Calls run(Body<false>) or run(Body<true>) as the plan has f64.
-template <template <bool> class Body, class List, class Run, class... Args>
-void with_body(const Run& run, const List& list, const Args&... args) {
-  if (list.has_f64) {
-    run(Body<true>{list, args...}, list.num_tiles);
-  } else {
-    run(Body<false>{list, args...}, list.num_tiles);
-  }
 }
 
 // --- a tile of elements over the threads of a block ------------------------------------------------------------------
@@ -201,17 +163,22 @@ struct TileRange {
 template <int V, class Step>
 FSDP2X_HOST_DEVICE void walk(TileRange range, int64_t first_vector, bool use_vectors, int thread, Step& step) {
   if (!use_vectors || first_vector > range.end) first_vector = range.end;
+  FSDP2X_NO_UNROLL
   for (int64_t i = range.begin + thread; i < first_vector; i += kThreads) step.template run<1>(i);
   const int64_t num_vectors = (range.end - first_vector) / V;
+  FSDP2X_NO_UNROLL
   for (int64_t v = thread; v < num_vectors; v += kThreads) step.template run<V>(first_vector + v * V);
-  for (int64_t i = first_vector + num_vectors * V + thread; i < range.end; i += kThreads) step.template run<1>(i);
+  const int64_t last = first_vector + num_vectors * V + thread;
+  if (last < range.end) step.template run<1>(last);
 }
 
-// `walk` over what is written as `type`: a word at a time where that is 32 bits wide, so that the threads of a warp
-// write whole sectors of memory. Of two words that a thread writes in turn each fills half a sector.
-template <class Step>
-FSDP2X_HOST_DEVICE void walk_written(DType type, TileRange range, bool use_vectors, int thread, Step& step) {
-  if (type == DType::f32) return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, step);
+// `walk` over what is written as `type`, by the step that knows floats or by the other one: floats a word at a time, so
+// that the threads of a warp write whole sectors of memory. Of two words that a thread writes in turn each fills half a
+// sector.
+template <class FloatStep, class Step>
+FSDP2X_HOST_DEVICE void walk_written(DType type, TileRange range, bool use_vectors, int thread, FloatStep& float_step,
+                                     Step& step) {
+  if (type == DType::f32) return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, float_step);
   walk<kVectorNumel>(range, range.begin, use_vectors, thread, step);
 }
 

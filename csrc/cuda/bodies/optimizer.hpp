@@ -19,37 +19,49 @@ FSDP2X_HOST_DEVICE bool vectors_are_numbered(const Numbers& numbers) {
   return numbers.run == 0 || numbers.run % kVectorNumel == 0;
 }
 
+// The random bits of elements `number` to `number` + 7, two to a word, as they lie in a block. Elements that do not begin
+// with a block end in the next one: its words are shifted in behind, by selections that are the same for all elements.
+FSDP2X_HOST_DEVICE PhiloxBlock bits_of_vector(RoundingKey key, Draw draw, uint64_t number) {
+  const PhiloxBlock first = rounding_block(key, draw, number);
+  const auto past = static_cast<uint32_t>(number % kRoundingBlock);
+  const PhiloxBlock second = past != 0 ? rounding_block(key, draw, number + kRoundingBlock) : first;
+  uint32_t words[8];
+  FSDP2X_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    words[i] = first.words[i];
+    words[i + 4] = second.words[i];
+  }
+  FSDP2X_UNROLL
+  for (int i = 0; i < 6; ++i) words[i] = (past & 4) != 0 ? words[i + 2] : words[i];
+  FSDP2X_UNROLL
+  for (int i = 0; i < 5; ++i) words[i] = (past & 2) != 0 ? words[i + 1] : words[i];
+  FSDP2X_UNROLL
+  for (int i = 0; i < 4; ++i) words[i] = (past & 1) != 0 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+  return {{words[0], words[1], words[2], words[3]}};
+}
+
 // Stores as `type`: bf16 by the random bits of elements `number` on when kStochastic, to nearest otherwise. Kernels
 // that draw no random bits are kernels of their own: they need far fewer registers.
 template <int N, bool kStochastic>
 FSDP2X_HOST_DEVICE void store_rounded(DType type, void* base, int64_t i, const float* values, RoundingKey key,
                                       Draw draw, uint64_t number) {
-  if (!kStochastic || type != DType::bf16) return store<float, N>(type, base, i, values);
-  const PhiloxBlock first = rounding_block(key, draw, number);
-  // A vector that does not begin with a block ends in the next one.
-  const bool has_second = N > 1 && number % kRoundingBlock != 0;
-  const PhiloxBlock second = has_second ? rounding_block(key, draw, number + N - 1) : first;
+  static_assert(!kStochastic || N == 1 || N == kRoundingBlock);
+  if (!kStochastic || type != DType::bf16) return store<N>(type, base, i, values);
   uint16_t codes[N];
-  FSDP2X_UNROLL
-  for (int k = 0; k < N; ++k) {
-    const uint64_t own = number + static_cast<uint64_t>(k);
-    const bool in_first = own / kRoundingBlock == number / kRoundingBlock;
-    const uint32_t bits = in_first ? rounding_bits(first, own) : rounding_bits(second, own);
-    codes[k] = stochastic_bf16(bits_of(values[k]), bits);
+  if constexpr (N == 1) {
+    codes[0] = stochastic_bf16(bits_of(values[0]), rounding_bits(rounding_block(key, draw, number), number));
+  } else {
+    const PhiloxBlock bits = bits_of_vector(key, draw, number);
+    FSDP2X_UNROLL
+    for (int k = 0; k < N; ++k) {
+      codes[k] = stochastic_bf16(bits_of(values[k]), bits.words[k / 2] >> (k % 2 * 16) & 0xffffu);
+    }
   }
   store_units<uint16_t, N>(base, i, codes);
 }
 
 FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
-}
-
-// Ranges of floats alone are stepped a word at a time, as `walk_written` says, by a stepper that knows the types.
-template <class Stepper, class FloatStepper>
-FSDP2X_HOST_DEVICE void walk_steps(bool all_floats, TileRange range, bool use_vectors, int thread,
-                                   const Stepper& stepper, const FloatStepper& float_stepper) {
-  if (all_floats) return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, float_stepper);
-  walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
 }
 
 // `kFloats`: parameter, gradient and moments are f32.
@@ -63,17 +75,14 @@ struct AdamWStepper {
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    const DType param_type = kFloats ? DType::f32 : segment.param_type;
-    const DType grad_type = kFloats ? DType::f32 : segment.grad_type;
-    const DType moment_type = kFloats ? DType::f32 : segment.moment_type;
+    const DType type = kFloats ? DType::f32 : segment.type;
+    const DType moment_type = kFloats || segment.moment_type == DType::f32 ? DType::f32 : DType::bf16;
     const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
-    float p[N], g[N], m[N], v[N], largest[N] = {};
-    load<float, N>(grad_type, grad, i, g);
-    load<float, N>(param_type, segment.param, i, p);
-    load<float, N>(moment_type, segment.exp_avg, i, m);
-    load<float, N>(moment_type, segment.exp_avg_sq, i, v);
-    const bool amsgrad = segment.max_exp_avg_sq != nullptr;
-    if (amsgrad) load<float, N>(moment_type, segment.max_exp_avg_sq, i, largest);
+    float p[N], g[N], m[N], v[N];
+    load<N>(type, grad, i, g);
+    load<N>(type, segment.param, i, p);
+    load<N>(moment_type, segment.exp_avg, i, m);
+    load<N>(moment_type, segment.exp_avg_sq, i, v);
     // torch interpolates from the nearer end.
     const bool from_average = step.weight < 0.5f;
     const float coefficient = from_average ? step.weight : step.weight - 1.0f;
@@ -82,23 +91,25 @@ struct AdamWStepper {
       const float gradient = g[k] * step.sign * grad_scale;
       m[k] = fmaf(coefficient, gradient - m[k], from_average ? m[k] : gradient);
       v[k] = fmaf(step.rest2 * gradient, gradient, v[k] * step.beta2);
-      float second = v[k];
-      if (amsgrad) {
-        second = largest[k] >= v[k] || largest[k] != largest[k] ? largest[k] : v[k];
-        largest[k] = second;
+    }
+    store_rounded<N, kStochastic>(moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
+    if (segment.max_exp_avg_sq != nullptr) {
+      float largest[N];
+      load<N>(moment_type, segment.max_exp_avg_sq, i, largest);
+      FSDP2X_UNROLL
+      for (int k = 0; k < N; ++k) {
+        v[k] = largest[k] >= v[k] || largest[k] != largest[k] ? largest[k] : v[k];
       }
-      const float denominator = sqrtf(second) / step.root + step.eps;
+      // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
+      store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
+    }
+    FSDP2X_UNROLL
+    for (int k = 0; k < N; ++k) {
+      const float denominator = sqrtf(v[k]) / step.root + step.eps;
       p[k] = p[k] * step.decay + step.minus_size * m[k] / denominator;
     }
-    store_rounded<N, kStochastic>(param_type, segment.param, i, p, rounding, Draw::param, number);
+    store_rounded<N, kStochastic>(type, segment.param, i, p, rounding, Draw::param, number);
     store_rounded<N, kStochastic>(moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
-    store_rounded<N, kStochastic>(moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
-    // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
-    if (amsgrad) {
-      store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, largest, rounding, Draw::exp_avg_sq,
-                                    number);
-    }
-    if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
   }
 };
 
@@ -109,45 +120,43 @@ struct AdamWBody {
   AdamWArgs args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const AdamWSegment segment = list.segments[list.tile_segments[tile]];
-    const void* base = args.grads[segment.source];
-    if (base == nullptr) return;
-    const AdamWStepper<kStochastic, false> stepper = {segment, at(base, segment.grad_offset), args.steps[segment.group],
+    const void* grad = args.grads[segment.source];
+    if (grad == nullptr) return;
+    const AdamWStepper<kStochastic, false> stepper = {segment, grad, args.steps[segment.group],
                                                       args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
                                                       args.rounding};
-    const bool all_floats =
-        segment.param_type == DType::f32 && segment.grad_type == DType::f32 && segment.moment_type == DType::f32;
-    const bool use_vectors =
-        is_word_aligned(stepper.grad) && is_word_aligned(segment.param) && is_word_aligned(segment.exp_avg) &&
-        is_word_aligned(segment.exp_avg_sq) && is_word_aligned_or_null(segment.max_exp_avg_sq) &&
-        is_word_aligned_or_null(segment.shadow) && (!kStochastic || vectors_are_numbered(segment.numbers));
+    const bool use_vectors = is_word_aligned(grad) && is_word_aligned(segment.param) &&
+                             is_word_aligned(segment.exp_avg) && is_word_aligned(segment.exp_avg_sq) &&
+                             is_word_aligned_or_null(segment.max_exp_avg_sq) &&
+                             (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk_steps(all_floats, range, use_vectors, thread, stepper,
-               AdamWStepper<false, true>{segment, stepper.grad, stepper.step, stepper.grad_scale, {}});
+    // Floats alone are stepped a word at a time, as `walk_written` says. Stochastic rounding is for others.
+    if constexpr (!kStochastic) {
+      if (segment.type == DType::f32 && segment.moment_type == DType::f32) {
+        const AdamWStepper<false, true> float_stepper = {segment, grad, stepper.step, stepper.grad_scale, {}};
+        return walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, float_stepper);
+      }
+    }
+    walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }
 };
 
-// `kFloats`: parameter, gradient and buffer are f32.
-template <bool kStochastic, bool kFloats>
+// Of floats alone.
 struct SgdStepper {
   const SgdSegment& segment;
   const void* grad;
   SgdStep step;
   SgdMomentum momentum;
   float grad_scale;
-  RoundingKey rounding;
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    const DType param_type = kFloats ? DType::f32 : segment.param_type;
-    const DType grad_type = kFloats ? DType::f32 : segment.grad_type;
-    const DType buffer_type = kFloats ? DType::f32 : segment.buffer_type;
-    const uint64_t number = kStochastic ? number_of(segment.numbers, i) : 0;
     const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
     const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
     float p[N], g[N], b[N] = {};
-    load<float, N>(grad_type, grad, i, g);
-    load<float, N>(param_type, segment.param, i, p);
-    if (later) load<float, N>(buffer_type, segment.buffer, i, b);
+    load_units<float, N>(grad, i, g);
+    load_units<float, N>(segment.param, i, p);
+    if (later) load_units<float, N>(segment.buffer, i, b);
     FSDP2X_UNROLL
     for (int k = 0; k < N; ++k) {
       float d = g[k] * step.sign * grad_scale;
@@ -158,38 +167,25 @@ struct SgdStepper {
       }
       p[k] = fmaf(step.minus_lr, d, p[k]);
     }
-    store_rounded<N, kStochastic>(param_type, segment.param, i, p, rounding, Draw::param, number);
-    if (momentum != SgdMomentum::none) {
-      store_rounded<N, kStochastic>(buffer_type, segment.buffer, i, b, rounding, Draw::exp_avg, number);
-    }
-    if (segment.shadow != nullptr) store<float, N>(DType::bf16, segment.shadow, i, p);
+    store_units<float, N>(segment.param, i, p);
+    if (momentum != SgdMomentum::none) store_units<float, N>(segment.buffer, i, b);
   }
 };
 
-template <bool kStochastic>
 struct SgdBody {
-  static constexpr int kBlocks = kStochastic ? 2 : 4;
+  static constexpr int kBlocks = 4;
   SgdList list;
   SgdArgs args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const SgdSegment segment = list.segments[list.tile_segments[tile]];
-    const void* base = args.grads[segment.source];
-    if (base == nullptr) return;
-    const SgdStepper<kStochastic, false> stepper = {
-        segment,
-        at(base, segment.grad_offset),
-        args.steps[segment.group],
-        segment.buffer == nullptr ? SgdMomentum::none : args.momentum[segment.group],
-        args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
-        args.rounding};
-    const bool use_vectors = is_word_aligned(stepper.grad) && is_word_aligned(segment.param) &&
-                             is_word_aligned_or_null(segment.buffer) && is_word_aligned_or_null(segment.shadow) &&
-                             (!kStochastic || vectors_are_numbered(segment.numbers));
+    const void* grad = args.grads[segment.source];
+    if (grad == nullptr) return;
+    const SgdStepper stepper = {segment, grad, args.steps[segment.group], args.momentum[segment.group],
+                                args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
+    const bool use_vectors =
+        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned_or_null(segment.buffer);
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    const bool all_floats =
-        segment.param_type == DType::f32 && segment.grad_type == DType::f32 && segment.buffer_type == DType::f32;
-    walk_steps(all_floats, range, use_vectors, thread, stepper,
-               SgdStepper<false, true>{segment, stepper.grad, stepper.step, stepper.momentum, stepper.grad_scale, {}});
+    walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }
 };
 

@@ -10,8 +10,7 @@ void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Sca
 void all_gather_peer(const CopyList& list, const PeerTable& peers, void* dst, Stream stream);
 void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
             Stream stream);
-void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
-                 Stream stream);
+void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream);
 void add_up(const double* values, int64_t num, double* sum, Stream stream);
 void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream stream);
 void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);

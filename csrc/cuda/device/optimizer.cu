@@ -11,8 +11,7 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream) {
 }
 
 void sgd(const SgdList& list, const SgdArgs& args, Stream stream) {
-  if (args.stochastic) return launch_tiles("sgd", SgdBody<true>{list, args}, list.num_tiles, stream);
-  launch_tiles("sgd", SgdBody<false>{list, args}, list.num_tiles, stream);
+  launch_tiles("sgd", SgdBody{list, args}, list.num_tiles, stream);
 }
 
 }  // namespace fsdp2x::cuda::device

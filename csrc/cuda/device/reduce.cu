@@ -17,24 +17,11 @@ __device__ void fold_block(double* values, int num_threads) {
   }
 }
 
-template <class Body>
-__global__ void __launch_bounds__(kThreads) run_sums(const __grid_constant__ Body body) {
+__global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_constant__ SquareBody body) {
   __shared__ double squares[kThreads];
-  const Seen seen = body.run(blockIdx.x, static_cast<int>(threadIdx.x));
-  // Whoever writes, writes the same.
-  if (!seen.all_finite && body.found_inf() != nullptr) *body.found_inf() = 1.0f;
-  if (body.tile_sums() == nullptr) return;
-  squares[threadIdx.x] = seen.squares;
+  squares[threadIdx.x] = body.run(blockIdx.x, static_cast<int>(threadIdx.x));
   fold_block(squares, kThreads);
-  if (threadIdx.x == 0) body.tile_sums()[blockIdx.x] = squares[0];
-}
-
-template <class Body>
-void launch_sums(const char* kernel, const Body& body, int64_t num_tiles, Stream stream) {
-  static_assert(kFitsParameters<Body>);
-  if (num_tiles == 0) return;
-  run_sums<Body><<<static_cast<unsigned>(num_tiles), kThreads, 0, stream>>>(body);
-  check_launch(kernel, num_tiles);
+  if (threadIdx.x == 0) body.tile_sums[blockIdx.x] = squares[0];
 }
 
 __global__ void __launch_bounds__(kSumThreads) add_up_kernel(const double* values, int64_t num, double* sum) {
@@ -56,15 +43,14 @@ namespace device {
 void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
             Stream stream) {
   require_ranks(sources.num_ranks, "reduce");
-  with_body<ReduceBody>([&](const auto& body, int64_t num_tiles) { launch_sums("reduce", body, num_tiles, stream); },
-                        list, sources, targets, args);
+  launch_tiles("reduce", ReduceBody{list, sources, targets, args}, list.num_tiles, stream);
 }
 
-void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, float* found_inf,
-                 Stream stream) {
-  with_body<SquareBody>(
-      [&](const auto& body, int64_t num_tiles) { launch_sums("sum_squares", body, num_tiles, stream); }, list, targets,
-      tile_sums, found_inf);
+void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream) {
+  static_assert(kFitsParameters<SquareBody>);
+  if (list.num_tiles == 0) return;
+  sum_squares_kernel<<<static_cast<unsigned>(list.num_tiles), kThreads, 0, stream>>>({list, targets, tile_sums});
+  check_launch("sum_squares", list.num_tiles);
 }
 
 void add_up(const double* values, int64_t num, double* sum, Stream stream) {
@@ -78,9 +64,7 @@ void clip_factor(const double* square_sum, double max_norm, bool in_f64, double*
 }
 
 void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream) {
-  with_body<ScaleBody>(
-      [&](const auto& body, int64_t num_tiles) { launch_tiles("scale_gradients", body, num_tiles, stream); }, list,
-      targets, factor);
+  launch_tiles("scale_gradients", ScaleBody{list, targets, factor}, list.num_tiles, stream);
 }
 
 }  // namespace device
