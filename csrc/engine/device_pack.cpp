@@ -137,10 +137,11 @@ at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
 
 const at::Tensor& DeviceTransport::flags_of(const Group& group) {
   std::vector<bool> pattern(group.scratch.filled.begin(), group.scratch.filled.end());
-  const Layout& layout = *groups_.at(group.index).reduce->layout;
+  const ReducePlan& plan = *groups_.at(group.index).reduce;
   for (size_t i = 0; i < pattern.size(); ++i) {
-    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) pattern[i] = true;
+    if (plan.layout->params()[i].shape.trainable && group.options().reduce_unused_params) pattern[i] = true;
   }
+  pattern.resize(plan.flags_numel);
   if (const auto found = flags_.find(pattern); found != flags_.end()) return found->second;
   if (flags_.size() >= kMaxFlagPatterns) flags_.clear();  // freed in the order of the compute lane, which reads them
   const std::vector<float> values(pattern.begin(), pattern.end());

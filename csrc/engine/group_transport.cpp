@@ -185,6 +185,7 @@ void GroupTransport::fill_gaps(Group& group) {
         .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
         .zero_();
   }
+  flags.resize(mine.plan->flags_numel);
   const at::Tensor source = at::from_blob(flags.data(), {static_cast<int64_t>(flags.size())}, at::kFloat);
   run_copies_on(device_, mine.plan->flags_to_segments.copies, source.to(device_).const_data_ptr(), scratch.data);
 }

@@ -43,15 +43,15 @@ ReducePlan& ReducePlans::of(const Group& group) {
     ReducePlan plan;
     plan.layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
     plan.segment_bytes = Group::segment_bytes(*plan.layout);
-    const auto num_flags = static_cast<int64_t>(group.params.size());
-    // The same flags for every rank.
-    const auto stride = static_cast<int64_t>(plan.segment_bytes / dtype_bytes(group.reduce_type()));
+    const size_t element = dtype_bytes(group.reduce_type());
+    // The same flags for every rank, and nothing behind them that was never written: it travels with them.
+    plan.flags_numel = (plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element;
     plan.flags_to_segments.copies.push_back({.src_offset = 0,
                                              .dst_offset = plan.layout->reduce_segment_bytes(),
                                              .count = group.layout.world(),
-                                             .piece_numel = num_flags,
+                                             .piece_numel = static_cast<int64_t>(plan.flags_numel),
                                              .src_stride = 0,
-                                             .dst_stride = stride,
+                                             .dst_stride = static_cast<int64_t>(plan.segment_bytes / element),
                                              .src = DType::f32,
                                              .dst = group.reduce_type()});
     found = plans_.emplace(std::move(trainable), std::move(plan)).first;

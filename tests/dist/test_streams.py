@@ -5,6 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -403,3 +405,31 @@ def test_rows_kept_in_a_smaller_world(ctx):
         same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
         model.zero_grad()
     assert streams.races(recorder.entries) == []
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_twins", [True, False])
+def test_nothing_that_nobody_wrote_travels(ctx, reduce_dtype, with_twins):
+    """Rows, the pads behind them, flags and what lies behind these: memory that is new is full of NaN here."""
+    only_fsdp2x(ctx)
+    streams.install(with_twins=with_twins)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 5))
+    model[1].weight.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(9))
+    shard(ctx, model, transport="streams", mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    sent = []
+    collective = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    scatter = getattr(dist, collective)
+
+    def checked(output, source, **options):
+        sent.append((source.numel(), torch.isfinite(source).all().item()))
+        return scatter(output, source, **options)
+
+    with mock.patch.object(dist, collective, checked):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            model(torch.ones(2, 5)).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert sent and all(is_written for _, is_written in sent), sent
