@@ -44,7 +44,7 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -52,6 +52,7 @@ help:
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make lint      ruff and clang-format; format applies them"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
+	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
@@ -87,11 +88,12 @@ test-cpp: $(TOOLS)
 	$(CMAKE) --build build/cpp
 	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error
 
+# Without tests/ptx, which has a target of its own.
 test: build test-cpp
-	$(RUN_PYTHON) -m pytest tests $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx $(PYTEST_ARGS)
 
 test-full: build test-cpp
-	$(RUN_PYTHON) -m pytest tests --full $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --full $(PYTEST_ARGS)
 
 sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
@@ -99,11 +101,19 @@ sanitize: $(TOOLS)
 	$(CMAKE) --build build/sanitize
 	$(CTEST) --test-dir build/sanitize --output-on-failure --no-tests=error
 
-# Programs that run the kernels on a device: compiled where nvcc is, run where a GPU is.
+# Programs that run the kernels on a device, and the same on translated PTX: compiled where nvcc is. Those of a device
+# are run where a GPU is.
+CONFIGURE_GPU = $(USE_CUDA) $(CMAKE) -S . -B build/gpu $(CMAKE_FLAGS) -DFSDP2X_CUDA=ON -DFSDP2X_BUILD_EXTENSION=OFF \
+  -DFSDP2X_BUILD_TESTS=ON
+
 gpu-kernels: cuda-compiler
-	$(USE_CUDA) $(CMAKE) -S . -B build/gpu $(CMAKE_FLAGS) -DFSDP2X_CUDA=ON -DFSDP2X_BUILD_EXTENSION=OFF \
-	  -DFSDP2X_BUILD_TESTS=ON
+	$(CONFIGURE_GPU)
 	$(CMAKE) --build build/gpu --target gpu_kernels
+
+test-ptx: cuda-compiler
+	$(CONFIGURE_GPU)
+	$(CMAKE) --build build/gpu --target ptx_programs
+	$(RUN_PYTHON) -m pytest tests/ptx $(PYTEST_ARGS)
 
 # Both skip, with the reason, what this machine cannot run. The slow ones, compute-sanitizer's, can be left out:
 # `make gpu-test PYTEST_ARGS="-m 'not full'"`.

@@ -98,8 +98,8 @@ struct AdamWSegment {
   int64_t numel = 0;
   int64_t first_tile = 0;
   Numbers numbers;
-  int32_t source = 0;  // entry of the launch's table of gradients
-  int32_t group = 0;   // entry of the launch's table of steps
+  int32_t source = 0;              // entry of the launch's table of gradients
+  int32_t group = 0;               // entry of the launch's table of steps
   DType type = DType::f32;         // of the parameter and its gradient
   DType moment_type = DType::f32;  // f32 or bf16
   bool operator==(const AdamWSegment&) const = default;

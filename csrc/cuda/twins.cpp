@@ -78,9 +78,7 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
   run_tiles(AdamWBody<false>{list, args}, list.num_tiles);
 }
 
-void sgd(const SgdList& list, const SgdArgs& args, Stream) {
-  run_tiles(SgdBody{list, args}, list.num_tiles);
-}
+void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
 
 void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream) {
   using Clock = std::chrono::steady_clock;

@@ -192,7 +192,8 @@ void PeerCollectives::reduce_in_f64(const at::Tensor& output, const cuda::PeerTa
   at::Tensor sum;
   for (const void* base : std::span(peers.base).first(static_cast<size_t>(world_))) {
     void* const part = static_cast<double*>(const_cast<void*>(base)) + rank_ * output.numel();
-    const at::Tensor rows = at::from_blob(part, {output.numel()}, [](void*) {}, output.options(), output.device());
+    const at::Tensor rows = at::from_blob(
+        part, {output.numel()}, [](void*) {}, output.options(), output.device());
     sum = sum.defined() ? sum.add_(rows) : rows.clone();
   }
   if (scale.mode == cuda::ScaleMode::multiply) sum.mul_(scale.value);

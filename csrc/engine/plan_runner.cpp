@@ -38,8 +38,7 @@ struct PreparedCopies {
 std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, at::Device device) {
   std::vector<Copy> served, left_over;
   for (const Copy& copy : copies) (cuda::serves(copy) ? served : left_over).push_back(copy);
-  return std::make_shared<PreparedCopies>(
-      PreparedCopies{{cuda::plan_copies(served), device}, std::move(left_over)});
+  return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), device}, std::move(left_over)});
 }
 
 bool names(const auto& part, size_t param) {

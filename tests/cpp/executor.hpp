@@ -1,6 +1,7 @@
 // What runs the kernels under test: the host's twins, or a device. The test bodies see memory through it only.
 #pragma once
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -33,6 +34,15 @@ Executor& executor();
 
 inline const Kernels& kernels() { return executor().kernels(); }
 
+// Under AddressSanitizer, which there is only where memory is the host's: from here on an access to it is an error, or
+// none again.
+inline void forbid(const void* memory, size_t bytes, bool is_forbidden) {
+  using Function = void (*)(const volatile void*, size_t);
+  static const auto poison = reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, "__asan_poison_memory_region"));
+  static const auto unpoison = reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, "__asan_unpoison_memory_region"));
+  if (poison != nullptr) (is_forbidden ? poison : unpoison)(memory, bytes);
+}
+
 // Memory of the executor with guards before and behind it, `shift` bytes off a multiple of 256.
 class Region {
  public:
@@ -41,6 +51,7 @@ class Region {
     memory_ = static_cast<std::byte*>(executor().allocate(start_ + bytes + kGuard));
     const std::vector<std::byte> guards(start_ + bytes + kGuard, kFill);
     executor().upload(memory_, guards.data(), guards.size());
+    forbid_guards(true);
   }
   Region(std::span<const std::byte> content, size_t shift) : Region(content.size(), shift) { write(content); }
   Region(Region&& other) noexcept : bytes_(other.bytes_), start_(other.start_), memory_(other.memory_) {
@@ -49,7 +60,9 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
   ~Region() {
-    if (memory_ != nullptr) executor().release(memory_);
+    if (memory_ == nullptr) return;
+    forbid_guards(false);
+    executor().release(memory_);
   }
 
   void* data() const { return memory_ + start_; }
@@ -62,7 +75,9 @@ class Region {
   // The content; fails the test when a guard was written to.
   std::vector<std::byte> read() const {
     std::vector<std::byte> all(start_ + bytes_ + kGuard);
+    forbid_guards(false);
     executor().download(all.data(), memory_, all.size());
+    forbid_guards(true);
     for (size_t i = 0; i < all.size(); ++i) {
       if ((i < start_ || i >= start_ + bytes_) && all[i] != kFill) {
         ADD_FAILURE() << "byte " << static_cast<int64_t>(i) - static_cast<int64_t>(start_) << " of " << bytes_
@@ -83,6 +98,11 @@ class Region {
   static constexpr std::byte kFill{0xa5};
 
  private:
+  void forbid_guards(bool are_forbidden) const {
+    forbid(memory_, start_, are_forbidden);
+    forbid(memory_ + start_ + bytes_, kGuard, are_forbidden);
+  }
+
   size_t bytes_;
   size_t start_;
   std::byte* memory_;

@@ -298,8 +298,9 @@ void expect_packed(const PackCase& c, std::mt19937_64& random) {
   }
   EXPECT_TRUE(same(segment.dst, out.read(), expected))
       << dtype_name(segment.src) << " to " << dtype_name(segment.dst) << ", " << count << " pieces of "
-      << segment.piece_numel << ", stride " << segment.src_stride << ", pad " << segment.pad_numel << ", mode " << static_cast<int>(c.mode) << ", scale " << static_cast<int>(c.scale.mode)
-      << ", shifts " << c.src_shift << " " << c.dst_shift;
+      << segment.piece_numel << ", stride " << segment.src_stride << ", pad " << segment.pad_numel << ", mode "
+      << static_cast<int>(c.mode) << ", scale " << static_cast<int>(c.scale.mode) << ", shifts " << c.src_shift << " "
+      << c.dst_shift;
 }
 
 // Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart.

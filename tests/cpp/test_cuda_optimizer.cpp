@@ -96,8 +96,8 @@ void step_by_hand(State& s, const AdamWStep& step, const AdamWCase& c, RoundingK
 }
 
 void expect_adamw(const AdamWCase& c, std::mt19937_64& random) {
-  State state = {normal_values(c.type, c.numel, random),          normal_values(c.type, c.numel, random),
-                 normal_values(c.moments, c.numel, random),       normal_values(c.moments, c.numel, random, true),
+  State state = {normal_values(c.type, c.numel, random), normal_values(c.type, c.numel, random),
+                 normal_values(c.moments, c.numel, random), normal_values(c.moments, c.numel, random, true),
                  normal_values(c.moments, c.numel, random, true)};
   // In turn at every place of a vector.
   for (int64_t i = 0; i < c.numel; ++i) {

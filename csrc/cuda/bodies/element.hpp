@@ -92,7 +92,8 @@ FSDP2X_HOST_DEVICE void store_units(void* base, int64_t index, const U* in) {
   }
 }
 
-// --- typed elements as floats -----------------------------------------------------------------------------------------
+// --- typed elements as floats
+// -----------------------------------------------------------------------------------------
 
 // f32, where it is known to be that; bf16 or f16 otherwise.
 template <bool kFloats, int N>

@@ -19,8 +19,9 @@ FSDP2X_HOST_DEVICE bool vectors_are_numbered(const Numbers& numbers) {
   return numbers.run == 0 || numbers.run % kVectorNumel == 0;
 }
 
-// The random bits of elements `number` to `number` + 7, two to a word, as they lie in a block. Elements that do not begin
-// with a block end in the next one: its words are shifted in behind, by selections that are the same for all elements.
+// The random bits of elements `number` to `number` + 7, two to a word, as they lie in a block. Elements that do not
+// begin with a block end in the next one: its words are shifted in behind, by selections that are the same for all
+// elements.
 FSDP2X_HOST_DEVICE PhiloxBlock bits_of_vector(RoundingKey key, Draw draw, uint64_t number) {
   const PhiloxBlock first = rounding_block(key, draw, number);
   const auto past = static_cast<uint32_t>(number % kRoundingBlock);
@@ -122,9 +123,8 @@ struct AdamWBody {
     const AdamWSegment segment = list.segments[list.tile_segments[tile]];
     const void* grad = args.grads[segment.source];
     if (grad == nullptr) return;
-    const AdamWStepper<kStochastic, false> stepper = {segment, grad, args.steps[segment.group],
-                                                      args.grad_scale == nullptr ? 1.0f : *args.grad_scale,
-                                                      args.rounding};
+    const AdamWStepper<kStochastic, false> stepper = {
+        segment, grad, args.steps[segment.group], args.grad_scale == nullptr ? 1.0f : *args.grad_scale, args.rounding};
     const bool use_vectors = is_word_aligned(grad) && is_word_aligned(segment.param) &&
                              is_word_aligned(segment.exp_avg) && is_word_aligned(segment.exp_avg_sq) &&
                              is_word_aligned_or_null(segment.max_exp_avg_sq) &&

@@ -1,0 +1,108 @@
+"""A kernel of PTX as a function of C++, with marks of what has been executed and with mutants to choose from."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ptx_instructions import Translator, identifier
+from ptx_reader import Entry, Instruction, Label, stable_name
+
+HEADER = '#include "grid.hpp"\n#include "values.hpp"\n\nnamespace fsdp2x::ptx {\nnamespace {\n\n'
+_ENDS_BLOCK = ("bra", "ret")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version of a kernel: what stands in for some of its instructions, by their number."""
+
+    kind: str
+    replacements: dict[int, tuple[Instruction, ...]]
+
+
+def leaders(entry: Entry) -> list[int]:
+    """For each instruction the number of the one by whose mark it is known to be executed.
+
+    Instructions that follow each other share the first one's, those under a guard have their own.
+    """
+    result, leader, number = [], -1, 0
+    for item in entry.code:
+        if isinstance(item, Label):
+            leader = -1
+            continue
+        if leader < 0:
+            leader = number
+        ends = item.parts[0] in _ENDS_BLOCK
+        result.append(number if item.guard and not ends else leader)
+        if ends:
+            leader = -1
+        number += 1
+    return result
+
+
+def executed(entry: Entry, reached: Sequence[bool]) -> list[bool]:
+    """For each instruction whether a thread has executed it, its guard being true; branches count when reached."""
+    return [reached[leader] for leader in leaders(entry)]
+
+
+def _statement(translator: Translator, instruction: Instruction, mark: str) -> str:
+    code = translator.translate(instruction)
+    if not instruction.guard:
+        return f"{mark}{code}"
+    condition = translator.value(instruction.guard, "pred")
+    if instruction.parts[0] in _ENDS_BLOCK:
+        return f"{mark}if ({condition}) {code}"
+    return f"if ({condition}) {{ {mark}{code} }}"
+
+
+def _function(entry: Entry, mutants: Sequence[Mutant]) -> Iterable[str]:
+    translator, marked = Translator(entry), leaders(entry)
+    for bits in (1, 16, 32, 64):
+        names = [identifier(name) for name, width in entry.registers.items() if width == bits]
+        if names:
+            yield f"  {'pred' if bits == 1 else f'u{bits}'} {', '.join(f'{name} = 0' for name in names)};"
+    index = 0
+    for item in entry.code:
+        if isinstance(item, Label):
+            yield f" {identifier(item.name)}:;"
+            continue
+        mark = f"mark({index}); " if marked[index] == index else ""
+        code = _statement(translator, item, mark)
+        for number, mutant in enumerate(mutants, 1):
+            if index in mutant.replacements:
+                others = " ".join(_statement(translator, other, "") for other in mutant.replacements[index])
+                code = f"if (mutant == {number}) {{ {others} }} else {{ {code} }}"
+        yield f"  {code}"
+        index += 1
+
+
+def translate(entry: Entry, mutants: Sequence[Mutant] = ()) -> str:
+    """A file of C++ that defines the kernel `FSDP2X_KERNEL`, which whoever compiles it names."""
+    result, call = ("Fiber", "start") if entry.waits else ("void", "run")
+    places = ", ".join(f"{{{offset}, {num_bytes}}}" for offset, num_bytes in entry.params.places.values())
+    lines = [
+        f"uint8_t reached[{len(entry.instructions)}];",
+        f"constexpr Place params[] = {{{places}}};",
+        "int mutant = 0;",
+        "",
+        "inline void mark(int number) { __atomic_store_n(&reached[number], uint8_t{1}, __ATOMIC_RELAXED); }",
+        "",
+        f"{result} {call}_thread(const Thread& t) {{",
+        *_function(entry, mutants),
+        "}",
+        "",
+        "}  // namespace",
+        "",
+        "extern const Kernel FSDP2X_KERNEL;",
+        "const Kernel FSDP2X_KERNEL = {",
+        f'    .name = "{stable_name(entry.name)}",',
+        f"    .run = {'nullptr' if entry.waits else 'run_thread'},",
+        f"    .start = {'start_thread' if entry.waits else 'nullptr'},",
+        "    .params = params,",
+        f"    .shared_bytes = {entry.shared.num_bytes},",
+        f"    .max_threads = {entry.max_threads},",
+        "    .reached = reached,",
+        "    .mutant = &mutant,",
+        "};",
+        "",
+        "}  // namespace fsdp2x::ptx",
+    ]
+    return HEADER + "\n".join(lines) + "\n"

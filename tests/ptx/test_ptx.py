@@ -1,0 +1,105 @@
+"""nvcc's kernels without a GPU: the bodies that test the twins run the PTX of every architecture, translated to C++."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import ptx_build
+import ptx_coverage
+import pytest
+from ptx_mutants import mutants
+from ptx_reader import stable_name
+
+# Where a kernel's bodies are.
+PROGRAM_OF = {
+    "AdamWBody": "ptx_optimizer",
+    "CopyBody": "ptx_copies",
+    "GatherPeersBody": "ptx_copies",
+    "PackBody": "ptx_copies",
+    "ReduceBody": "ptx_reduce",
+    "ScaleBody": "ptx_reduce",
+    "SgdBody": "ptx_optimizer",
+    "add_up_kernel": "ptx_reduce",
+    "clip_factor_kernel": "ptx_reduce",
+    "peer_barrier_kernel": "ptx_peers",
+    "sum_squares_kernel": "ptx_reduce",
+}
+ORDERS = ("forward", "reverse", "random")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built():
+    try:
+        for architecture in ptx_build.ARCHITECTURES:
+            ptx_build.entries(architecture)
+        for name in ptx_build.PROGRAMS:
+            ptx_build.program(name)
+    except ptx_build.NotBuilt as reason:
+        pytest.skip(str(reason))
+
+
+def passed(result: subprocess.CompletedProcess) -> None:
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "[  PASSED  ]" in result.stdout and "SKIPPED" not in result.stdout, result.stdout[-2000:]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("architecture", ptx_build.ARCHITECTURES)
+def test_bodies(architecture, order):
+    kernels = ptx_build.library(architecture)
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(lambda name: ptx_build.run(name, kernels, order=order), ptx_build.PROGRAMS):
+            passed(result)
+
+
+@pytest.mark.parametrize("program", ptx_build.PROGRAMS)
+def test_no_access_beyond_memory(program):
+    """Under AddressSanitizer, with the guards around every buffer forbidden."""
+    kernels = ptx_build.library("sm_90", sanitize=True)
+    passed(ptx_build.run(program, kernels, sanitize=True))
+
+
+def test_bodies_execute_the_kernels():
+    """Of each instantiation; the report is `python tests/ptx/ptx_coverage.py`."""
+    found = ptx_coverage.measure("sm_90")
+    print(ptx_coverage.table(found))
+    short = [entry.title for entry, done in found if sum(done) < ptx_coverage.LEAST * len(done)]
+    assert not short, ptx_coverage.table(found)
+
+
+def survivors(most: int) -> list[str]:
+    """The mutants that every program passes with."""
+    chosen = {entry.name: list(mutants(entry, most)) for entry in ptx_build.entries("sm_90")}
+    kernels = ptx_build.library("sm_90", chosen)
+
+    def survives(entry, number) -> bool:
+        program = PROGRAM_OF[entry.title.partition("<")[0]]
+        for order in ORDERS:
+            try:
+                result = ptx_build.run(
+                    program, kernels, "--gtest_fail_fast", order=order, mutant=(entry, number), timeout=60
+                )
+            except subprocess.TimeoutExpired:
+                return False
+            if result.returncode != 0:
+                return False
+        return True
+
+    pairs = [(e, number) for e in ptx_build.entries("sm_90") for number in range(1, len(chosen[e.name]) + 1)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda pair: survives(*pair), pairs))
+    names = []
+    for (entry, number), lives in zip(pairs, found, strict=True):
+        if lives:
+            mutant = chosen[entry.name][number - 1]
+            where = sorted({entry.instructions[index].source for index in mutant.replacements})
+            names.append(f"{stable_name(entry.title)} {mutant.kind}: {', '.join(where[:3])}")
+    return names
+
+
+def test_mutants_are_caught():
+    assert survivors(most=2) == []
+
+
+@pytest.mark.full
+def test_many_mutants_are_caught():
+    assert survivors(most=40) == []
