@@ -224,6 +224,14 @@ def _bits(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     return t.put(operands[0], f"{parts[0]}({', '.join(t.value(operand, 'u32') for operand in operands[1:])})")
 
 
+def _funnel_shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
+    """Of 64 bits, the upper ones as they leave to the left, or the lower ones as they leave to the right."""
+    if parts[2:] != ["wrap", "b32"]:
+        raise ValueError
+    function = {"l": "funnel_left", "r": "funnel_right"}[parts[1]]
+    return t.put(operands[0], f"{function}({', '.join(t.value(operand, 'u32') for operand in operands[1:])})")
+
+
 def _compare(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     comparison, type_ = parts[1], parts[-1]
     x, y = t.value(operands[1], type_), t.value(operands[2], type_)
@@ -270,4 +278,5 @@ _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]
     **dict.fromkeys(("min", "max"), _extreme),
     **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys(("prmt", "bfe"), _bits),
+    "shf": _funnel_shift,
 }

@@ -58,9 +58,10 @@ def test_no_access_beyond_memory(program):
     passed(ptx_build.run(program, kernels, sanitize=True))
 
 
-def test_bodies_execute_the_kernels():
+@pytest.mark.parametrize("architecture", ptx_build.ARCHITECTURES)
+def test_bodies_execute_the_kernels(architecture):
     """Of each instantiation; the report is `python tests/ptx/ptx_coverage.py`."""
-    found = ptx_coverage.measure("sm_90")
+    found = ptx_coverage.measure(architecture)
     print(ptx_coverage.table(found))
     short = [entry.title for entry, done in found if sum(done) < ptx_coverage.LEAST * len(done)]
     assert not short, ptx_coverage.table(found)

@@ -120,6 +120,15 @@ inline T shift_right(T value, u32 places) {
   return static_cast<T>(std::is_signed_v<T> && value < 0 ? -1 : 0);
 }
 
+// The 64 bits of `high` and `low` shifted by up to 31 places: the upper half, and the lower one.
+inline u32 funnel_left(u32 low, u32 high, u32 places) {
+  return static_cast<u32>((static_cast<u64>(high) << 32 | low) << (places & 31) >> 32);
+}
+
+inline u32 funnel_right(u32 low, u32 high, u32 places) {
+  return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (places & 31));
+}
+
 // Four bytes picked out of eight; a place with its highest bit set takes the sign of the byte alone.
 inline u32 prmt(u32 low, u32 high, u32 selector) {
   const u64 bytes = static_cast<u64>(high) << 32 | low;
