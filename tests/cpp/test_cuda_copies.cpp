@@ -339,6 +339,25 @@ TEST(Packing, EveryTypeScaleModeSizeAndAlignment) {
   }
 }
 
+TEST(Packing, MissingGradientsAreZerosAtAnyAddress) {
+  for (const DType dst : {DType::f32, DType::bf16}) {
+    const size_t element = dtype_bytes(dst);
+    for (const int64_t numel : {1, 9, 4103}) {
+      for (const size_t shift : {0, 1, 3}) {
+        CopySegment segment;
+        segment.numel = segment.piece_numel = segment.src_stride = segment.dst_stride = numel;
+        segment.pad_numel = 7;
+        segment.dst = dst;
+        const Bytes garbage(static_cast<size_t>(numel + segment.pad_numel) * element, std::byte{1});
+        const Region out(garbage, shift * element);
+        const Uploaded plan(make_plan(std::vector{segment}));
+        kernels().pack_gradients(plan.list(), PackTable(), out.data(), Scale(), nullptr);
+        EXPECT_EQ(out.read(), Bytes(garbage.size())) << dtype_name(dst) << ", " << numel << ", shift " << shift;
+      }
+    }
+  }
+}
+
 // Tiles behind 2^32 elements: the pieces have no stride, so that all of them lie on the first.
 TEST(Copies, ElementsAreCountedIn64Bits) {
   std::mt19937_64 random(6);

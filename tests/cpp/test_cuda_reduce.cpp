@@ -101,6 +101,15 @@ TEST(Reduce, EqualsTheCpuKernels) {
   }
 }
 
+TEST(Reduce, TakesAsManySourcesAsTheTableHolds) {
+  std::mt19937_64 random(3);
+  for (const DType type : kTypes) {
+    for (const size_t shift : {size_t{0}, size_t{1}}) {
+      expect_reduction({type, DType::f32, kMaxRanks, 27, kMaxRanks, false, TableMode::add, shift}, random);
+    }
+  }
+}
+
 TEST(Reduce, WantsOneRankAtLeastAndNoMoreThanTheTableHolds) {
   const Uploaded plan(make_plan(std::vector{segment_of(DType::f32, DType::f32, 1)}));
   PeerTable peers;
@@ -189,7 +198,7 @@ TEST(Norms, ClippingLeavesSmallNormsAndPassesNanOn) {
 }
 
 TEST(Norms, AddingUpTakesAnyNumber) {
-  for (const size_t num : {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}}) {
+  for (const size_t num : {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}, size_t{40000}}) {
     std::vector<double> values(num);
     for (size_t i = 0; i < num; ++i) values[i] = static_cast<double>(i % 17) - 3.0;
     const Region in(std::as_bytes(std::span(values)), 0);

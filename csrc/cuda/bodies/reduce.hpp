@@ -55,6 +55,7 @@ struct ReduceBody {
     if (mode == TableMode::skip) return;
     void* dst = targets.base[segment.target];
     bool use_vectors = is_word_aligned(dst);
+    FSDP2X_NO_UNROLL
     for (int rank = 0; rank < sources.num_ranks; ++rank) {
       use_vectors = use_vectors && is_word_aligned(at(sources.base[rank], segment.src_offset));
     }
