@@ -67,6 +67,15 @@ def test_bodies_execute_the_kernels(architecture):
     assert not short, ptx_coverage.table(found)
 
 
+@pytest.mark.parametrize("architecture", ptx_build.ARCHITECTURES)
+def test_floats_are_written_in_whole_sectors(architecture):
+    """No thread writes two words that adjoin: those of a warp would fill sectors by halves. AdamW's vectors are as long
+    as those of its 16-bit parameters."""
+    for entry in ptx_build.entries(architecture):
+        adjoining = [i for i in entry.instructions if i.parts[0] == "st" and i.operands[0].endswith("+16]")]
+        assert not adjoining or entry.title.startswith("AdamWBody"), (entry.title, [str(i) for i in adjoining])
+
+
 def survivors(most: int) -> list[str]:
     """The mutants that every program passes with."""
     chosen = {entry.name: list(mutants(entry, most)) for entry in ptx_build.entries("sm_90")}

@@ -298,6 +298,8 @@ def test_no_kernel_spills(tmp_path, source, architecture):
     usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert usage
     assert set(usage) == {("0", "0", "0")}, report
+    if source == "copy.cu":  # four blocks of 256 threads share the 65536 registers of a multiprocessor
+        assert max(int(num) for num in re.findall(r"Used (\d+) registers", report)) <= 64, report
 
 
 def test_the_extension_links_no_driver_and_no_nccl():
