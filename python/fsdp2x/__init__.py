@@ -16,19 +16,14 @@ from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
 from fsdp2x.freeze import freeze_module_prefix
 from fsdp2x.full_tensors import full_tensors
+from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.pretrained import from_pretrained
 from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
 from fsdp2x.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.memory import memory_report
-from fsdp2x.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer

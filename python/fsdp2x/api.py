@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2x.arguments import checked
 from fsdp2x.module import FSDPModule
 from fsdp2x.runtime import collect, torch_private
 from fsdp2x.runtime.mesh import ShardGroup, default_mesh, shard_group
 from fsdp2x.runtime.offload import Offload, offload_of
+from fsdp2x.runtime.padding import even_placement
 from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
+# What shards or replicates modules in other ways. Torch's own names, whatever install() puts under them.
+_OTHERS = (FSDPModule.__mro__[1], FullyShardedDataParallel, DistributedDataParallel)
 
 
+@checked(own=("auto_wrap", "offload_policy", "reshard_after_forward"))
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -56,7 +63,9 @@ def fully_shard(
             too (upstream's does not). False keeps them in any case. An int: keep them sharded over that many
             consecutive ranks, a factor of the shard axis, so that backward gathers from those only.
         shard_placement_fn: maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even split), or torch's
-            ``ShardPlacementResult``, which also chooses the parameter's mesh.
+            ``ShardPlacementResult``, which also chooses the parameter's mesh. A model that is split into units has a
+            default of its own: the first dim that the ranks divide, for large parameters whose padded rows would be
+            twice their bytes or more (fused experts over more ranks than experts).
         mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it
             means in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
         offload_policy: ``CPUOffloadPolicy``: shards, gradients and so the optimizer's state live in host memory, pinned
@@ -78,16 +87,18 @@ def fully_shard(
         ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
 
     Raises:
-        ValueError: a container without ``forward``, a mesh of the wrong shape, a wrap class that does not exist,
-            an unknown transport, a scalar parameter.
+        ValueError: a container without ``forward``, a mesh of the wrong shape, a wrap class that does not exist, no
+            wrap class at all, an unknown transport, a scalar parameter, a part that torch's FSDP or DDP has already.
         AssertionError: the module is sharded already (upstream's type and message).
-        TypeError: ``offload_policy`` is no policy.
-        RuntimeError: it pins memory on a machine without an accelerator.
+        TypeError: an argument of another kind.
+        RuntimeError: ``offload_policy`` pins memory on a machine without an accelerator; nobody has started
+            torch.distributed, and the process was not started by torchrun.
         NotImplementedError: an argument that is not supported yet, by name.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
     _check_reshard(reshard_after_forward)
+    _check_mesh_dims(dp_mesh_dims)
     transport = check_transport(transport)
     # Without a plan and an unsharded child the call is upstream's.
     split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
@@ -95,6 +106,8 @@ def fully_shard(
         raise ValueError("fully_shard: auto_wrap splits one model, but a list of modules was passed")
     plans = plan_units(module, auto_wrap, ignored_params=ignored_params or ()) if split else []
     ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
+    if split and shard_placement_fn is None:
+        shard_placement_fn = partial(even_placement, world=ranks.world)
     common = {
         "ranks": ranks,
         "shard_placement_fn": shard_placement_fn,
@@ -116,9 +129,35 @@ def fully_shard(
 def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
         raise ValueError("fully_shard expects at least one module, got an empty list")
+    _refuse_others(modules)
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def _refuse_others(modules: list[nn.Module]) -> None:
+    """Units of torch's engine, or of FSDP1 and DDP, in the model: their hooks and ours would not know of each other."""
+    for module in modules:
+        for name, inner in module.named_modules():
+            ours = isinstance(inner, FSDPModule) or torch_private.is_replicated(inner)  # the latter is left alone
+            if ours or not isinstance(inner, _OTHERS):
+                continue
+            kind = next(other for other in _OTHERS if isinstance(inner, other))
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} has {name or 'itself'}, which {kind.__module__}.{kind.__name__} "
+                "shards or replicates already; use one of the two for the whole model (fsdp2x.install() puts fsdp2x in "
+                "place of torch's fully_shard)"
+            )
+
+
+def _check_mesh_dims(dp_mesh_dims: Any) -> None:
+    if dp_mesh_dims is not None and not (
+        hasattr(dp_mesh_dims, "shard_names") and hasattr(dp_mesh_dims, "replicate_names")
+    ):
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims must be torch's DataParallelMeshDims, got {dp_mesh_dims!r}; such as "
+            'DataParallelMeshDims(shard="fsdp")'
+        )
 
 
 def _check_reshard(reshard_after_forward: bool | int | None) -> None:

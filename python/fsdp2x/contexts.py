@@ -11,12 +11,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.lookup import units_of
 from fsdp2x.module import FSDPModule
 
-_REDUCE = ("nothing", "reduce_scatter")
+# What backwards before a step's last one communicate.
+BEFORE_LAST = ("nothing", "reduce_scatter")
 
 
+@checked
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") -> Iterator[None]:
     """Backwards inside keep their gradients local, except in the ``last`` micro-batch of a step.
@@ -39,8 +42,8 @@ def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") ->
     Raises:
         ValueError: nothing in ``model`` is sharded, or an unknown ``before_last``.
     """
-    if before_last not in _REDUCE:
-        raise ValueError(f"fsdp2x.accumulate: before_last must be one of {', '.join(_REDUCE)}, got {before_last!r}")
+    if before_last not in BEFORE_LAST:
+        raise ValueError(f"fsdp2x.accumulate: before_last must be one of {', '.join(BEFORE_LAST)}, got {before_last!r}")
     states = units_of(model, "accumulate")
     if last:
         yield
@@ -62,6 +65,7 @@ def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") ->
             state.live_options().requires_all_reduce = all_reduce
 
 
+@checked
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gathers all units of ``model`` once and keeps them until the end of the block, for generation or evaluation.

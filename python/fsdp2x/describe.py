@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.padding import advice, padding_in
 from fsdp2x.runtime.state import UnitState, unit_states
 
 
@@ -26,12 +28,13 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All units of a model; ``str()`` prints a table."""
+    """All units of a model; ``str()`` prints a table, and ``advice`` where padding takes much more than the bytes."""
 
     units: tuple[UnitReport, ...]
     world: int
     transport: str
     stats: dict
+    advice: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = ("unit", "params", "elements", "shard bytes", "slot bytes", "reshard", "state")
@@ -67,9 +70,10 @@ class ModelReport:
                 f", gather slots owned {self.stats['gather_slots_owned']} "
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
-        return "\n".join([*lines, tail])
+        return "\n".join([*lines, tail, *self.advice])
 
 
+@checked
 def describe(model: nn.Module) -> ModelReport:
     """Units of ``model`` with their parameters, elements, bytes and slots. Local: no communication.
 
@@ -87,6 +91,7 @@ def describe(model: nn.Module) -> ModelReport:
         world=states[0].ranks.world,
         transport=_transports(states),
         stats=root.stats() if root is not None else {},
+        advice=tuple(advice(padding_in(states, model))),
     )
 
 

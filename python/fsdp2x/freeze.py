@@ -8,11 +8,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.hf.names import clean_name
 
 logger = logging.getLogger("fsdp2x")
 
 
+@checked(own=("prefixes",))
 def freeze_module_prefix(model: nn.Module, prefixes: str | Iterable[str]) -> int:
     """Freezes every parameter whose name begins with one of ``prefixes``; returns the number of elements frozen.
 

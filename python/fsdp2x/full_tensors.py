@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
 
 
+@checked
 def full_tensors(
     model: nn.Module,
     *,

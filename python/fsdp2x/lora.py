@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import on_rank_0
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.save import save_hf
@@ -32,6 +33,7 @@ _LISTS = ("target_modules", "modules_to_save", "target_parameters", "exclude_mod
 _SCALING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 
+@checked
 def add_lora(model: nn.Module, settings: Any) -> nn.Module:
     """Freezes ``model`` and adds LoRA adapters; returns the PEFT model. Call it on every rank, before ``fully_shard``.
 
@@ -120,6 +122,7 @@ def _resolve_targets(model: nn.Module, targets: list[str]) -> list[str] | str:
     return list(dict.fromkeys(resolved))
 
 
+@checked
 def save_adapter(model: nn.Module, folder: str | Path, *, force: bool = False) -> Path:
     """Writes the adapter of a PEFT model alone: what ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
@@ -137,6 +140,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, force: bool = False) -
     return save_hf(model, folder, weights="adapter", force=force)
 
 
+@checked
 def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
     """Fills the adapter of a PEFT model, sharded or not, from a folder that PEFT or ``save_adapter`` wrote.
 

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from fsdp2x.arguments import checked
+from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState, get_state
 from fsdp2x.runtime.transport import has_streams
 
-
-class UnshardHandle(torch_fsdp.UnshardHandle):
-    """Returned by ``FSDPModule.unshard(async_op=True)``."""
-
-    def __init__(self, state: UnitState | None) -> None:
-        self._state = state
-
-    def wait(self) -> None:
-        """Waits until the parameters are gathered and registers them on the modules.
-
-        No effect after the unit's forward, which has waited.
-        """
-        if self._state is not None and self._state.unit is not None:
-            self._state.unit.finish_unshard()
-        self._state = None
-
-
 # Bound once: install() puts our classes under these names.
 _TorchFSDPModule = torch_fsdp.FSDPModule
-_TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  # since 2.15
-
-
-class GradientReductionHandle(_TorchReductionHandle):
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
-
-    def __init__(self, state: UnitState | None) -> None:
-        self._state = state
-        if state is not None:
-            self._generation = state.generation
-            state.reduction_pending = True
-
-    def wait(self) -> None:
-        """Waits until all gradients are reduced and in ``.grad``.
-
-        Raises:
-            RuntimeError: ``reset_iter_state()`` was called in between.
-        """
-        if self._state is None:
-            return
-        if self._state.generation != self._generation:
-            raise RuntimeError("This gradient reduction handle was invalidated")
-        self._state.root.finalize_backward()
-        self._state.reduction_pending = False
-        self._state = None
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -96,6 +56,7 @@ class FSDPModule(_TorchFSDPModule):
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
         self._get_fsdp_state().reshard()
 
+    @checked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters now. Not recursive.
 
@@ -122,6 +83,7 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._get_fsdp_state().reset()
 
+    @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
         state = self._get_fsdp_state()
@@ -129,6 +91,7 @@ class FSDPModule(_TorchFSDPModule):
         if state.root is not None:
             state.root.is_last_backward = is_last_backward
 
+    @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True.
 
@@ -137,11 +100,13 @@ class FSDPModule(_TorchFSDPModule):
         self._set_option("requires_gradient_sync", requires_gradient_sync, recurse)
         self._set_option("requires_all_reduce", requires_gradient_sync, recurse)
 
+    @checked
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a 2-D mesh: False reduces over the shards only and keeps the sum, in the reduce dtype, for a later
         backward; ``.grad`` does not change until then. No effect on a 1-D mesh, which has no all-reduce."""
         self._set_option("requires_all_reduce", requires_all_reduce, recurse)
 
+    @checked
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Trainable parameters without a gradient are reduced as zeros: their ``.grad`` becomes zeros, not None.
 
@@ -149,10 +114,11 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._set_option("reduce_unused_params", enable, recurse)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    @checked
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None) -> None:
         """Runs ``hook(rows)`` on this unit's reduced rows (flat, reduce dtype, pads are zero) before ``.grad`` is set.
 
-        On a 2-D mesh it runs after the all-reduce. The hook changes ``rows`` in place. Not recursive.
+        On a 2-D mesh it runs after the all-reduce. The hook changes ``rows`` in place. Not recursive. None: no hook.
 
         Args:
             stream: the device stream that is current while the hook runs, ordered behind the reduction and before
@@ -167,19 +133,21 @@ class FSDPModule(_TorchFSDPModule):
         """Gathers this unit through ``comm`` (torch's ``AllGather`` protocol) over the process group. Not recursive.
 
         Raises:
+            TypeError: ``comm`` has not what the protocol asks for.
             ValueError: the model was sharded with ``transport="shm"``.
             RuntimeError: called during forward or backward.
         """
         state = self._get_fsdp_state()
-        state.comms.all_gather = comm
+        state.comms.all_gather = _collective("set_custom_all_gather", comm)
         state.apply_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol), see :meth:`set_custom_all_gather`."""
         state = self._get_fsdp_state()
-        state.comms.reduce_scatter = comm
+        state.comms.reduce_scatter = _collective("set_custom_reduce_scatter", comm)
         state.apply_comms()
 
+    @checked
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: backward starts reductions, :meth:`finalize_backward` ends them, for schedules of several backwards.
 
@@ -197,6 +165,7 @@ class FSDPModule(_TorchFSDPModule):
         if state.root is not None:
             state.root.manual_finalization = enabled
 
+    @checked
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the reductions of all backwards since the last call. Root only, with manual finalization.
 
@@ -218,6 +187,7 @@ class FSDPModule(_TorchFSDPModule):
         state.root.finalize_backward()
         return None
 
+    @checked(own=("reshard_after_forward",))
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the parameters (gathered again in backward). Acts from the next forward on."""
         if not isinstance(reshard_after_forward, bool):
@@ -233,14 +203,17 @@ class FSDPModule(_TorchFSDPModule):
             state.live_options().reshard_after_forward = reshard_after_forward
             state.live_options().reshard_without_grad = False
 
+    @checked
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the parameters; False keeps them for the next micro-batch."""
         self._set_option("reshard_after_backward", reshard_after_backward, recurse)
 
+    @checked
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: do not gather this unit in backward (an embedding's backward does not read its weight)."""
         self._set_option("unshard_in_backward", unshard_in_backward, recurse=False)
 
+    @checked
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """True: unsharded parameters lie at the same addresses at every unshard, at the cost of a slot for each unit.
 
@@ -259,6 +232,7 @@ class FSDPModule(_TorchFSDPModule):
                 )
         self._set_option("keep_unsharded_storage", bool(keep), recurse)
 
+    @checked
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """True: gradients are reduced over a process group of their own, so that gathers need not wait for them.
 
@@ -284,12 +258,18 @@ class FSDPModule(_TorchFSDPModule):
         effect on the CPU, where the optimizer has finished when its step returns. Slots are kept until a forward comes
         without an event, since gathers that start early cannot have memory that is still in use before it.
         """
+        if not hasattr(event, "wait"):
+            raise TypeError(
+                f"fsdp2x.FSDPModule.set_post_optim_event: event must be a torch.Event, got {event!r}; record one "
+                "behind the optimizer's step"
+            )
         state = self._get_fsdp_state()
         if state.is_root is None:
             state.post_optimizer_event = event
         else:
             state.root.set_post_optimizer_event(event)
 
+    @checked
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Slots and reduction buffers are memory that the process group allocates, registered with its network.
 
@@ -305,6 +285,7 @@ class FSDPModule(_TorchFSDPModule):
             state.comm_memory = memory
             state.remake_transports("memory")
 
+    @checked
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
 
@@ -341,6 +322,7 @@ class FSDPModule(_TorchFSDPModule):
         state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
 
+    @checked(own=("max_input_buffers",))
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many packed units may be in flight to their reduction on a device; the largest of all units counts.
 
@@ -356,6 +338,7 @@ class FSDPModule(_TorchFSDPModule):
             state.max_reduce_buffers = max_input_buffers
             state.apply_reduce_buffers()
 
+    @checked
     def set_backward_prefetch_bytes(self, num_bytes: int) -> None:
         """Backward gathers ahead, in the recorded order, up to ``num_bytes`` of gathered and unused parameters.
 
@@ -375,14 +358,23 @@ class FSDPModule(_TorchFSDPModule):
         if state.root is not None:
             state.root.prefetch_bytes = num_bytes
 
+    @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides this unit's summed gradients by ``factor`` instead of the number of ranks. Not recursive."""
+        """Divides this unit's summed gradients by ``factor`` instead of the number of ranks. Not recursive.
+
+        Raises:
+            ValueError: not a positive number.
+        """
+        if not factor > 0:
+            raise ValueError(f"fsdp2x.FSDPModule.set_gradient_divide_factor: factor must be positive, got {factor!r}")
         self._set_option("divide_factor", float(factor), recurse=False)
 
+    @checked
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    @checked
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sums on the wire and divides afterwards. Not recursive; the shared-memory transport always does."""
         self._set_option("force_sum_reduction", enable, recurse=False)
@@ -396,9 +388,7 @@ class FSDPModule(_TorchFSDPModule):
         self._set_prefetch("set_backward_prefetch", modules)
 
     def _set_prefetch(self, setter: str, modules: list[FSDPModule]) -> None:
-        for module in modules:
-            if not isinstance(module, FSDPModule):
-                raise ValueError(f"Expects a list of FSDP modules but got a {type(module).__name__}")
+        modules = _sharded_modules(f"FSDPModule.set_modules_to_{setter[4:]}", modules)
         state = self._get_fsdp_state()
         targets = [module._get_fsdp_state() for module in modules]
         state.prefetch[setter] = targets
@@ -415,6 +405,24 @@ class FSDPModule(_TorchFSDPModule):
         result = super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
         state.adopt()
         return result
+
+
+def _sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
+    """``modules`` as a list, all of them sharded; upstream's type of error."""
+    given = list(modules) if isinstance(modules, Iterable) else [modules]
+    wrong = next((one for one in given if not isinstance(one, FSDPModule)), None)
+    if wrong is not None or not isinstance(modules, Iterable):
+        kind = type(modules if wrong is None else wrong).__name__
+        raise ValueError(f"fsdp2x.{caller}: modules: Expects a list of FSDPModules but got a {kind}")
+    return given
+
+
+def _collective(caller: str, comm: Any) -> Any:
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(
+            f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
+        )
+    return comm
 
 
 def _not_implemented(name: str):
@@ -438,6 +446,7 @@ def _refuse_unknown_methods() -> None:
 _refuse_unknown_methods()
 
 
+@checked(own=("modules",))
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
 
@@ -447,9 +456,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         ValueError: one of ``modules`` is not sharded.
         RuntimeError: called during forward or backward.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    modules = _sharded_modules("share_comm_ctx", modules)
     states = [module._get_fsdp_state() for module in modules]
     layers = next((state.layers for state in states if state.layers is not None), {})
     for state in states:
@@ -457,6 +464,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         state.remake_transports("streams")
 
 
+@checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes ``module.method_name`` gather and free the parameters as ``forward`` does. No-op on unsharded modules.
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.state import unit_states
 
 
+@checked
 @contextlib.contextmanager
 def profile(
     folder: str | os.PathLike,

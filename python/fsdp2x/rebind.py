@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2x.arguments import checked
 from fsdp2x.lookup import named_params, units_of
 from fsdp2x.runtime.stale import original_number
 
 
+@checked
 def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     """Replaces, in every param group, parameters from before ``fully_shard(model)``, and gathered ones, by the sharded.
 

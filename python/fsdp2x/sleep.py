@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
@@ -43,6 +44,7 @@ class _Sleeper:
 _sleepers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+@checked
 def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Moves the shards of ``model`` and the state of ``optimizer`` to host memory and frees their device memory.
 
@@ -92,6 +94,7 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
     return freed
 
 
+@checked
 def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Undoes :func:`sleep`: every tensor has its values and its memory on the device again, at another address.
 

@@ -21,10 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2x.arguments import checked
+
 _ATTRIBUTE = "_fsdp2x_tiling"
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+@checked
 def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | None = None) -> int:
     """Makes every gated MLP of ``model`` run in ``num_shards`` chunks of its sequence; returns how many there are.
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.api import fully_shard
+from fsdp2x.arguments import checked
 from fsdp2x.hf.names import clean_name
 from fsdp2x.module import FSDPModule
 from fsdp2x.wrap import plan_units
@@ -25,6 +26,7 @@ from fsdp2x.wrap import plan_units
 _USUAL_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "image_encoder")
 
 
+@checked
 def shard_vision_language(
     model: nn.Module,
     *,

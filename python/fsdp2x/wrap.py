@@ -8,6 +8,7 @@ Candidates come from the first source that names any, HuggingFace scope by Huggi
 2. ``_no_split_modules`` (list, set or None) adds every instance of these classes outside of what the plan named. A
    match inside another match becomes a unit of its own, the outer one keeps the rest, as accelerate does. Names of
    classes that do not occur are ignored: models inherit such lists.
+   Another model's attribute of that name counts as well, when it is to be split.
 3. Repeated blocks, where 1 and 2 found none: children of one class in a ModuleList, ModuleDict or Sequential.
    The outermost run wins; runs of comparatively tiny blocks stay with their parent.
 
@@ -46,7 +47,17 @@ def should_auto_wrap(model: nn.Module, auto_wrap: AutoWrap) -> bool:
         return auto_wrap
     if auto_wrap is not None:
         return True
-    return _wraps_huggingface(model) and not any(isinstance(module, FSDPModule) for module in model.modules())
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    if _wraps_huggingface(model):
+        return True
+    if getattr(model, "_no_split_modules", None):
+        logger.warning(
+            "fsdp2x: %s has _no_split_modules, but is no HuggingFace model: all of it becomes one unit; auto_wrap=True "
+            "makes units of these modules, auto_wrap=False says that one unit is meant",
+            type(model).__name__,
+        )
+    return False
 
 
 def plan_units(
@@ -167,8 +178,14 @@ def _from_sources(tree: _Tree) -> list[UnitPlan]:
         has_blocks = bool(unsplit) or any(len(_digits(name)) for unit in planned for name in unit.names)
         units += found if has_blocks else found + _repeated_blocks(tree, scope)
     if "" not in scopes:
-        units += _repeated_blocks(tree, "", exclude=scopes)
+        named = _classes_named(tree, set(getattr(tree.model, "_no_split_modules", None) or ()))
+        own = [u for u in _of_classes(tree, named, "_no_split_modules: {}") if not _is_in(u.names[0], scopes)]
+        units += own or _repeated_blocks(tree, "", exclude=scopes)
     return units
+
+
+def _is_in(name: str, scopes: list[str]) -> bool:
+    return any(name == scope or _is_below(name, scope) for scope in scopes)
 
 
 def _digits(name: str) -> list[str]:
@@ -224,6 +241,11 @@ def _of_classes(tree: _Tree, classes: tuple[type, ...], reason: str, scope: str 
 def _checked_classes(tree: _Tree, policy: Collection[str | type] | str | type) -> tuple[type, ...]:
     if isinstance(policy, (str, type)):
         policy = [policy]
+    if isinstance(policy, Collection) and not policy:
+        raise ValueError(
+            f"auto_wrap={policy!r} names no class, so that all of {type(tree.model).__name__} would be one unit; pass "
+            "auto_wrap=False for that, or leave auto_wrap out for the model's own units"
+        )
     if not isinstance(policy, Collection) or not all(isinstance(item, (str, type)) for item in policy):
         raise TypeError(
             "auto_wrap must be None, a bool, class names or classes, or a predicate (path, module) -> bool, "

@@ -101,7 +101,7 @@ def test_an_existing_folder_is_kept_unless_forced(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")
-    with pytest.raises(FileExistsError, match=r"out: exists already; .* --force"):
+    with pytest.raises(FileExistsError, match=r"out: exists already; .* force=True"):
         export_checkpoint(tmp_path / "run", out)
     assert [p.name for p in out.iterdir()] == ["precious"]
     export_checkpoint(tmp_path / "run", out, force=True)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from fsdp2x.reading.errors import CheckpointError
 
+from ..arguments import checked
+
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
@@ -48,6 +50,7 @@ def whole_checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(steps)]
 
 
+@checked
 def resolve(path: str | Path) -> Path:
     """The checkpoint that `path` means: itself, or the latest of a folder of them; raises `CheckpointError`."""
     path = Path(path).expanduser()
@@ -82,6 +85,18 @@ def _pointed(pointer: Path) -> str:
         return file.read(200).decode("utf-8", errors="replace").strip()
 
 
+def find(path: str | Path) -> Path:
+    """`path`, when something that `load` may read is there: a checkpoint of any form, or a folder of them.
+
+    Raises:
+        CheckpointError: there is nothing of that kind.
+    """
+    path = Path(path).expanduser()
+    if path.is_file() or (path / ".metadata").is_file() or is_root(path) or is_root(path / "checkpoints"):
+        return path
+    return resolve(path)
+
+
 def candidates(root: Path) -> list[Path]:
     """Whole checkpoints in the order in which a resuming run tries them: the one of `latest`, then newest first."""
     checkpoints = whole_checkpoints(root)[::-1]
@@ -102,6 +117,7 @@ def is_root(path: Path) -> bool:
     return path.is_dir() and ((path / LATEST).is_file() or bool(candidates(path)))
 
 
+@checked
 def mark(checkpoint: str | Path, marked: bool = True) -> None:
     """Keeps a checkpoint from being deleted by later saves, or lets it go again; one process calls."""
     file = Path(checkpoint) / MARKED

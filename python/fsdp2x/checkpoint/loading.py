@@ -15,6 +15,7 @@ import torch
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 
+from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
 from .background import Writer
 from .choice import Choice, choose
@@ -49,6 +50,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
 
 
+@checked
 def load(
     path: str | Path,
     model: torch.nn.Module,

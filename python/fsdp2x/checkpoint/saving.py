@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..arguments import checked
 from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Writer
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 FILE_SUFFIXES = (".pt", ".pth")
 
 
+@checked
 def save(
     path: str | Path,
     model: torch.nn.Module,
@@ -122,6 +124,7 @@ def save(
     return writer.start(job, begun)
 
 
+@checked
 def wait(model: torch.nn.Module) -> None:
     """Until the asynchronous save of `model` is written, if there is one; raises its `CheckpointError`."""
     Writer.of(model).wait()

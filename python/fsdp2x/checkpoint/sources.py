@@ -22,6 +22,7 @@ from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.records import Shard
 from fsdp2x.reading.regular import OpenFiles, open_regular
 
+from ..arguments import checked
 from .file_names import FULL_FILE, PARTS_FILE, rank_file
 from .manifest import Entries, check_manifest, manifest_in, tied_names
 from .plan import chunks_of
@@ -157,9 +158,10 @@ def open_source(
     return ShardedSource(path, files, trusted, manifest)
 
 
-def read_parts(folder: Path, trusted: bool = False) -> dict[str, Any]:
+@checked
+def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
     """The small parts beside the tensors: step, scheduler, scaler, data, extra; empty where a checkpoint has none."""
-    path = folder / PARTS_FILE
+    path = Path(folder).expanduser() / PARTS_FILE
     if not path.is_file():
         return {}
     with OpenFiles() as files:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.directory import resolve
 from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
@@ -28,6 +29,7 @@ from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.reading.tensors import Source
 
 
+@checked
 def export_checkpoint(
     checkpoint: str | Path, out: str | Path, *, max_shard_size: int | str = "5GB", force: bool = False
 ) -> Path:

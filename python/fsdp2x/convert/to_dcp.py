@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
 from fsdp2x.convert.to_hf import copy_assets
@@ -28,6 +29,7 @@ from fsdp2x.reading.tensors import Source
 _FILE_BYTES = 32 << 20
 
 
+@checked
 def hf_to_dcp(
     hf_dir: str | Path, output_dir: str | Path, *, dtype: torch.dtype | None = None, force: bool = False
 ) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.convert.inverse import Undone, undo_loading, values_of
 from fsdp2x.convert.names import match, without_groups
@@ -34,6 +35,7 @@ logger = logging.getLogger("fsdp2x")
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
 
 
+@checked
 def dcp_to_hf(
     input_dir: str | Path,
     output_dir: str | Path,
@@ -72,6 +74,7 @@ def dcp_to_hf(
         return output.write()
 
 
+@checked
 def ranks_to_hf(
     hf_dir: str | Path,
     ckpt_dir: str | Path,

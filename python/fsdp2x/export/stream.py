@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
@@ -50,6 +51,7 @@ class Bucket:
         return iter(() if self.tensors is None else zip(self.names, self.tensors, strict=True))
 
 
+@checked
 def stream(
     model: nn.Module,
     bucket_bytes: int = BUCKET_BYTES,

@@ -12,7 +12,7 @@ from fsdp2x.checkpoint.directory import remove, sync_file, sync_folder
 def refuse_existing(out: Path, force: bool) -> None:
     """Raises `FileExistsError` when `out` exists and may not be replaced."""
     if out.exists() and not force:
-        raise FileExistsError(f"{out}: exists already; choose another folder or replace it with --force (force=True)")
+        raise FileExistsError(f"{out}: exists already; choose another folder, or replace it with force=True")
 
 
 def refuse_inside(out: Path, source: Path) -> None:

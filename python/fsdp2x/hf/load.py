@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
@@ -42,6 +43,7 @@ class LoadReport:
     read_bytes: int = 0
 
 
+@checked
 def load_hf(
     model: nn.Module,
     path: str | Path | Sequence[str | Path],

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2x.api import fully_shard
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.config import read_config
 from fsdp2x.hf.files import Checkpoint
@@ -20,6 +21,7 @@ from fsdp2x.reading.errors import first_line
 from fsdp2x.reading.json_file import read_json
 
 
+@checked
 def from_pretrained(
     path_or_model_class: str | Path | type[nn.Module],
     path: str | Path | None = None,
@@ -70,11 +72,11 @@ def from_pretrained(
 
     def describe() -> tuple[Any, torch.dtype, Any]:
         with _told(folder):
-            return _describe(folder, config, dtype)
+            return describe_folder(folder, config, dtype)
 
     def build() -> nn.Module:
         with _told(folder):
-            return _build(model_class, *described[:2], attn_implementation)
+            return build_empty(model_class, *described[:2], attn_implementation)
 
     # Rank 0 alone may see the folder.
     described = on_rank_0(describe, what=what)
@@ -103,10 +105,10 @@ def empty_model(folder: Path) -> nn.Module:
         CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
     """
     with _told(folder):
-        config, dtype, _ = _describe(folder, None, "auto")
+        config, dtype, _ = describe_folder(folder, None, "auto")
         if getattr(config, "quantization_config", None) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
-        return _build(None, config, dtype, None)
+        return build_empty(None, config, dtype, None)
 
 
 @contextlib.contextmanager
@@ -125,7 +127,7 @@ def _told(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder / 'config.json'}: transformers cannot build the model: {reason}") from None
 
 
-def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:
+def describe_folder(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:
     """Config, dtype and generation config (or None) of a folder."""
     import transformers
 
@@ -144,7 +146,10 @@ def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any,
     return config, (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else dtype, generation
 
 
-def _build(model_class: type | None, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+def build_empty(
+    model_class: type | None, config: Any, dtype: torch.dtype, attn_implementation: str | None
+) -> nn.Module:
+    """A model on the meta device; without a class the one that the config names."""
     import transformers
 
     if model_class is None:

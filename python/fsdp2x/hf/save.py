@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
@@ -49,6 +50,7 @@ _TOKENIZER_FILES = (
 )
 
 
+@checked
 def save_hf(
     model: nn.Module,
     path: str | Path,

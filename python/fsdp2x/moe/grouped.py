@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.moe.structure import ExpertGroup, find_experts
 
 logger = logging.getLogger("fsdp2x")
@@ -15,6 +16,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16  # torch's grouped product demands rows of whole multiples
 
 
+@checked
 def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: torch.dtype | None = None) -> str:
     """Chooses how fused experts multiply: ``"grouped_mm"`` or ``"eager"``, a loop over them; returns the choice.
 

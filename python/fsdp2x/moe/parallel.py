@@ -22,12 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.api import fully_shard
+from fsdp2x.arguments import checked
 from fsdp2x.hf.names import unsharded_class
 from fsdp2x.moe.dispatch import dispatch
 from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
 from fsdp2x.moe.units import touch
 
 
+@checked
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **options: Any) -> int:
     """Spreads fused experts over the axis ``ep`` of ``mesh`` and shards them over the rest; returns how many blocks.
 
@@ -58,6 +60,25 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
             f"fsdp2x.expert_parallel: the mesh must have two or three named axes, one of them {ep!r}, such as "
             f"init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r})); got {mesh}"
         )
+    groups = spreadable(model, mesh[ep].size())
+    others = tuple(name for name in names if name != ep)
+    data_mesh = mesh[others] if len(others) > 1 else mesh[others[0]]
+    for group in groups:
+        columns = cuts_columns(group, mesh[ep].size(), data_mesh.size(-1))
+        _own_part(group, mesh[ep])
+        fully_shard(
+            group.experts,
+            mesh=data_mesh,
+            auto_wrap=False,
+            shard_placement_fn=(lambda param: Shard(1)) if columns else None,
+            **options,
+        )
+        group.experts.set_gradient_divide_factor(mesh.size())
+    return len(groups)
+
+
+def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
+    """The experts of ``model``, which ``world`` ranks can share; errors as of ``expert_parallel``."""
     groups = find_experts(model)
     if not groups or not all(group.is_fused for group in groups):
         what = "has no experts" if not groups else f"keeps the experts {groups[0].name} in a list of modules"
@@ -66,20 +87,14 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
             "weights have one row per expert"
         )
     for group in groups:
-        _check(group, mesh[ep].size())
-    others = tuple(name for name in names if name != ep)
-    data_mesh = mesh[others] if len(others) > 1 else mesh[others[0]]
-    for group in groups:
-        _own_part(group, mesh[ep])
-        fully_shard(
-            group.experts,
-            mesh=data_mesh,
-            auto_wrap=False,
-            shard_placement_fn=_placement(group, data_mesh.size(-1)),
-            **options,
-        )
-        group.experts.set_gradient_divide_factor(mesh.size())
-    return len(groups)
+        _check(group, world)
+    return groups
+
+
+def cuts_columns(group: ExpertGroup, ep: int, world: int) -> bool:
+    """Whether ``world`` ranks share the columns of a part of the experts: rows do not divide over them, columns do."""
+    params = list(group.experts.parameters())
+    return bool(group.num_experts // ep % world) and all(p.dim() > 1 and p.shape[1] % world == 0 for p in params)
 
 
 def _check(group: ExpertGroup, world: int) -> None:
@@ -116,14 +131,6 @@ def _own_part(group: ExpertGroup, mesh: DeviceMesh) -> None:
         experts._parameters[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
     setattr(experts, PARALLEL_STATE, _State(mesh.get_group(), group.num_experts, num_local))
     experts.forward = types.MethodType(_forward, experts)
-
-
-def _placement(group: ExpertGroup, world: int):
-    """Rows of experts; of columns where there are fewer experts than ranks to share them."""
-    num_local = getattr(group.experts, PARALLEL_STATE).num_local
-    params = list(group.experts.parameters())
-    along_columns = num_local % world and all(p.dim() > 1 and p.shape[1] % world == 0 for p in params)
-    return (lambda param: Shard(1)) if along_columns else None
 
 
 def _forward(

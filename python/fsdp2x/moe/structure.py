@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.hf.names import unsharded_class
 
 # On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
@@ -28,6 +29,7 @@ class ExpertGroup:
     is_fused: bool
 
 
+@checked
 def find_experts(model: nn.Module) -> list[ExpertGroup]:
     """All experts of ``model`` in the order of its modules; empty for a model without any."""
     modules = dict(model.named_modules())

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.api import fully_shard
+from fsdp2x.arguments import checked
 from fsdp2x.hf.names import unsharded_class
 from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
 
@@ -36,6 +37,7 @@ _TURNS = "_fsdp2x_turns"
 _ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
 
 
+@checked
 def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block", **options: Any) -> int:
     """Makes units of the experts; returns how many. ``fully_shard(model, auto_wrap=True)`` then makes the others.
 
@@ -80,6 +82,7 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
     return count
 
 
+@checked
 def apply_expert_patch(model: nn.Module) -> int:
     """Makes any routing safe where experts are units one by one; returns the number of blocks that needed it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from fsdp2x.arguments import checked
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import (
@@ -86,9 +87,10 @@ class AdamW(torch.optim.AdamW):
     keeps_host_state = True  # knows parameters whose state belongs to the host
     refuses_stale_params = True
 
+    @checked
     def __init__(
         self,
-        params,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,

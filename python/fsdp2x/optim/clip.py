@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp2x.arguments import checked
 from fsdp2x.optim.local import local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
 
 
+@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

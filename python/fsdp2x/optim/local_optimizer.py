@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.arguments import checked
 from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
 from fsdp2x.optim.sgd import SGD
@@ -22,6 +23,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
+@checked
 def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Makes ``optimizer`` step over the local shards of its DTensor parameters; returns the same object.
 

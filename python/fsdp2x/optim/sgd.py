@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd as torch_sgd
 
+from fsdp2x.arguments import checked
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
 from fsdp2x.optim.local import (
     by_group,
@@ -47,9 +48,10 @@ class SGD(torch.optim.SGD):
 
     refuses_stale_params = True
 
+    @checked
     def __init__(
         self,
-        params,
+        params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,19 @@ class ShardGroup:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks on the machine's accelerator, else the CPU; starts torch.distributed if needed."""
+    """A 1-D mesh over all ranks on the machine's accelerator, else the CPU; starts torch.distributed if needed.
+
+    Raises:
+        RuntimeError: nobody has said who the ranks are.
+    """
     if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise RuntimeError(
+                "fully_shard: there is no process group, and nothing in the environment to make one from "
+                f"({', '.join(missing)} not set): start the script with torchrun --nproc_per_node=N, or call "
+                "torch.distributed.init_process_group before"
+            )
         dist.init_process_group()
     return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),))
 

@@ -51,6 +51,7 @@ class HostOffloadPolicy(OffloadPolicy):
 
     Raises:
         ValueError: another ``mode``.
+        TypeError: ``pin_memory`` is no bool.
     """
 
     mode: str = "all"
@@ -61,6 +62,8 @@ class HostOffloadPolicy(OffloadPolicy):
             raise ValueError(
                 f"fsdp2x.HostOffloadPolicy: mode is {self.mode!r}, expected one of {', '.join(OFFLOAD_MODES)}"
             )
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"fsdp2x.HostOffloadPolicy: pin_memory must be a bool, got {self.pin_memory!r}")
 
 
 class Offload(NamedTuple):
@@ -94,10 +97,10 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
     else:
         return Offload()
     if offload.pin_memory and not torch.accelerator.is_available():
-        name = type(policy).__name__
+        name, mode = type(policy).__name__, f"mode={policy.mode!r}, " if hasattr(policy, "mode") else ""
         raise RuntimeError(
-            f"fully_shard: offload_policy={name}(pin_memory=True) pins memory for an accelerator, and this "
-            f"machine has none; use {name}(pin_memory=False)"
+            f"fully_shard: offload_policy={name}({mode}pin_memory=True) pins memory for an accelerator, and this "
+            f"machine has none; use {name}({mode}pin_memory=False)"
         )
     return offload
 

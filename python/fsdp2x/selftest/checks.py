@@ -131,10 +131,10 @@ def check_loss_consistency(setting: Setting) -> str:
 def check_memory_usage(setting: Setting) -> str:
     """What a rank keeps is its share of the unsharded model's bytes; nothing gathered is left after a step."""
     model, twin = setting.pair()
-    plan = memory_report(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in (model, twin)]
+    plan = memory_report(model, optimizers[0])
     held = []
-    for each in (model, twin):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE)
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
         setting.loss(each, 0).backward()
         tensors = list(each.parameters()) + [param.grad for param in each.parameters()]
         optimizer.step()
@@ -149,7 +149,9 @@ def check_memory_usage(setting: Setting) -> str:
     _require(total.item() == whole, f"all ranks hold {readable(int(total))}, expected {readable(whole)}")
     if (report := describe(model)).stats:
         _require(report.stats["gather_slots_owned"] == 0, f"still gathered after a step: {report.stats['owners']}")
-        _require(memory_report(model).peak_bytes == plan.peak_bytes, "the memory plan changed when the model ran")
+        after = memory_report(model, optimizers[0])
+        _require(after.peak_bytes == plan.peak_bytes, "the memory plan changed when the model ran")
+        _require(mine <= plan.peak_bytes, f"a peak of {readable(plan.peak_bytes)} is planned, {readable(mine)} stay")
     lines = [
         f"Unsharded: {readable(whole)} of weights, gradients and optimizer states",
         f"This rank: {readable(mine)} ({mine / whole:.2f} of it)",

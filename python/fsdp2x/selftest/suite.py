@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.selftest.checks import CHECKS, CheckFailed, Setting, print_on_first
 
 _LINE = "=" * 60
 
 
+@checked
 def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
     """One unit per layer and one for the rest: what the checks shard with."""
     import fsdp2x
@@ -23,6 +25,7 @@ def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> n
     return fsdp2x.fully_shard(model, auto_wrap=False, transport=transport, **options)
 
 
+@checked
 def run_suite(
     device: torch.device, *, shard: Callable[..., nn.Module] = shard_layers, num_steps: int = 20
 ) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence import exchange, layout
 from fsdp2x.sequence.decoder import attention_configs, check_rope, cut_decoder_inputs, find_decoder
@@ -47,6 +48,7 @@ class _Forward:
 _running: ContextVar[_Forward | None] = ContextVar("fsdp2x_sequence_forward", default=None)
 
 
+@checked
 def use_varlen_attention(model: nn.Module) -> SequenceAttention:
     """Makes the decoder of a HuggingFace model attend inside samples only, without a mask of the whole row.
 

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from fsdp2x.arguments import checked
 from fsdp2x.sequence.packing import IGNORE
 from fsdp2x.sequence.softmax import RowGradients, RowSums
 
 _CHUNK_TOKENS = 1024
 
 
+@checked
 def count_label_tokens(
     next_labels: torch.Tensor | Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -39,6 +41,7 @@ def count_label_tokens(
     return count.clamp(min=1.0)
 
 
+@checked
 def token_mean_loss(
     logits: torch.Tensor,
     next_labels: torch.Tensor,
@@ -69,6 +72,7 @@ def token_mean_loss(
     return total * (ranks / num_tokens if isinstance(num_tokens, float | int) else (ranks / num_tokens).to(total))
 
 
+@checked
 @torch.no_grad()
 def mean_over_ranks(value: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The mean of a scalar over ranks, detached. Collective."""
@@ -79,6 +83,7 @@ def mean_over_ranks(value: torch.Tensor, *, group: dist.ProcessGroup | None = No
     return mean
 
 
+@checked
 def token_log_probs(
     logits: torch.Tensor,
     next_labels: torch.Tensor,
@@ -108,6 +113,7 @@ def token_log_probs(
     return log_probs
 
 
+@checked
 def token_entropy(
     logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, chunk_tokens: int = _CHUNK_TOKENS
 ) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from fsdp2x.arguments import checked
 from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
 
 IGNORE = -100
@@ -23,6 +24,7 @@ _OVERSIZED = ("error", "own_bin")
 _PER_TOKEN = ("input_ids", "labels", "position_ids")
 
 
+@checked
 def pack_by_budget(
     lengths: Sequence[int],
     max_tokens: int,
@@ -197,6 +199,7 @@ def next_labels(labels: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
     return shifted
 
 
+@checked
 def pack_samples(
     samples: Sequence[Mapping[str, Any]],
     members: Sequence[int] | None = None,
@@ -281,6 +284,7 @@ def _join_extras(parts: list[dict[str, torch.Tensor]], lengths: list[int], num_p
     return joined
 
 
+@checked
 def micro_batches(
     samples: Sequence[Mapping[str, Any]],
     max_tokens: int,

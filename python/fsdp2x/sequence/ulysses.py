@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence.attention import SequenceAttention, layout_of
 from fsdp2x.sequence.decoder import base_model, head_counts
@@ -45,6 +46,7 @@ class SequenceMesh:
     sequence: DeviceMesh
 
 
+@checked
 def init_sequence_mesh(sequence_size: int, device_type: str | None = None) -> SequenceMesh:
     """All ranks as data-parallel times sequence-parallel; consecutive ranks share their sequences. Collective.
 
@@ -84,6 +86,7 @@ class SequenceShard:
     length: int
 
 
+@checked
 def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, check_inputs: bool = True):
     """Makes a HuggingFace model compute slices of sequences over the ranks of ``group``; returns the context.
 
