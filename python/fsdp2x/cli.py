@@ -5,19 +5,32 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from fsdp2x.commands import config, convert, export, plan, selftest, train
 
 COMMANDS = (train, export, convert, config, plan, selftest)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in what was asked for."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="fsdp2x", description="Sharded training of HuggingFace models.")
+    parser.add_argument("--version", action="version", version=f"fsdp2x {version('fsdp2x')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in what was asked for.
+
+    As in a shell, 130 after Ctrl-C, and 141 when nobody reads the output any more.
+    """
+    parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse does not take up a list again after an option: `train c.yaml a=1 --resume_from p b=2`.
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -30,4 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s " + (f"[rank {rank}] " if rank else "") + "%(message)s",
         datefmt="%H:%M:%S",
     )
-    return args.run(args)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

@@ -131,6 +131,71 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     assert "taken over" in output and f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
 
 
+def interrupted(config, tmp_path, launcher=(), times=1, **files):
+    """A run that gets SIGINT as from a terminal, launcher and ranks alike; its status and what it says."""
+    log = tmp_path / "log"
+    more = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1", *files.get("more", ()))
+    with open(log, "w") as file:
+        args = [sys.executable, *(launcher or ("-m", "fsdp2x", "train")), config, *more]
+        process = subprocess.Popen([*map(str, args)], env=environment(), stdout=file, stderr=file)
+    try:
+        pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, process, log)
+        for _ in range(times):
+            for pid in {*pids, process.pid}:
+                os.kill(pid, signal.SIGINT)
+        process.wait(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait(timeout=TIMEOUT_S)
+    return process.returncode, log.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, ranks):
+    launcher = (*torchrun(tmp_path), "-m", "fsdp2x.train") if ranks == 2 else ()
+    status, output = interrupted(config, tmp_path, launcher)
+    saved = (tmp_path / "run/checkpoints/latest").read_text().strip()
+    step = int(saved.removeprefix("step-"))
+    assert step == max(losses(tmp_path / "run")) and not list((tmp_path / "run").rglob("run.lock"))
+    said = (
+        f"fsdp2x: interrupted after step {step}; saved step {step}; go on with --resume_from {tmp_path}/run/checkpoints"
+    )
+    assert output.count(said) == 1 and output.count("fsdp2x: interrupted: ending after this step") == 1
+    if ranks == 1:  # torchrun ends in its own way
+        assert status == 130 and "Traceback" not in output, output
+    status, output = command(
+        "-m", "fsdp2x", "train", config, f"train.steps={step + 1}", "--resume_from", tmp_path / "run"
+    )
+    assert status == 0 and f"after step {step}" in output, output
+
+
+def test_ctrl_c_where_nothing_is_saved_says_so(config, tmp_path):
+    more = ("checkpoint.save_every=0", "checkpoint.save_last=false")
+    status, output = interrupted(config, tmp_path, more=more)
+    assert status == 130 and "Traceback" not in output
+    assert output.strip().endswith("; nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0")
+
+
+def test_the_second_ctrl_c_ends_at_once():
+    from fsdp2x.train.interrupt import Interrupt
+
+    with pytest.raises(KeyboardInterrupt, match="ends without saving"), Interrupt(says=False) as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.noted
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # as it was before
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
+    from fsdp2x.train.interrupt import Interrupt
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with Interrupt(says=False):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def wait_for_end(pids):
     from fsdp2x.runtime.processes import start_time
 

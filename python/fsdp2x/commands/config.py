@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.mistakes import mistake, show
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -63,7 +63,7 @@ def _explain(args: argparse.Namespace) -> int:
         found = explain(args.config, args.overrides, world_size=args.world_size, local_world_size=args.local_world_size)
     except ConfigError as error:
         return mistake(error)
-    print(json.dumps(found.to_dict(), indent=1, default=str) if args.json else found)
+    show(json.dumps(found.to_dict(), indent=1, default=str) if args.json else str(found))
     return 0
 
 
@@ -72,11 +72,8 @@ def _list(args: argparse.Namespace) -> int:
 
     rows = list_keys(args.dialect)
     if args.json:
-        print(
-            json.dumps(
-                {row.key: {"type": row.type, "default": row.default, "help": row.help} for row in rows}, indent=1
-            )
-        )
+        described = {row.key: {"type": row.type, "default": row.default, "help": row.help} for row in rows}
+        show(json.dumps(described, indent=1))
     else:
-        print("\n".join(f"{row.key}: {row.type}{row.shown_default}\n    {row.help}" for row in rows))
+        show("\n".join(f"{row.key}: {row.type}{row.shown_default}\n    {row.help}" for row in rows))
     return 0

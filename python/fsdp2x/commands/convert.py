@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
 
     def option(name: str, **more) -> None:
-        command.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **more)
+        command.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **more)
 
     option("input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
     option("output-dir", metavar="OUT", help="folder to write")
@@ -64,7 +64,7 @@ def _convert(args: argparse.Namespace) -> int:
         expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
         return mistake(ValueError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help"))
     for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
-        if getattr(args, name) and kind not in forms:
+        if getattr(args, name) not in (None, 0) and kind not in forms:
             return mistake(ValueError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help"))
     options = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
     try:

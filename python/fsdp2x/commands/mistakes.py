@@ -1,4 +1,4 @@
-"""How a command ends when what was asked for cannot be done: one sentence from one rank, exit status 2."""
+"""What a command says, from one rank: tables, or why what was asked for cannot be done and exit status 2."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import os
 import sys
 
 
+def show(text: str) -> None:
+    """Prints once, however many ranks run the command."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
 def mistake(error: Exception) -> int:
-    """Says what is wrong and returns the exit status."""
+    """Says what is wrong, with options as they are on a command line, and returns the exit status."""
     # All ranks raise the same sentence; the first rank says it. A cause is a slip of ours: show where it happened.
     if error.__cause__ is not None:
         logging.getLogger(__name__).error("unexpected failure", exc_info=error)
     elif os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"fsdp2x: error: {error}\n")
+        sys.stderr.write(f"fsdp2x: error: {str(error).replace('force=True', '--force')}\n")
     return 2

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+from fsdp2x.commands.mistakes import mistake
+
 _GRACE_S = 5
 
 
@@ -29,16 +31,21 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from fsdp2x.train import ConfigError
+    from fsdp2x.train.distributed import choose_device
+
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world = args.world if args.world is not None else _default_world(args.device)
     if launched:
         world = int(os.environ["WORLD_SIZE"])
-    if world < 1 or args.steps < 1:
-        sys.stderr.write("fsdp2x: error: --world and --steps are at least 1\n")
-        return 2
+    if world < 1 or args.steps < 1 or not args.timeout > 0:
+        return mistake(ValueError("selftest: --world and --steps are at least 1, --timeout is positive"))
     if launched and args.world not in (None, world):
-        sys.stderr.write(f"fsdp2x: error: --world {args.world}, but torchrun started {world} rank(s)\n")
-        return 2
+        return mistake(ValueError(f"selftest: --world {args.world}, but torchrun started {world} rank(s)"))
+    try:
+        choose_device(args.device, 0, 1)
+    except ConfigError as error:
+        return mistake(error)
     return _check(args) if launched or world == 1 else _launch(args, world)
 
 

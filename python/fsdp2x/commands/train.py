@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     from fsdp2x.checkpoint import CheckpointError
-    from fsdp2x.train import ConfigError, load_config, train
+    from fsdp2x.train import ConfigError, TrainingError, load_config, train
 
     try:
         overrides = [*args.overrides, *(["logging.report=true"] if args.report else [])]
@@ -36,4 +36,7 @@ def _train(args: argparse.Namespace) -> int:
         train(config)
     except (ConfigError, CheckpointError) as error:
         return mistake(error)
+    except TrainingError as error:
+        mistake(error)
+        return 1
     return 0

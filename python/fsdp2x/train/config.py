@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names its dotted path, what was got and what is expected."""
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message names the step, and what may help."""
+
+
 DType = Literal["float32", "bfloat16", "float16"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
@@ -26,6 +30,11 @@ def setting(default: Any, help: str) -> Any:
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def require_path(path: str, got: str | None) -> None:
+    """An empty path would mean the folder that the command runs in."""
+    require(got != "", path, got, "a path" + ("" if path == "logging.output" else " or null"))
 
 
 def require(condition: bool, path: str, got: Any, expected: str) -> None:
@@ -60,6 +69,7 @@ class ModelConfig:
     grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
     def __post_init__(self) -> None:
+        require_path("model.path", self.path)
         require(self.tiled_mlp >= 0, "model.tiled_mlp", self.tiled_mlp, "a number of pieces, or 0")
         if self.load == "rows" and self.path is None:
             raise ConfigError("model.load: got 'rows', which reads weights from files, but model.path is not set")
@@ -110,6 +120,8 @@ class DataConfig:
     max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
     def __post_init__(self) -> None:
+        require_path("data.tokenizer", self.tokenizer)
+        require(all(self.files), "data.files", self.files, "paths that are not empty")
         require(len(self.files) > 0, "data.files", self.files, "at least one file, folder or glob")
         require(self.block_size >= 2, "data.block_size", self.block_size, "at least 2 tokens")
         require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, "a fraction in [0, 1)")
@@ -302,6 +314,8 @@ class CheckpointConfig:
     folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output")
 
     def __post_init__(self) -> None:
+        require_path("checkpoint.resume_from", self.resume_from)
+        require_path("checkpoint.folder", self.folder)
         require(self.save_every >= 0, "checkpoint.save_every", self.save_every, "zero or more")
         require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
         require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, "zero or more")
@@ -328,10 +342,16 @@ class LoggingConfig:
     profile_end: int | None = setting(None, "last step of the window; unset: profile_start")
 
     def __post_init__(self) -> None:
+        require_path("logging.output", self.output)
+        require_path("logging.tensorboard_dir", self.tensorboard_dir)
         require(self.every >= 1, "logging.every", self.every, "at least 1")
         for name in ("memory_snapshot", "profile_start", "profile_end"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"logging.{name}", value, "a step, counted from 1, or null")
+        if self.tensorboard_dir is not None:
+            require(
+                self.tensorboard, "logging.tensorboard_dir", self.tensorboard_dir, "logging.tensorboard=true as well"
+            )
         if self.profile_end is not None:
             first = self.profile_start
             require(first is not None, "logging.profile_end", self.profile_end, "logging.profile_start as well")

@@ -70,11 +70,12 @@ def find_files(config: DataConfig) -> list[Path]:
             candidates = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
             kept = [p for p in candidates if _wanted(p, config)]
         if not kept:
-            why = (
-                f"{len(candidates)} files there, none passes data.pattern and data.exclude"
-                if candidates
-                else "no such file"
-            )
+            if candidates:
+                why = f"{len(candidates)} files there, none passes data.pattern and data.exclude"
+            elif path.is_dir():
+                why = "a folder without files"
+            else:
+                why = "a device or a pipe, expected a file with text" if path.exists() else "no such file"
             raise ConfigError(f"data.files: {entry}: {why}")
         found.update(kept)
     return sorted(found)

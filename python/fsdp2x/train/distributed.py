@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.agree import LostRanks
+from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,13 @@ class World:
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """Device and backend: NCCL where each rank of this host has a GPU of its own, else gloo."""
+    """Device and backend: NCCL where each rank of this host has a GPU of its own, else gloo.
+
+    Raises:
+        ConfigError: a GPU is asked for, and there is none.
+    """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("parallel.device: got 'cuda', but this torch sees no GPU; set parallel.device=cpu")
+        raise ConfigError("parallel.device (--device): got 'cuda', but this torch sees no GPU; choose cpu")
     num_gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if num_gpus == 0:
         return torch.device("cpu"), "gloo"
@@ -82,7 +87,12 @@ def open_world(device: str, timeout_s: float) -> World:
 
 def mean_over_ranks(value_sum: float, weight: float, device: torch.device) -> float:
     """sum(value_sum) / sum(weight) over all ranks, in double precision and rank order."""
-    both = torch.tensor([value_sum, weight], dtype=torch.float64, device=device)
-    dist.all_reduce(both)
-    total, weights = both.tolist()
+    total, weights = sums_over_ranks([value_sum, weight], device)
     return total / weights
+
+
+def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Each value's sum, in double precision and rank order."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
-from ..hf.config import read_config
-from ..reading.errors import CheckpointError
-from .config import ConfigError, ParallelConfig, TrainConfig, TrainSection
+from .config import ParallelConfig, TrainConfig, TrainSection
 from .dialects import DIALECTS, OWN, OWN_TITLE, Translation, translate_file
 from .dialects.rules import show
-from .model import make_hf_config, unit_policy
-from .parse import build
+from .idle import idle_settings
+from .model import build_on_meta, idle_expert_units, prepare, unit_policy
+from .optional import said_of
+from .parse import build, parse_config
 from .resolve import resolve_batching
-from .strategy import MeshPlan, plan_mesh
-from .tokenizer import Tokenizer, make_tokenizer
+from .strategy import MeshPlan, plan_mesh, usual_node
+from .tokenizer import Tokenizer, choose_tokenizer, make_tokenizer
 
 TITLES = {OWN: OWN_TITLE, **{dialect.NAME: dialect.TITLE for dialect in DIALECTS}}
-# Ranks of a node when nobody says it.
-USUAL_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Explanation:
     plan: MeshPlan
     batching: str
     units: list[UnitRow] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)  # settings that mean nothing for this model
     model: str = ""
     no_units: str = ""
 
@@ -59,6 +58,7 @@ class Explanation:
             "world_size": self.world_size,
             "mesh": {"shape": self.plan.shape, "axes": self.plan.axes, "strategy": self.plan.name},
             "reshard_after_forward": self.plan.reshard_after_forward,
+            "idle": self.idle,
             "model": self.model,
             "units": [dataclasses.asdict(unit) for unit in self.units],
         }  # fmt: skip
@@ -77,6 +77,7 @@ class Explanation:
             lines += ["", *(f"  {sentence}" for sentence in idle)] if idle else []
         if found.needs:
             lines += ["", "To run it needs:", *(f"  {need}" for need in found.needs)]
+        lines += ["", *self.idle] if self.idle else []
         lines += ["", f"{self.world_size} rank(s)  {self.plan}", self.batching]
         if self.units:
             lines.append(f"{self.model} in units:")
@@ -112,7 +113,7 @@ def explain(
                 build(kind, translation.settings.get(name), name)
     world_size = world_size or parallel.world_size or 1
     if local_world_size is None:
-        local_world_size = USUAL_NODE if world_size > USUAL_NODE and world_size % USUAL_NODE == 0 else world_size
+        local_world_size = usual_node(world_size)
     plan = plan_mesh(parallel, world_size, local_world_size)
     readers = world_size // parallel.sequence_parallel
     batching = resolve_batching(train, readers)
@@ -123,7 +124,7 @@ def explain(
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
     found = Explanation(str(path), translation, world_size, plan, sentence)
-    _find_units(found, parallel)
+    _find_units(found, translation.settings)
     return found
 
 
@@ -133,33 +134,32 @@ def _sections() -> dict[str, type]:
     return typing.get_type_hints(TrainConfig)
 
 
-def _find_units(found: Explanation, parallel: ParallelConfig) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
     from ..wrap import plan_units
 
-    settings = found.translation.settings.get("model") or {}
-    if settings.get("config"):
-        config = make_hf_config(settings["config"], _tokenizer(found.translation.settings.get("data")))
-    elif settings.get("path"):
-        folder = Path(settings["path"]).expanduser()
-        if not (folder / "config.json").is_file():
-            found.no_units = f"model.path={settings['path']} is no local directory with a config.json"
-            return
-        try:
-            read_config(folder / "config.json")
-        except CheckpointError as error:
-            raise ConfigError(f"model.path: {error}") from None
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    else:
+    model_settings = settings.get("model") or {}
+    if not (model_settings.get("config") or model_settings.get("path")):
         found.no_units = "they follow from the model, which is missing"
         return
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        units = plan_units(model, unit_policy(model, parallel))
-    except ValueError as error:
-        raise ConfigError(f"model: {' '.join(str(error).split())}") from None
+    # Where the text is does not matter here.
+    data = settings.get("data") or {}
+    config = parse_config({**settings, "data": {**data, "files": data.get("files") or ["text"]}})
+    found.idle += idle_settings(config, settings)
+    path = config.model.path
+    if path is not None and not (Path(path).expanduser() / "config.json").is_file():
+        found.no_units = f"model.path={path} is no local directory with a config.json"
+        return
+    model = build_on_meta(
+        config.model,
+        getattr(torch, config.model.dtype),
+        tokenizer=_tokenizer(config),
+        attn_implementation=config.model.attn_implementation,
+    )
+    model = prepare(model, config)
+    idle = idle_expert_units(model, config.parallel)
+    found.idle += [f"parallel.expert_units={name}: {why}" for name, why in idle.items()]
+    with said_of("parallel.auto_wrap"):
+        units = plan_units(model, unit_policy(model, config.parallel))
     found.model = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
     counted: dict[tuple[str, str, int], int] = {}
     taken: set[int] = set()
@@ -175,9 +175,11 @@ def _find_units(found: Explanation, parallel: ParallelConfig) -> None:
         found.units.append(UnitRow(1, type(model).__name__, "the root: what is left", rest))
 
 
-def _tokenizer(data: Any) -> Tokenizer | None:
-    """For its vocabulary; None where it would have to be made from the text."""
-    name = (data or {}).get("tokenizer") or "bytes"
+def _tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """For its vocabulary; None where it would have to be made from the text, or is not here."""
+    if config.model.path is not None:
+        return None
+    name = choose_tokenizer(config.data.tokenizer, None)
     return None if name == "characters" or not (name == "bytes" or Path(name).is_dir()) else make_tokenizer(name)
 
 

@@ -25,8 +25,9 @@ METRICS = "metrics.jsonl"
 class Metrics:
     """Writes one JSON object a line and flushes it, so that a killed run keeps every line it reported.
 
-    Lines: {"event": "start" | "train" | "eval" | "save" | "resume" | "end", "step": n, "time": seconds since 1970,
-    ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on other ranks.
+    Lines: {"event": "start" | "train" | "eval" | "save" | "resume" | "interrupt" | "end", "step": n,
+    "time": seconds since 1970, ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on
+    other ranks.
     """
 
     def __init__(

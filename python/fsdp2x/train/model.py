@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import difflib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from ..hf.config import plain_config, read_config
 from ..hf.files import Checkpoint
+from ..hf.pretrained import build_empty
 from ..reading.errors import CheckpointError
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from .optional import part, said_of
@@ -43,23 +46,23 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    if config.path is not None:
-        check_folder(config.path)
-        folder = Path(config.path).expanduser()
-        try:
-            read_config(folder / "config.json")
-            Checkpoint([folder]).close()  # files that contradict themselves or their index
-        except CheckpointError as error:
-            raise ConfigError(f"model.path: {error}") from None
-        torch.manual_seed(seed)  # of a head that the files need not hold
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-        )
-        _check_whole(model, folder, sorted(report["missing_keys"]))
-    else:
-        hf_config = make_hf_config(config.config, tokenizer)
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config, **options)
+    with _built_by_transformers(config):
+        if config.path is not None:
+            folder = check_folder(config)
+            torch.manual_seed(seed)  # of a head that the files need not hold
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+            _check_whole(model, folder, sorted(report["missing_keys"]))
+        else:
+            hf_config = make_hf_config(config.config, tokenizer)
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
     check_vocabulary(model, tokenizer)
     return model
 
@@ -71,9 +74,64 @@ def _check_whole(model: torch.nn.Module, folder: Path, missing: list[str]) -> No
         raise ConfigError(f"model.path: the files in {folder} lack {len(missing)} weights: {', '.join(missing[:5])}")
 
 
-def check_folder(path: str) -> None:
-    if not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"model.path: got {path!r}, expected a local directory with a config.json")
+def build_on_meta(
+    config: ModelConfig, dtype: torch.dtype, *, tokenizer: Tokenizer | None, attn_implementation: str | None
+) -> torch.nn.Module:
+    """The model without weights, in a moment; the vocabulary is a default where there is no tokenizer to ask.
+
+    Raises:
+        ConfigError: no model comes of the settings.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _built_by_transformers(config):
+        if config.path is None:
+            options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+            made = make_hf_config(config.config, tokenizer)
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False, **options)
+        folder = find_folder(config)
+        made = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # Rows are read into the class that the folder names.
+        model_class = None if config.load == "rows" else AutoModelForCausalLM
+        return build_empty(model_class, made, dtype, attn_implementation)
+
+
+@contextlib.contextmanager
+def _built_by_transformers(config: ModelConfig) -> Iterator[None]:
+    """What transformers raises, of whatever type, becomes a `ConfigError` of one sentence."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        what = "model.config" if config.path is None else f"model.path={config.path}"
+        said = " ".join(str(error).split())[:400]
+        raise ConfigError(f"{what}: transformers cannot build the model: {type(error).__name__}: {said}") from None
+
+
+def find_folder(config: ModelConfig) -> Path:
+    """The folder of `model.path`; raises `ConfigError`."""
+    folder = Path(config.path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
+    try:
+        read_config(folder / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    return folder
+
+
+def check_folder(config: ModelConfig) -> Path:
+    """The same, with weights of a kind that is read."""
+    folder = find_folder(config)
+    if config.load == "whole" and not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {config.path} has no *.safetensors; model.load=rows reads other weights, too")
+    try:
+        Checkpoint([folder]).close()  # files that contradict themselves or their index
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    return folder
 
 
 def check_vocabulary(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
@@ -92,7 +150,7 @@ def make_hf_config(settings: dict, tokenizer: Tokenizer | None) -> Any:
 
     settings = dict(settings)
     model_type = settings.pop("model_type")
-    if model_type not in CONFIG_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
         near = _nearest(str(model_type), CONFIG_MAPPING_NAMES)
         raise ConfigError(f"model.config.model_type: transformers knows no {model_type!r}; the nearest is {near}")
     defaults = AutoConfig.for_model(model_type)
@@ -146,19 +204,22 @@ def make_sharded(
         return whole
 
     if model is None:
-        _check_rows(parallel)
+        if parallel.expert_parallel > 1:
+            raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
+        empty = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+        policy = _told_policy(empty, parallel)
         with said_of("model"):
             model = fsdp2x.from_pretrained(
                 Path(config.model.path).expanduser(),
                 dtype=getattr(torch, config.model.dtype),
                 attn_implementation=config.model.attn_implementation,
                 prepare=ready,
-                auto_wrap=unit_policy(None, parallel),
+                auto_wrap=policy,
                 **options,
             )
         return Sharded(model, **noted)
     model = ready(model.to(device))
-    policy = unit_policy(model, parallel)
+    policy = _told_policy(model, parallel)
     if parallel.expert_parallel > 1:
         spread_experts(model, parallel, device, options)
         policy = True if policy is None else policy  # None would see that a part is sharded already
@@ -167,14 +228,12 @@ def make_sharded(
     return Sharded(model, **noted)
 
 
-def _check_rows(config: ParallelConfig) -> None:
-    if config.expert_parallel > 1:
-        raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
-    if config.expert_units and not isinstance(config.auto_wrap, list):
-        raise ConfigError(
-            "parallel.expert_units: with model.load=rows the classes of the blocks must be named as well, in "
-            "parallel.auto_wrap"
-        )
+def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | list[str] | None:
+    if dist.get_rank() == 0:
+        for name, why in idle_expert_units(model, parallel).items():
+            logger.warning("parallel.expert_units=%s: %s", name, why)
+    with said_of("parallel"):
+        return unit_policy(model, parallel)
 
 
 def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
@@ -235,17 +294,16 @@ def compile_blocks(model: torch.nn.Module, config: ParallelConfig, backend: str)
     return len(blocks)
 
 
-def unit_policy(model: torch.nn.Module | None, config: ParallelConfig) -> bool | list[str] | None:
-    """`auto_wrap` of `fully_shard`: with expert_units, the model's own blocks and these classes inside of them.
-
-    The model is looked at only when `auto_wrap` leaves the choice of blocks to it.
-    """
-    if not config.expert_units:
+def unit_policy(model: torch.nn.Module, config: ParallelConfig) -> bool | list[str] | None:
+    """`auto_wrap` of `fully_shard`: with expert_units, the model's own blocks and these classes inside of them."""
+    idle = idle_expert_units(model, config)
+    experts = [name for name in config.expert_units if name not in idle]
+    if not experts:
         return config.auto_wrap
     if isinstance(config.auto_wrap, list):
-        return [*config.auto_wrap, *config.expert_units]
+        return [*config.auto_wrap, *experts]
     if config.auto_wrap is False:
-        return list(config.expert_units)
+        return experts
     from ..wrap import plan_units
 
     blocks = [
@@ -254,7 +312,22 @@ def unit_policy(model: torch.nn.Module | None, config: ParallelConfig) -> bool |
         for module, name in zip(unit.modules, unit.names, strict=True)
         if name.rpartition(".")[2].isdigit()
     ]
-    return [*dict.fromkeys(blocks), *config.expert_units]
+    return [*dict.fromkeys(blocks), *experts]
+
+
+def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[str, str]:
+    """Classes of `parallel.expert_units` whose modules transformers 5 has fused into one, and why they mean nothing."""
+    if not config.expert_units:
+        return {}
+    present = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    fused = next((group for group in part("moe", "parallel.expert_units").find_experts(model) if group.is_fused), None)
+    if fused is None:
+        return {}
+    why = (
+        f"no effect: the {fused.num_experts} experts of a layer are fused in one {type(fused.experts).__name__}, which "
+        "needs no unit of its own"
+    )
+    return {name: why for name in config.expert_units if name not in present}
 
 
 def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch.device, options: dict) -> None:

@@ -158,6 +158,15 @@ class RunFolder:
         self._locks = []
 
 
+def check_writable(setting: str, folder: Path) -> None:
+    """Makes a folder where it is missing; raises `ConfigError` when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _now_of(folder)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
+
+
 def former_work(output: Path, checkpoints: Path) -> str:
     """What a run left in these folders that another would mix with or delete; empty when there is nothing."""
     saved = [path.name for path in candidates(checkpoints)]

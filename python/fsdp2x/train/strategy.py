@@ -126,6 +126,11 @@ def plan_expert_mesh(config: ParallelConfig, world_size: int) -> tuple[tuple[int
     return (rest // efsdp, efsdp, ep), ("replicate", "efsdp", "ep")
 
 
+def usual_node(world_size: int) -> int:
+    """Ranks of a node when nobody says it: 8 where there are more and 8 divides them."""
+    return 8 if world_size % 8 == 0 and world_size else world_size
+
+
 def _check_size(name: str, size: int | None, world_size: int) -> None:
     if size is None:
         return

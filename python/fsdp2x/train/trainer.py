@@ -13,21 +13,23 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
+from ..arguments import checked
 from ..checkpoint import CheckpointError
 from ..checkpoint.agree import on_rank_0, together
-from ..checkpoint.directory import repair
+from ..checkpoint.directory import find, repair
 from ..checkpoint.rng import seed_all
-from .config import ConfigError, TrainConfig
+from .config import ConfigError, TrainConfig, TrainingError
 from .data import BlockStream, read_blocks
 from .determinism import deterministic_algorithms
-from .distributed import World, mean_over_ranks, open_world
+from .distributed import World, open_world, sums_over_ranks
 from .feeds import make_feed
+from .interrupt import Interrupt
 from .metrics import Logger, Metrics, WandbLogger, memory_bytes
-from .model import build_model, check_folder, make_sharded
+from .model import build_model, build_on_meta, check_folder, make_sharded
 from .observe import Observer, shard_report
 from .optional import part
 from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
-from .run_folder import RunFolder
+from .run_folder import RunFolder, check_writable
 from .scaler import GradScaler
 from .schedule import Schedule, make_optimizer, restore_settings
 from .strategy import plan_mesh
@@ -46,12 +48,15 @@ class Trainer:
     was).
     """
 
+    @checked
     def __init__(self, config: TrainConfig, world: World | None = None, *, loggers: Sequence[Logger] = ()):
         self.config = config
         self._owns_world = world is None
         self._closing = contextlib.ExitStack()
         self.metrics: Metrics | None = None
         self._folder: RunFolder | None = None  # of rank 0
+        self._interrupt: Interrupt | None = None
+        self._stops = False  # on all ranks: some rank was interrupted
         try:
             self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
             self.world = world or open_world(config.parallel.device, config.parallel.timeout_s)
@@ -75,6 +80,9 @@ class Trainer:
         folder = config.checkpoint.folder
         self.checkpoints = Path(folder).expanduser() if folder else self.output / "checkpoints"
         together(self._claim_folders, raising=ConfigError)
+        together(self._check_paths, raising=ConfigError)
+        if config.checkpoint.resume_from is not None:
+            together(lambda: find(config.checkpoint.resume_from))
         # A mistake in the files of one host must not leave the other ranks waiting in the first collective.
         self.tokenizer, self.blocks, model = together(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
@@ -106,7 +114,7 @@ class Trainer:
         )
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
-        resumed = self._resume() if config.checkpoint.resume_from else None
+        resumed = self._resume() if config.checkpoint.resume_from is not None else None
         if self._folder is not None and config.logging.overwrite:
             self._folder.delete_former_run()
         self._open_metrics(loggers)
@@ -124,6 +132,21 @@ class Trainer:
         self._folder.refuse_former_run(config.checkpoint.resume_from, config.logging.overwrite)
         if self.training:
             repair(self.checkpoints)
+
+    def _check_paths(self) -> None:
+        """The model, and where events go, before any text is read."""
+        config = self.config
+        if config.model.path is not None:
+            check_folder(config.model)
+            choose_tokenizer(config.data.tokenizer, config.model.path)
+        build_on_meta(
+            config.model,
+            getattr(torch, config.model.dtype),
+            tokenizer=None,
+            attn_implementation=config.model.attn_implementation,
+        )
+        if config.logging.tensorboard and config.logging.tensorboard_dir and self.world.is_main:
+            check_writable("logging.tensorboard_dir", Path(config.logging.tensorboard_dir).expanduser())
 
     def _open_metrics(self, loggers: Sequence[Logger]) -> None:
         logging_, loggers = self.config.logging, list(loggers)
@@ -180,7 +203,7 @@ class Trainer:
         if config.train.eval_every and len(blocks.held_out) == 0:
             raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")
         if config.model.load == "rows":
-            check_folder(config.model.path)
+            check_folder(config.model)
             return tokenizer, blocks, None
         return tokenizer, blocks, build_model(config.model, tokenizer, config.train.seed)
 
@@ -198,13 +221,22 @@ class Trainer:
         return self.blocks_per_step * self.config.data.block_size
 
     def run(self) -> None:
-        """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates."""
+        """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates.
+
+        Raises:
+            KeyboardInterrupt: SIGINT came to any rank, once a step was finished and saved.
+            TrainingError: the loss is not a number.
+        """
         if not self.training:
             self._report_evaluation()
             self.metrics.write("end", self.step)
             return
+        with Interrupt(says=self.world.is_main) as self._interrupt:
+            self._train()
+
+    def _train(self) -> None:
         config = self.config
-        last_saved = self.step if config.checkpoint.resume_from else None
+        last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
         while self.step < self.num_steps:
             self.observer.before_step(self.step + 1)
@@ -237,6 +269,8 @@ class Trainer:
             if due or (last and config.checkpoint.save_last):
                 self.save()
                 last_saved = self.step
+            if self._stops and not last:
+                self._end_early(last_saved)
             # Throughput is that of training alone.
             since += time.perf_counter() - pause
         self.observer.close(self.step)
@@ -247,6 +281,20 @@ class Trainer:
             path = part("lora", "lora.rank").save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
         self.metrics.write("end", self.step)
+
+    def _end_early(self, last_saved: int | None) -> None:
+        """Leaves a run that can go on, and says how."""
+        saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
+        if saves and last_saved != self.step:
+            self.save()
+            last_saved = self.step
+        checkpoint.wait(self.model)
+        self.observer.close(self.step)
+        self.metrics.write("interrupt", self.step)
+        how = "nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0"
+        if last_saved is not None:
+            how = f"saved step {last_saved}; go on with --resume_from {self.checkpoints}"
+        raise KeyboardInterrupt(f"interrupted after step {self.step}; {how}")
 
     def _progress(self) -> dict[str, int]:
         """How much text has been read: in tokens, or in samples where they differ in length."""
@@ -286,9 +334,11 @@ class Trainer:
         self.step += 1
         if self.scaler is not None:
             self.scaler.update(not self.skipped)
-        mean = mean_over_ranks(float(loss_sum), 1.0, self.world.device)
+        interrupted = float(self._interrupt is not None and self._interrupt.noted)
+        total, ranks, num_interrupted = sums_over_ranks([float(loss_sum), 1.0, interrupted], self.world.device)
+        mean, self._stops = total / ranks, num_interrupted > 0
         if mean != mean and not self.skipped:
-            raise RuntimeError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
+            raise TrainingError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
         return mean, grad_norm, lr
 
     def _update(self, parameters: list[torch.nn.Parameter]) -> float | None:
@@ -414,6 +464,7 @@ class Trainer:
         self._closing.close()
 
 
+@checked
 def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> None:
     """Runs a whole training from its config. `loggers` are called on rank 0 as `wandb.log` is."""
     trainer = Trainer(config, loggers=loggers)
