@@ -7,7 +7,14 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+# What the engine's ledger says under the same names as a memory report.
+LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
 # glibc's M_MMAP_THRESHOLD: from this size on, freed memory goes back to the kernel at once and leaves the resident set.
 _M_MMAP_THRESHOLD = -3
 _MMAP_FROM_BYTES = 65536
@@ -85,3 +92,8 @@ def peak_of(sizes: list[int]) -> int:
         running += size
         peak = max(peak, running)
     return peak
+
+
+def run_stack(model) -> None:
+    """Forward and backward of a `models.Stack`."""
+    model(torch.randn(4, model.norm.normalized_shape[0])).float().square().mean().backward()

@@ -12,14 +12,10 @@ import memory
 import models
 import streams
 from harness import distributed
+from memory import LEDGER, POLICIES, run_stack
 from models import STACK_UNITS, Stack
 from reference import both_transports, only_fsdp2x, shard, shard_auto
 
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
-LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
 NUM_STEPS = 5
 # Step counters, flags of gradients, activations that autograd still holds: small tensors of the step itself.
 SLACK_BYTES = 8192
@@ -107,10 +103,6 @@ def fsdp2x_states(model):
     from fsdp2x.runtime.state import unit_states
 
     return unit_states(model)
-
-
-def run_stack(model) -> None:
-    model(torch.randn(4, model.norm.normalized_shape[0])).float().square().mean().backward()
 
 
 def run_text(model) -> None:

@@ -9,7 +9,8 @@ import yaml
 
 from fsdp2x.cli import main
 from fsdp2x.memory import plan_memory
-from fsdp2x.memory.plan import PlanError, parse_bytes
+from fsdp2x.memory.plan import PlanError
+from fsdp2x.memory.request import parse_bytes
 from models import Stack
 from training import MODEL
 
@@ -103,7 +104,7 @@ def test_whether_it_fits(config, capsys):
         (["missing.json", "--world-size", "2"], "there is no file"),
         (["CONFIG", "a.b=1", "--world-size", "2"], "key=value settings go with a training YAML"),
         (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
-        (["CONFIG", "--world-size", "0"], "do not divide a world of 0"),
+        (["CONFIG", "--world-size", "0"], "world_size: got 0, expected at least 1"),
         (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
         (["CONFIG", "--world-size", "2", "--memory", "much"], "got 'much', expected a size such as 80GiB"),
         (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.mistakes import mistake, show
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -22,7 +22,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
     command.add_argument("--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--replicas", type=int, default=1, metavar="R", help="copies of the shards (HSDP); divides N")
+    command.add_argument("--replicas", type=int, metavar="R", help="copies of the shards (HSDP); divides N")
+    command.add_argument(
+        "--local-world-size",
+        "--local_world_size",
+        type=int,
+        metavar="N",
+        help="ranks of one node; default all, or 8 if there are more and 8 divides them",
+    )
     command.add_argument("--dtype", choices=dtypes, help="of the parameters; default the config's")
     command.add_argument("--param-dtype", "--param_dtype", choices=dtypes, help="of computation; default --dtype")
     command.add_argument("--reduce-dtype", "--reduce_dtype", choices=dtypes, help="in which gradients are summed")
@@ -53,6 +60,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--optimizer", choices=("adamw", "sgd", "sgd_momentum", "none"))
     command.add_argument(
+        "--expert-parallel", "--expert_parallel", type=int, metavar="E", help="ranks that share the experts of a block"
+    )
+    command.add_argument(
+        "--micro-batches", "--micro_batches", type=int, metavar="M", help="backwards of a step, whose gradients add up"
+    )
+    command.add_argument(
         "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
     )
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
@@ -68,7 +81,8 @@ def _auto_wrap(text: str) -> bool | list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from fsdp2x.memory.plan import PlanError, Request, make_plan, parse_bytes
+    from fsdp2x.memory.plan import PlanError
+    from fsdp2x.memory.request import Request, make_plan, parse_bytes
     from fsdp2x.train import ConfigError
 
     names = {field.name for field in dataclasses.fields(Request)}
@@ -78,5 +92,5 @@ def _plan(args: argparse.Namespace) -> int:
         plan = make_plan(Request(**options, memory_bytes=memory_bytes))
     except (ConfigError, PlanError) as error:
         return mistake(error)
-    print(json.dumps(plan.to_dict(), indent=1) if args.json else plan)
+    show(json.dumps(plan.to_dict(), indent=1) if args.json else str(plan))
     return 1 if plan.fits is False else 0

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
+from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
 
 # Every parameter starts at a multiple of it, in pools, slots and segments.
@@ -61,6 +62,7 @@ class GroupFacts:
     row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
     packed_bytes: int  # the whole gradients as they are packed for peers that read them
     gradient_bytes: int  # unsharded gradients at once, as autograd makes them: the largest, on a device all of them
+    wide_scratch_bytes: int  # a scratch of gradients that others are added to, without gradient sync
     num_trained: int  # parameters
     trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
     gradient_pool_bytes: int = 0
@@ -68,6 +70,7 @@ class GroupFacts:
     reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
     offloads: bool = False  # shards and gradients are in host memory
     keeps_shards: bool = False  # and the device has a copy of the shards
+    reduced_bytes: int = 0  # the reduced rows of this rank
     landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
     keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
     state_block_bytes: int = 0  # of it, one moment of all parameters
@@ -101,6 +104,7 @@ class ModelFacts:
     model: nn.Module
     units: tuple[UnitFacts, ...]
     unsharded_bytes: int  # buffers and parameters outside of any unit
+    padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
 
 
 def _pool_bytes(shapes: list[tuple], ranks: Ranks) -> int:
@@ -110,6 +114,11 @@ def _pool_bytes(shapes: list[tuple], ranks: Ranks) -> int:
 def _moved(shape: tuple, position: int) -> tuple:
     """The shape with one of its dtypes in place of all three: its "shard pool" is a rank's segment in that dtype."""
     return (*shape[:3], shape[position], shape[position], shape[position], True)
+
+
+def _wide(shape: tuple) -> tuple:
+    """The shape with gradients that are packed in the dtype of the reduction."""
+    return (*shape[:4], shape[5], shape[5], shape[6])
 
 
 def _gradient_bytes(shape: tuple) -> int:
@@ -165,6 +174,7 @@ def _count(
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
+        wide_scratch_bytes=_C.Layout([_wide(shape) for shape in shapes], ranks.world, ranks.rank).scratch_bytes,
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.
@@ -173,6 +183,7 @@ def _count(
         * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
+        reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,

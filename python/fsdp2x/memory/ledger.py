@@ -80,8 +80,12 @@ class HostLedger:
     def release_gather(self, group: GroupFacts) -> None:
         self._gather.release(self._slots.pop(group))
 
-    def open_scratch(self, group: GroupFacts) -> None:
-        self._scratches[group] = self._scratch.acquire(group.scratch_bytes)
+    def open_scratch(self, group: GroupFacts, syncs: bool) -> None:
+        self._scratches[group] = self._scratch.acquire(group.scratch_bytes if syncs else group.wide_scratch_bytes)
+
+    def settle(self, group: GroupFacts) -> bool:
+        """Gradients that wait for a later backward; whether those of autograd were freed by this call."""
+        return False  # they were packed as they came
 
     def begin_reduce(self, group: GroupFacts) -> None:
         pass
@@ -171,8 +175,11 @@ class GroupLedger:
             self._gather.release(slot)
             self._give_back(num_bytes)
 
-    def open_scratch(self, group: GroupFacts) -> None:
+    def open_scratch(self, group: GroupFacts, syncs: bool) -> None:
         self._reducing[group] = [self._take(group.reduce_segment_bytes * self._world)]
+
+    def settle(self, group: GroupFacts) -> bool:
+        return False
 
     def begin_reduce(self, group: GroupFacts) -> None:
         if self._world > 1:
@@ -283,6 +290,8 @@ class DeviceLedger:
         self._slots: dict[GroupFacts, int] = {}
         self._gathering: dict[GroupFacts, list[tuple[_Buffers, int]]] = {}  # what a gather needs besides its slot
         self._reducing: dict[GroupFacts, int] = {}
+        self._summed: set[GroupFacts] = set()  # whose gradients of this step are in their pool already
+        self._packed: dict[GroupFacts, int] = {}  # buffers with gradients that came without gradient sync
         self._in_flight: list[tuple[GroupFacts, list[tuple[_Buffers, int]]]] = []
         self._world = ranks.world
         self._counts_bytes = ranks.max_reduce_buffers is None
@@ -313,27 +322,49 @@ class DeviceLedger:
         self.finish_gather(group)
         self._gather.release(self._slots.pop(group))
 
-    def open_scratch(self, group: GroupFacts) -> None:
+    def open_scratch(self, group: GroupFacts, syncs: bool) -> None:
         pass  # gradients are packed when they are reduced
+
+    def settle(self, group: GroupFacts) -> bool:
+        """Packs gradients that wait for a later backward into a buffer, to be reduced from there."""
+        if group not in self._packed:
+            self._packed[group] = self._buffers.acquire(group.reduce_segment_bytes * self._world)
+        return True
+
+    def is_packed(self, group: GroupFacts) -> bool:
+        return group in self._packed
+
+    def has_gradients(self, group: GroupFacts) -> None:
+        """From now on a reduction adds to what is in the gradient pool, which no collective can do; see `forget`."""
+        self._summed.add(group)
+
+    def forget_gradients(self) -> None:
+        self._summed.clear()
+
+    def _ends_in_pool(self, group: GroupFacts) -> bool:
+        return group.reduces_in_place and group not in self._summed
 
     def begin_reduce(self, group: GroupFacts) -> None:
         if self.packs_into_pool(group):
             return
-        number = self._buffers.acquire(group.reduce_segment_bytes * self._world)
+        number = self._packed.pop(group, None)
+        if number is None:
+            number = self._buffers.acquire(group.reduce_segment_bytes * self._world)
         self._in_flight.append((group, [(self._buffers, number)]))
 
     def take_rows(self, group: GroupFacts) -> None:
         """Where the collective writes to, if not into the gradient pool; after the gradients are packed and freed."""
-        if self._world > 1 and not group.reduces_in_place:
+        if self._world > 1 and not self._ends_in_pool(group):
             self._reducing[group] = self._segments.acquire(group.reduce_segment_bytes)
 
     def packs_into_pool(self, group: GroupFacts) -> bool:
         """Whether gradients are packed into the gradient pool: of one rank alone."""
-        return self._world == 1 and group.ranks.replicas == 1 and group.reduces_in_place
+        plain = self._world == 1 and group.ranks.replicas == 1 and self._ends_in_pool(group)
+        return plain and group not in self._packed
 
     def reductions_before(self, group: GroupFacts) -> int:
         """How many reductions may be on their way when the gradients of ``group`` are packed for one more."""
-        if self.packs_into_pool(group):
+        if self.packs_into_pool(group) or group in self._packed:
             return len(self._in_flight)
         most = self._max_reduce_buffers - 1
         num_bytes = group.reduce_segment_bytes * self._world
@@ -367,11 +398,12 @@ class DeviceLedger:
         if group.offloads:
             if len(self._landing) >= self._max_reduce_buffers:
                 self._land()
-            if group.landing_bytes in self._blocks:
-                self._blocks.remove(group.landing_bytes)
-            elif group.landing_bytes:
-                self.landing_bytes += group.landing_bytes
-            self._landing.append(group.landing_bytes)
+            landing_bytes = group.landing_bytes or (group.reduced_bytes if group in self._summed else 0)
+            if landing_bytes in self._blocks:
+                self._blocks.remove(landing_bytes)
+            elif landing_bytes:
+                self.landing_bytes += landing_bytes
+            self._landing.append(landing_bytes)
 
     def _land(self) -> None:
         if size := self._landing.pop(0):

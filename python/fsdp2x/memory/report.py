@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from fsdp2x.arguments import checked
+from fsdp2x.contexts import BEFORE_LAST
 from fsdp2x.memory.facts import GroupFacts, ModelFacts, UnitFacts
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.memory.sources import facts_of_model
-from fsdp2x.memory.steps import Replay, StepCounts
+from fsdp2x.memory.steps import MicroBatches, Replay, StepCounts
 from fsdp2x.runtime.offload import host_state
+from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState, unit_states
 from fsdp2x.runtime.transport import has_streams
 
@@ -79,6 +82,7 @@ class MemoryReport:
     rank wrote to in place, the control page of shared memory, and slots that a device keeps from one step to the next
     while ``set_post_optim_event`` is in use.
 
+    ``advice``: sentences about parameters whose padding takes much more than their bytes, and how to do without.
     ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
     """
 
@@ -105,6 +109,7 @@ class MemoryReport:
     step_bytes: int | None
     host_bytes: int
     traffic: Traffic
+    advice: tuple[str, ...] = ()
     measured: dict[str, int] | None = None
 
     @property
@@ -175,7 +180,9 @@ class MemoryReport:
         ]
         shown = [(name, readable(size or 0), note) for name, size, note in sizes if size or note or name == "at rest"]
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
-        return "\n".join([*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *_columns(shown, 1)])
+        return "\n".join(
+            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *_columns(shown, 1), *self.advice]
+        )
 
     def _is_pooled(self) -> bool:
         return "process_group" in self.transport
@@ -191,7 +198,14 @@ class MemoryReport:
         return text + (f", all-reduces {readable(traffic.all_reduce_bytes)}" if traffic.all_reduce_bytes else "")
 
 
-def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+@checked
+def memory_report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    micro_batches: int = 1,
+    before_last: str = "nothing",
+) -> MemoryReport:
     """Bytes that this rank holds at rest and at the peak of a training step. Local: no communication, no allocation.
 
     The plan's numbers are those of the engine's ledger after a few steps, when every unit runs once a step in the order
@@ -199,9 +213,14 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With ``optimizer``, its state
     is counted, of Adam, AdamW and SGD also before their first step.
 
+    Args:
+        micro_batches: backwards of a step. ``before_last``: what those before the last one communicate, as in
+            :func:`fsdp2x.accumulate`, whose gradients wait in memory.
+
     Raises:
         ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be foretold.
     """
+    accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
     states = unit_states(model)
     if not states:
         raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
@@ -209,7 +228,15 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     stats = [root.stats() for root in roots.values()]
     measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
     state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None
-    return report_of(facts_of_model(model), state_bytes, measured)
+    return report_of(facts_of_model(model), state_bytes, measured, accumulation)
+
+
+def check_micro_batches(caller: str, num: int, before_last: str) -> MicroBatches:
+    if num < 1:
+        raise ValueError(f"{caller}: micro_batches must be at least 1, got {num}")
+    if before_last not in BEFORE_LAST:
+        raise ValueError(f"{caller}: before_last must be one of {', '.join(BEFORE_LAST)}, got {before_last!r}")
+    return MicroBatches(num, before_last)
 
 
 def _on_host(states: list[UnitState]) -> Callable[[torch.Tensor], bool]:
@@ -224,9 +251,14 @@ def _on_host(states: list[UnitState]) -> Callable[[torch.Tensor], bool]:
     return lambda param: id(param) in offloaded or host_state(param) is not None
 
 
-def report_of(facts: ModelFacts, state: StateBytes | None, measured: dict[str, int] | None = None) -> MemoryReport:
+def report_of(
+    facts: ModelFacts,
+    state: StateBytes | None,
+    measured: dict[str, int] | None = None,
+    micro_batches: MicroBatches = MicroBatches(),  # noqa: B008 (frozen)
+) -> MemoryReport:
     """The report of a running or planned model."""
-    replays = [Replay(root, units) for root, units in _trees(facts)]
+    replays = [Replay(root, units, micro_batches) for root, units in _trees(facts)]
     counts = [replay.run() for replay in replays]
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
@@ -271,6 +303,7 @@ def report_of(facts: ModelFacts, state: StateBytes | None, measured: dict[str, i
             reduce_bytes=moved(lambda one: one.reduce_sent_bytes),
             all_reduce_bytes=moved(lambda one: one.all_reduce_sent_bytes),
         ),
+        advice=tuple(advice(facts.padded)),
         measured=measured,
     )
 

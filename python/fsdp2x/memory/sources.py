@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -11,10 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, group_facts
+from fsdp2x.moe.parallel import cuts_columns, spreadable
 from fsdp2x.runtime import collect, transport
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
+from fsdp2x.runtime.padding import Padding, even_placement, padding_in, padding_of
 from fsdp2x.runtime.params import GroupParams, keeps_dtype
 from fsdp2x.runtime.shapes import ParamFacts
 from fsdp2x.runtime.state import UnitState, unit_states
@@ -34,7 +37,7 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     )
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
     sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
-    return ModelFacts(model, units, _unsharded_bytes(model, sharded))
+    return ModelFacts(model, units, _unsharded_bytes(model, sharded), tuple(padding_in(states, model)))
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,15 @@ def facts_of_plan(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    experts: ExpertRanks | None = None,
 ) -> ModelFacts:
     """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
 
+    ``experts``: after ``expert_parallel`` had spread those of the model.
+
     Raises:
-        ValueError: ``auto_wrap`` names no module; an int ``reshard_after_forward`` that does not divide the world.
+        ValueError: ``auto_wrap`` names no module; an int ``reshard_after_forward`` that does not divide the world; no
+            experts to spread.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params)
@@ -165,44 +172,68 @@ def facts_of_plan(
     names = {module: name for name, module in model.named_modules()}
     found: list[UnitFacts] = []
     sharded: set[tuple[int, str]] = set()
-    inner = plan_units(model, auto_wrap, ignored_params=ignored) if should_auto_wrap(model, auto_wrap) else []
-    plans = [(plan.modules, plan.reshard_after_forward) for plan in inner]
+    padded: list[Padding] = []
+    spread = {} if experts is None else {group.experts: group for group in spreadable(model, experts.ep)}
+    splits = should_auto_wrap(model, auto_wrap)
+    taken = {param for module in spread for param in module.parameters()}
+    inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
+    plans: list[tuple] = [((module,), None) for module in spread]
+    plans += [(plan.modules, plan.reshard_after_forward) for plan in inner]
     for modules, own in [*plans, ((model,), None)]:
         wanted = reshard_after_forward if own is None else own
         managed = collect.managed_modules(modules, planned.__contains__)
         owned = collect.collect_params(managed, ignored)
         planned.update(modules)
         sharded.update((id(module), name) for one in owned for module, name in one.owners)
-        small = _small_ranks(wanted, ranks) if owned else None
+        group = spread.get(modules[0])
+        ours = ranks if group is None else experts.ranks
+        params = [_param_of_plan(one, policy, ours.world, splits) for one in owned]
+        if group is not None:
+            dim = 1 if cuts_columns(group, experts.ep, ours.world) else 0
+            params = [replace(one, size=(one.size[0] // experts.ep, *one.size[1:]), shard_dim=dim) for one in params]
+        padded += [
+            one for facts in params if (one := padding_of(f"{names[modules[0]]}.{facts.fqn}", facts, ours.world))
+        ]
+        trains = [one.param.requires_grad for one in owned]
+        small = _small_ranks(wanted, ours) if owned else None
+        counted = group_facts(
+            params,
+            trains,
+            policy,
+            ours,
+            small_ranks=small,
+            offload=offload if group is None else Offload(),
+            # The gradients of spread experts are divided by another number than that of their ranks.
+            collectives=Collectives(averages=group is None),
+        )
         found.append(
             UnitFacts(
                 name=", ".join(names[module] or "<root>" for module in modules),
                 modules=modules,
                 owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),
-                groups=(_group_of_plan(owned, policy, ranks, small, offload),) if owned else (),
+                groups=(counted,) if owned else (),
                 num_params=len(owned),
-                num_elements=sum(one.param.numel() for one in owned),
+                num_elements=sum(math.prod(one.size) for one in params),
                 reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
             )
         )
     position = {module: index for index, module in enumerate(model.modules())}
     found.sort(key=lambda unit: min(position[module] for module in unit.modules))
-    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded))
+    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded), tuple(padded))
 
 
-def _group_of_plan(
-    owned: list[collect.OwnedParam],
-    policy: MixedPrecisionPolicy,
-    ranks: Ranks,
-    small: Ranks | None,
-    offload: Offload,
-) -> GroupFacts:
-    params = [
-        ParamFacts(one.owners[0][1], one.param.shape, 0, one.param.dtype, keeps_dtype(one.param, policy))
-        for one in owned
-    ]
-    trains = [one.param.requires_grad for one in owned]
-    return group_facts(params, trains, policy, ranks, small_ranks=small, offload=offload)
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The experts of each block are spread over ``ep`` ranks; ``ranks`` share those of one part."""
+
+    ep: int
+    ranks: Ranks
+
+
+def _param_of_plan(one: collect.OwnedParam, policy: MixedPrecisionPolicy, world: int, splits: bool) -> ParamFacts:
+    placement = even_placement(one.param, world) if splits else None
+    dim = 0 if placement is None else placement.dim
+    return ParamFacts(one.owners[0][1], one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
 
 
 def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:

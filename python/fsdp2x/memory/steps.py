@@ -55,10 +55,31 @@ class _Unit:
         return bool(self.facts.groups)
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """The backwards of a step, as ``fsdp2x.accumulate`` runs them: ``before_last`` is what the others do."""
+
+    num: int = 1
+    before_last: str = "nothing"
+
+    @property
+    def played(self) -> list[tuple[bool, int]]:
+        """Whether a backward reduces, and how many of the step are like it: the first one, those between, the last."""
+        syncs = self.before_last != "nothing"
+        before = [(syncs, 1)] * (self.num > 1) + [(syncs, self.num - 2)] * (self.num > 2)
+        return [*before, (True, 1)]
+
+
 class Replay:
     """All units below one root module. ``run()`` plays steps until the ledgers stay as they are."""
 
-    def __init__(self, root: nn.Module, units: list[UnitFacts]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[UnitFacts],
+        micro_batches: MicroBatches = MicroBatches(),
+    ) -> None:
+        self._micro_batches = micro_batches.played
         self._units = [_Unit(facts) for facts in units]
         self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
@@ -78,22 +99,26 @@ class Replay:
         """Plays steps; returns what the last one moved."""
         before = None
         for _ in range(_MAX_STEPS):
-            self._gathers: list[GroupFacts] = []
-            self._reductions: list[GroupFacts] = []
-            self._forward()
-            self._backward()
-            self._whole.add(-sum(group.gradient_pool_bytes for group in self._pools))
-            self._pools.clear()
+            moved: list[tuple[int, list[GroupFacts], list[GroupFacts]]] = []
+            for syncs, times in self._micro_batches:
+                self._gathers: list[GroupFacts] = []
+                self._reductions: list[GroupFacts] = []
+                self._syncs = syncs
+                self._forward()
+                self._backward()
+                moved.append((times, self._gathers, self._reductions))
+                self._keep_gradients()
+            self._drop_gradients()
             now = [(one.gather_slot_bytes, one.scratch_bytes, one.peak_gather_bytes) for one in self._ledgers.values()]
             if now == before:
                 break
             before = now
         return StepCounts(
-            gathers=len(self._gathers),
-            reductions=len(self._reductions),
-            gather_sent_bytes=sum(map(_gather_sent_bytes, self._gathers)),
-            reduce_sent_bytes=sum(map(_reduce_sent_bytes, self._reductions)),
-            all_reduce_sent_bytes=sum(map(_all_reduce_sent_bytes, self._reductions)),
+            gathers=sum(times * len(gathers) for times, gathers, _ in moved),
+            reductions=sum(times * len(reductions) for times, _, reductions in moved),
+            gather_sent_bytes=sum(times * sum(map(_gather_sent_bytes, gathers)) for times, gathers, _ in moved),
+            reduce_sent_bytes=sum(times * sum(map(_reduce_sent_bytes, groups)) for times, _, groups in moved),
+            all_reduce_sent_bytes=sum(map(_all_reduce_sent_bytes, moved[-1][2])),
         )
 
     @property
@@ -205,13 +230,17 @@ class Replay:
                 unit.is_reduced = True
                 if unit.facts.reshards_after_backward:
                     self._reshard(unit)
-                if unit.open:
+                if not self._syncs:
+                    self._settle(unit)
+                elif unit.open:
                     self._finish_pending()
                     for group in list(unit.open):
                         self._post(unit, group)
                     if not self._overlaps:
                         self._finish_pending()
         for unit in reversed(self._units):
+            if not self._syncs:
+                self._settle(unit)
             if unit.facts.reshards_after_backward:
                 self._reshard(unit)
         self._flush()
@@ -267,9 +296,19 @@ class Replay:
     # --- gradients ---
 
     def _open_scratch(self, unit: _Unit, group: GroupFacts) -> None:
-        self._ledger(group).open_scratch(group)
+        self._ledger(group).open_scratch(group, self._syncs)
         self._whole.add(group.gradient_bytes)
         unit.open.append(group)
+
+    def _settle(self, unit: _Unit) -> None:
+        """Without gradient sync: a device packs what autograd made; it stays until a backward reduces it."""
+        for group in list(unit.open):
+            ledger = self._ledger(group)
+            if isinstance(ledger, DeviceLedger) and not ledger.is_packed(group):
+                self._retire(ledger, ledger.reductions_before(group))
+            if ledger.settle(group):
+                self._whole.add(-group.gradient_bytes)
+                unit.open.remove(group)
 
     def _post(self, unit: _Unit, group: GroupFacts) -> None:
         ledger = self._ledger(group)
@@ -297,6 +336,20 @@ class Replay:
             self._pools.add(group)
             self._whole.add(group.gradient_pool_bytes)
 
+    def _keep_gradients(self) -> None:
+        """To the next backward of the step."""
+        for ledger in self._ledgers.values():
+            if isinstance(ledger, DeviceLedger):
+                for group in self._reductions:
+                    ledger.has_gradients(group)
+
+    def _drop_gradients(self) -> None:
+        self._whole.add(-sum(group.gradient_pool_bytes for group in self._pools))
+        self._pools.clear()
+        for ledger in self._ledgers.values():
+            if isinstance(ledger, DeviceLedger):
+                ledger.forget_gradients()
+
     def _finish_pending(self) -> None:
         for unit, group in self._pending:
             self._take_pool(group)
@@ -312,6 +365,8 @@ class Replay:
             for group in unit.facts.groups:
                 ledger = self._ledger(group)
                 if (unit, group) in self._pending:
+                    continue
+                if not self._syncs:
                     continue
                 if group in unit.open:
                     self._post(unit, group)

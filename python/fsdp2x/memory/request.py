@@ -1,0 +1,221 @@
+"""`fsdp2x plan`: what is asked, from a HuggingFace config.json or a training YAML, and the plan that answers.
+
+The model is built without weights and without a process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.memory.plan import PlanError, plan_memory
+from fsdp2x.memory.report import MemoryReport, readable
+
+_DEFAULTS = {
+    "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
+    "micro_batches": 1, "before_last": "nothing",
+}  # fmt: skip
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned. None: what the config, or `fully_shard`, says."""
+
+    config: str
+    overrides: Sequence[str] = ()
+    world_size: int = 1
+    local_world_size: int | None = None
+    replicas: int | None = None
+    dtype: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard_after_forward: bool | int | None = None
+    auto_wrap: bool | list[str] | None = None
+    transport: str | None = None
+    device: str | None = None
+    offload: str | None = None
+    optimizer: str | None = None
+    expert_parallel: int | None = None
+    expert_fsdp_size: int | None = None
+    micro_batches: int | None = None
+    before_last: str | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The report and what it is of."""
+
+    model: str
+    num_parameters: int
+    request: Request
+    report: MemoryReport
+    staging_bytes: int = 0  # of the host: at most so many, for saves in the background
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a rank's device holds at most, without activations."""
+        return self.report.device_peak_bytes + (self.staging_bytes if self.request.device == "cpu" else 0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the memory; None when none was given."""
+        limit = self.request.memory_bytes
+        return None if limit is None else self.peak_bytes <= limit
+
+    def to_dict(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "world_size": request.world_size,
+            "policy": {
+                name: getattr(request, name)
+                for name in (
+                    *("dtype", "param_dtype", "reduce_dtype", "reshard_after_forward", "auto_wrap", "optimizer"),
+                    *("device", "offload", "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last"),
+                )
+            },
+            "memory_bytes": request.memory_bytes,
+            "fits": self.fits,
+            "staging_bytes": self.staging_bytes,
+            "report": self.report.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        request, report = self.request, self.report
+        computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
+        head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
+        head += f", on {request.device}" + (f", offload {request.offload}" if request.offload != "none" else "")
+        if request.expert_parallel > 1:
+            head += f", experts over {request.expert_parallel} ranks"
+        if request.micro_batches > 1:
+            head += f", {request.micro_batches} micro-batches a step"
+        lines = [head, "", str(report)]
+        if self.staging_bytes:
+            lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
+        if self.fits is not None:
+            room = request.memory_bytes - self.peak_bytes
+            verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
+            lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
+        return "\n".join(lines)
+
+
+def make_plan(request: Request) -> Plan:
+    """Reads the config, builds the model on the meta device and plans it.
+
+    Raises:
+        PlanError, ConfigError: the config cannot be read, or does not go with the request.
+    """
+    from fsdp2x.train.strategy import usual_node
+
+    for name in ("world_size", "local_world_size", "replicas", "expert_parallel", "micro_batches"):
+        if getattr(request, name) is not None and getattr(request, name) < 1:
+            raise PlanError(f"{name}: got {getattr(request, name)}, expected at least 1")
+    request = _filled(request, {"local_world_size": usual_node(request.world_size)})
+    path = Path(request.config).expanduser()
+    stages_saves = False
+    if path.is_dir() or path.suffix == ".json":
+        if request.overrides:
+            raise PlanError(f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}")
+        config = _read_hf_config(path)
+        request = _filled(request, {"dtype": _dtype_name(getattr(config, "dtype", None))})
+        model = _build_on_meta(config, getattr(torch, request.dtype or "float32"))
+    else:
+        from fsdp2x.memory.training import read_training
+
+        given = dataclasses.asdict(request)
+        training = read_training(path, request.overrides, request.world_size, request.local_world_size, given)
+        model, stages_saves = training.model, training.stages_saves
+        request = _filled(request, training.asked)
+    request = _filled(request, {"transport": "shm" if request.device == "cpu" else "process_group"})
+    request = _filled(request, {"device": "cpu" if request.transport == "shm" else "cuda", **_DEFAULTS})
+    names = ("replicas", "transport", "device", "offload", "optimizer", "auto_wrap", "reshard_after_forward",
+             "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last", "local_world_size")  # fmt: skip
+    try:
+        report = plan_memory(
+            model,
+            request.world_size,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
+                reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
+            ),
+            **{name: getattr(request, name) for name in names},
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise PlanError(str(error)) from None
+    saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
+    numel = sum(param.numel() for param in model.parameters())
+    return Plan(type(model).__name__, numel, request, report, saved if stages_saves else 0)
+
+
+def _filled(request: Request, values: dict[str, Any]) -> Request:
+    """The request with values for what it leaves open."""
+    return replace(request, **{name: value for name, value in values.items() if getattr(request, name) is None})
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `80G` and `85899345920` are the same; `80GB` is 80 * 10**9.
+
+    Raises:
+        PlanError: neither a number nor a number with such a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
+    if found is None:
+        raise PlanError(f"memory: got {text!r}, expected a size such as 80GiB, 512MiB or a number of bytes")
+    number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
+    factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
+    return int(float(number) * factor)
+
+
+def _read_hf_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    from fsdp2x.hf.config import read_config
+    from fsdp2x.reading.errors import CheckpointError
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise PlanError(f"config {path}: there is no file {file}")
+    try:
+        read_config(file)
+        # A name of a file, never of a hub's repository; code that a config names is not run.
+        return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except CheckpointError as error:
+        raise PlanError(f"config {error}") from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise PlanError(f"config {file}: transformers cannot read it: {reason}") from None
+
+
+def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    try:
+        with torch.device("meta"):
+            if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+                return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return named(config)
+            finally:
+                torch.set_default_dtype(before)
+    except (ValueError, TypeError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise PlanError(f"config of {type(config).__name__}: no model can be built: {text}") from None
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

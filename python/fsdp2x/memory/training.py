@@ -1,0 +1,113 @@
+"""What a training YAML means for a plan: the model as its run prepares it, on meta, and the planner's arguments.
+
+Every setting that changes the bytes of a rank is read here or refused by name; `tests/parity/test_plan_settings.py`
+walks through all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.train import ConfigError, TrainConfig, parse_config
+from fsdp2x.train.dialects import translate_file
+from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
+from fsdp2x.train.resolve import resolve_batching
+from fsdp2x.train.strategy import plan_mesh
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run before it exists. `asked`: arguments of `plan_memory`, and `dtype` and dtypes of the policy by name."""
+
+    model: nn.Module
+    asked: dict[str, Any]
+    stages_saves: bool  # a copy of what is saved stays in host memory
+
+
+def read_training(
+    path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
+) -> Training:
+    """`given`: what the caller has decided, such as the device, on which other settings depend.
+
+    Raises:
+        ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
+    """
+    config = _read(path, overrides)
+    parallel, optimizer = config.parallel, config.optimizer
+    _refuse_unforeseen(config)
+    mesh = plan_mesh(parallel, world_size, local_world_size)
+    trains = config.train.mode == "train"
+    shares_memory = "shm" in (given.get("transport"), parallel.transport)
+    device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
+    asked = {
+        "dtype": config.model.dtype,
+        "param_dtype": _param_dtype(parallel.param_dtype, device),
+        "reduce_dtype": parallel.reduce_dtype,
+        "replicas": mesh.num_replicas,
+        "reshard_after_forward": mesh.reshard_after_forward,
+        "transport": ("shm" if on_one_host else "process_group")
+        if parallel.transport == "auto"
+        else parallel.transport,
+        "device": device,
+        "offload": offload_mode(parallel.offload),
+        "optimizer": "sgd_momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name,
+        "expert_parallel": parallel.expert_parallel,
+        "expert_fsdp_size": parallel.expert_fsdp_size,
+        "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
+        "before_last": parallel.accumulate,
+    }
+    if not trains:
+        asked["optimizer"] = "none"
+    dtype = getattr(torch, given.get("dtype") or config.model.dtype)
+    model = prepare(_build(config, dtype), config)
+    asked["auto_wrap"] = unit_policy(model, parallel)
+    return Training(model, asked, trains and config.checkpoint.async_save)
+
+
+def _read(path: Path, overrides: Sequence[str]) -> TrainConfig:
+    settings = translate_file(path, overrides).settings
+    data = settings.get("data")
+    if isinstance(data, dict) or data is None:  # where the text is does not matter, but for its characters
+        settings["data"] = {**(data or {}), "files": (data or {}).get("files") or ["text"]}
+    return parse_config(settings)
+
+
+def _refuse_unforeseen(config: TrainConfig) -> None:
+    if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
+        raise ConfigError(
+            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
+            "foretold; plan with auto, fsdp2x or fused"
+        )
+
+
+def _param_dtype(setting: str | None, device: str) -> str | None:
+    """`auto` as on a GPU of today; float16, which older ones take, has as many bytes."""
+    if setting != "auto":
+        return setting
+    return "bfloat16" if device == "cuda" else None
+
+
+def _micro_batches(config: TrainConfig, num_readers: int) -> int:
+    """Packed samples take as many as the fullest rank needs: at most so many."""
+    batching = resolve_batching(config.train, num_readers)
+    if not config.data.packing:
+        return batching.accumulation
+    samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
+    return -(-batching.batch_size * batching.accumulation // samples_per_row)
+
+
+def _build(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
+    tokenizer = None
+    if config.model.path is None:
+        name = choose_tokenizer(config.data.tokenizer, None)
+        if name != "characters" or "vocab_size" not in config.model.config:
+            tokenizer = make_tokenizer(name, config.data)
+    return build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=None)
