@@ -3,7 +3,7 @@
     checkpoints/
       latest                 text: name of the newest whole checkpoint; replaced by rename
       step-000010/           whole: it got this name after everything in it was on disk
-      .tmp-step-000020/      being written, or left by a kill; removed by the next run
+      .tmp-step-000020/      being written, or left by a kill; removed by the next save
       .old-step-000010/      the former step-000010 while a new one takes its place; put back if the kill came between
       step-000005/marked     an empty file: this checkpoint is never deleted
 
