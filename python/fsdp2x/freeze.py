@@ -14,7 +14,7 @@ from fsdp2x.hf.names import clean_name
 logger = logging.getLogger("fsdp2x")
 
 
-@checked(own=("prefixes",))
+@checked
 def freeze_module_prefix(model: nn.Module, prefixes: str | Iterable[str]) -> int:
     """Freezes every parameter whose name begins with one of ``prefixes``; returns the number of elements frozen.
 

@@ -332,7 +332,7 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             ValueError: not a positive int.
         """
-        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers!r}")
         for state in self._states(recurse):
             state.max_reduce_buffers = max_input_buffers

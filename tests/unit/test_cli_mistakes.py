@@ -19,13 +19,12 @@ def world(tmp_path_factory):
     """Something right for each argument: a config, a model, checkpoints of two kinds, and files that are nothing."""
     folder = tmp_path_factory.mktemp("cli")
     write_text(folder / "text")
-    write_model(folder / "hf")
+    write_model(folder / "hf", vocab_size=257)
     config = settings(folder / "text", folder / "run", train={"steps": 1})
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["train", str(folder / "config.yaml")]) == 0
     (folder / "ranks" / "1").mkdir(parents=True)
-    weights = {"model": _weights(folder / "hf")}
-    torch.save(weights, folder / "ranks/1/model_world_size_1_rank_0.pt")
+    torch.save(_weights(folder / "hf"), folder / "ranks/1/model_world_size_1_rank_0.pt")
     (folder / "empty").mkdir()
     (folder / "nothing").write_text("")
     (folder / "garbage").write_bytes(bytes(range(256)) * 4)
@@ -120,7 +119,7 @@ def wrong_values(action, folder):
         ]
     if action.type is int or action.metavar in ("N", "R", "M", "E", "S"):
         return ["x", "-1", "0", "3.5", ""]
-    return ["nonsense" * 3, ""]
+    return ["nonsense" * 3, *([] if "--prefix" in action.option_strings else [""])]
 
 
 def cases(name, folder):
@@ -158,6 +157,14 @@ FINE["plan"] = (*FINE["train"], "data.files=/missing", "data.files=/dev/null", "
                 "checkpoint.resume_from=/missing", "checkpoint.folder=/dev/null/x", "parallel.device=cuda",
                 "model.attn_implementation=nonsense", "data.tokenizer=/missing")  # fmt: skip
 FINE["config explain"] = (*FINE["plan"][:-2], FINE["plan"][-1], "model.config={}", "/dev/null", "nothing")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_changed_is_right(world, name, monkeypatch):
+    monkeypatch.chdir(world)
+    shutil.rmtree(world / "out", ignore_errors=True)
+    shutil.rmtree(world / "new", ignore_errors=True)
+    assert main(right(world)[name]) == 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)

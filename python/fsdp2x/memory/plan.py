@@ -23,7 +23,7 @@ class PlanError(ValueError):
     """A config or an option that cannot be planned for; the message says what was got and what is expected."""
 
 
-@checked(own=("auto_wrap", "reshard_after_forward"))
+@checked(own=("auto_wrap",))
 def plan_memory(
     model: nn.Module,
     world_size: int,
