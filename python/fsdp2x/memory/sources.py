@@ -170,6 +170,7 @@ def facts_of_plan(
     ignored = set(ignored_params)
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
+    param_names = {param: name for name, param in model.named_parameters()}
     found: list[UnitFacts] = []
     sharded: set[tuple[int, str]] = set()
     padded: list[Padding] = []
@@ -191,9 +192,9 @@ def facts_of_plan(
         if group is not None:
             dim = 1 if cuts_columns(group, experts.ep, ours.world) else 0
             params = [replace(one, size=(one.size[0] // experts.ep, *one.size[1:]), shard_dim=dim) for one in params]
-        padded += [
-            one for facts in params if (one := padding_of(f"{names[modules[0]]}.{facts.fqn}", facts, ours.world))
-        ]
+        for one, facts in zip(owned, params, strict=True):
+            if told := padding_of(param_names[one.param], facts, ours.world):
+                padded.append(told)
         trains = [one.param.requires_grad for one in owned]
         small = _small_ranks(wanted, ours) if owned else None
         counted = group_facts(
