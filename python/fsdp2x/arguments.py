@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import types
 import typing
@@ -42,6 +43,8 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
     if function is None:
         return functools.partial(checked, own=own)  # type: ignore[return-value]
     signature = inspect.signature(function)
+    positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
     @functools.cache
     def accepted() -> dict[str, tuple[Accepts, Any, inspect.Parameter]]:
@@ -49,18 +52,18 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
         return {
             name: (_accepts(hints[name]), hints[name], parameter)
             for name, parameter in signature.parameters.items()
-            if name in hints and name not in own and parameter.kind is not parameter.VAR_KEYWORD
+            if name in hints and name not in own and parameter.kind not in variable
         }
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # Python's own sentence about the call
-        for name, (accepts, hint, parameter) in accepted().items():
-            if name in given and given[name] is not parameter.default and not accepts(given[name]):
-                raise TypeError(f"{_name_of(function)}: {name} must be {_told(hint)}, got {_shown(given[name])}")
+        kinds = accepted()
+        # Too many, too few and unknown ones are Python's own sentence.
+        for name, value in itertools.chain(zip(positional, args, strict=False), kwargs.items()):
+            if name in kinds:
+                accepts, hint, parameter = kinds[name]
+                if value is not parameter.default and not accepts(value):
+                    raise TypeError(f"{_name_of(function)}: {name} must be {_told(hint)}, got {_shown(value)}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
