@@ -113,11 +113,12 @@ FSDP2X_HOST_DEVICE void walk_in_pairs(TileRange range, int64_t first_vector, boo
     step.template store_at<1>(i, step.template load_at<1>(i));
   }
   const int64_t num_vectors = (range.end - first_vector) / V;
+  constexpr bool kHasPairs = V * kThreads < kTileNumel;  // of bytes a tile is one vector a thread
   FSDP2X_NO_UNROLL
   for (int64_t v = thread; v < num_vectors; v += 2 * kThreads) {
     const int64_t here = first_vector + v * V;
     const auto values = step.template load_at<V>(here);
-    if (v + kThreads < num_vectors) {
+    if (kHasPairs && v + kThreads < num_vectors) {
       const int64_t there = here + kThreads * V;
       const auto more = step.template load_at<V>(there);
       step.template store_at<V>(there, more);
