@@ -100,7 +100,9 @@ LocalGradients::LocalGradients(PyObject* params, DeviceClip* on_device) : on_dev
 LocalGradients::Place LocalGradients::place_of(const at::Tensor& local) const {
   const bool is_served = on_device_ != nullptr && on_device_->kernels().serve(*device_);
   // The device's kernels compute in fp32.
-  if (is_served && is_summable(local, *device_) && local.scalar_type() != at::kDouble) return Place::device;
+  if (is_served && is_summable(local, *device_)) {
+    return local.scalar_type() == at::kDouble ? Place::elsewhere : Place::device;
+  }
   return is_summable(local, at::kCPU) ? Place::host : Place::elsewhere;
 }
 

@@ -42,7 +42,8 @@ def both(params, max_norm, norm_type=2.0):
     expected = fsdp2x.clip_grad_norm_(copies, max_norm, norm_type)
     with clip_by_twins() as kept:
         norm = fsdp2x.clip_grad_norm_(params, max_norm, norm_type)
-    assert kept.num_plans > 0
+    # The kernels compute in fp32: what is f64 is torch's.
+    assert kept.num_plans > 0 or all(param.grad is None or param.grad.dtype is torch.float64 for param in params)
     grads = [[param.grad for param in ps if param.grad is not None] for ps in (copies, params)]
     return (expected, grads[0]), (norm, grads[1])
 
@@ -64,7 +65,8 @@ def test_numbers_of_the_cpu(dtypes, max_norm):
             assert torch.equal(got, old)
         elif got.numel() > 0:
             assert not torch.equal(got, old)
-    assert all(param.grad._version > version for param, version in zip(params, versions, strict=True))
+    if dtypes != "float64" or max_norm <= norm:  # torch leaves alone what a factor of 1 would not change
+        assert all(param.grad._version > version for param, version in zip(params, versions, strict=True))
 
 
 def test_the_norm_is_torchs():
