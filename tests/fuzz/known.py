@@ -19,6 +19,7 @@ STEPS = ("forward", "backward", "input_grad", "generate", "accumulate")
 STOCK_RAISES = (
     ("Inplace update to inference tensor|Inference tensors cannot be saved", "inference_mode gathered a unit first"),
     ("no attribute 'reduce_scatter_states'", "reset_iter_state before the first forward"),
+    ("Cannot use ReduceOp.PREMUL_SUM with Gloo", "a gradient divide factor on the CPU"),
 )
 
 
@@ -65,10 +66,6 @@ class Rule:
     applies: Callable[[Case], bool]
 
 
-def _lost_sync(case: Case) -> bool:
-    return case.kind == "forward" and bool(case.raised("unsharded")) and case.at("unsharded").state["pending"]
-
-
 def _graph_after_failure(case: Case) -> bool:
     return case.kind == "backward" and "stale" in case.traces["unsharded"][case.index - 1].taint
 
@@ -95,7 +92,11 @@ def _has_checkpoint(case: Case) -> bool:
 def _stock_stays_gathered(case: Case) -> bool:
     """Upstream has units gathered that ours has not, and none the other way round."""
     pairs = [(case.got.state["sharded"][name], theirs) for name, theirs in case.expected.state["sharded"].items()]
-    return _has_checkpoint(case) and all(ours or not theirs for ours, theirs in pairs)
+    return all(ours or not theirs for ours, theirs in pairs)
+
+
+def _ran_without_grad(case: Case) -> bool:
+    return any(one.arguments.get("mode_name") in ("no_grad", "inference") for one in case.program.ops[: case.index])
 
 
 def _reentrant_repeats(case: Case) -> bool:
@@ -120,7 +121,7 @@ RULES = (
     ),
     Rule(
         STOCK,
-        VALUES,
+        VALUES | GRADS,
         False,
         "makes zeros of missing gradients of a checkpoint's inputs: its post-backward node is a Python function",
         lambda case: _has_checkpoint(case) and case.kind in ("backward", "input_grad", "accumulate"),
@@ -130,7 +131,14 @@ RULES = (
         frozenset({"sharded"}),
         False,
         "leaves units gathered that a recomputation gathered and no gradient went through",
-        _stock_stays_gathered,
+        lambda case: _has_checkpoint(case) and _stock_stays_gathered(case),
+    ),
+    Rule(
+        STOCK,
+        frozenset({"sharded"}),
+        False,
+        "keeps the root gathered after a forward without gradients",
+        lambda case: _ran_without_grad(case) and _stock_stays_gathered(case),
     ),
     Rule(
         STOCK,
@@ -139,7 +147,6 @@ RULES = (
         "has an undefined state after an exception until reset_iter_state",
         lambda case: bool(case.raised("stock")),
     ),
-    Rule(UNSHARDED, ALL, True, "a failed forward drops gradients that were not synchronised", _lost_sync),
     Rule(UNSHARDED, ALL, True, "a backward behind one that failed", _graph_after_failure),
     Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
     Rule(

@@ -124,8 +124,9 @@ class Unsharded(Machine):
         self.graphs.clear()
         self.pending.clear()
         self.taint.clear()
-        for param in self.owner:
-            param.grad = None
+        if self.initialized:  # before, there is no iteration to drop
+            for param in self.owner:
+                param.grad = None
 
     def watch(self, name):
         """Runs where gradients are averaged."""
@@ -153,7 +154,7 @@ class Unsharded(Machine):
         return changed()
 
     def do_set(self, name, value, unit=0, recurse=None):
-        if name == "set_manual_backward_finalization":
+        if name == "set_manual_backward_finalization" and self._unit(unit) is self.model:
             self.is_manual = value
         keys = {
             "set_requires_gradient_sync": ("sync", "all_reduce"),
