@@ -9,7 +9,8 @@ from torch import nn
 from fsdp2x.arguments import checked
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.padding import advice, padding_in
-from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import unit_states
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from fsdp2x.runtime.params import ShardedParam
-from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import unit_states
 
 
 def units_of(model: nn.Module, caller: str) -> list[UnitState]:

@@ -15,8 +15,9 @@ from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.state import UnitState, get_state
+from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
+from fsdp2x.runtime.tree import get_state
 
 # Bound once: install() puts our classes under these names.
 _TorchFSDPModule = torch_fsdp.FSDPModule

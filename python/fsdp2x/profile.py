@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.state import unit_states
+from fsdp2x.runtime.tree import unit_states
 
 
 @checked

@@ -18,7 +18,8 @@ from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
-from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import unit_states
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
 

@@ -117,7 +117,7 @@ def test_evaluation_gives_memory_back(ctx):
         return [*found, count(lambda: model(inputs(ctx.rank))), *counts_of(ctx, model)]
 
     ours, stock = both(ctx, Stack, STACK_UNITS, run)
-    # Upstream's root keeps its parameters after the first forward, of which no backward frees them; ours gives them back.
+    # Upstream's root keeps its parameters after the first forward, of which no backward frees them; ours frees them.
     assert [found["all_gather"] for found in stock[:3]] == [4, 3, 3]
     assert [found["all_gather"] for found in ours[:3]] == [4, 4, 4]
 

@@ -75,6 +75,7 @@ def _check_memory(index: int, side: str, traces: Traces) -> Iterator[str]:
     if not least <= memory["slots"] <= most:
         yield f"{memory['slots']} slots are owned, but units are {memory['states']}"
     reference = traces["unsharded"][index]
-    is_refused = any(one.raised and not other.raised for one, other in zip(traces[side], traces["unsharded"], strict=False))
+    pairs = zip(traces[side], traces["unsharded"], strict=False)
+    is_refused = any(one.raised and not other.raised for one, other in pairs)
     if not is_refused and "stale" not in reference.taint and not reference.state["pending"] and memory["scratches"]:
         yield f"{memory['scratches']} scratches are owned, but no gradient waits"

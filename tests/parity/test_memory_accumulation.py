@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
 import streams
-from fsdp2x.runtime.state import unit_states
+from fsdp2x.runtime.tree import unit_states
 from harness import distributed
 from memory import LEDGER, POLICIES, run_stack
 from models import Stack

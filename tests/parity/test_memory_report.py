@@ -100,7 +100,7 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False) -> None:
 
 
 def fsdp2x_states(model):
-    from fsdp2x.runtime.state import unit_states
+    from fsdp2x.runtime.tree import unit_states
 
     return unit_states(model)
 

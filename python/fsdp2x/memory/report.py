@@ -17,8 +17,9 @@ from fsdp2x.memory.sources import facts_of_model
 from fsdp2x.memory.steps import MicroBatches, Replay, StepCounts
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.padding import advice
-from fsdp2x.runtime.state import UnitState, unit_states
+from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
+from fsdp2x.runtime.tree import unit_states
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
 

@@ -22,6 +22,7 @@ from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
 from fsdp2x.runtime.transport import TransportChoice, has_streams
+from fsdp2x.runtime.tree import check_tree, find_tree, set_names
 from fsdp2x.runtime.upstream_names import StateNames
 
 
@@ -174,10 +175,10 @@ class UnitState(StateNames, torch_private.State):
             return
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        tree = self._find_tree()
+        tree = find_tree(self)
         # Names, ties and replaced parameters are read from what modules register while they are sharded.
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
-        self._set_names(tree)
+        set_names(self, tree)
         self._prepare(tree)
         self.tree = tree
         self._make_root()
@@ -209,7 +210,7 @@ class UnitState(StateNames, torch_private.State):
             for group in state.groups:
                 group.find_extensions()
             state.adopt()
-        _check_tree(tree)
+        check_tree(tree)
 
     def _make_root(self) -> None:
         """Makes the engine's root for ``self.tree`` and its transports. Collective."""
@@ -275,7 +276,7 @@ class UnitState(StateNames, torch_private.State):
             state.reshard()
         self.root.release_idle()
         if any(group.engine.transport_name == "shm" for state in root_state.tree for group in state.groups):
-            root_state._make_root(provisional=root_state.provisional)
+            root_state._make_root()
 
     def apply_reduce_buffers(self) -> None:
         """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
@@ -314,44 +315,6 @@ class UnitState(StateNames, torch_private.State):
             )
         if self.root.in_backward:
             raise RuntimeError("finalize_backward must be called after backward completes")
-
-    def _find_tree(self) -> list[UnitState]:
-        """All units below this module in the order of ``named_modules``; tells them the names of their modules."""
-        tree: dict[int, UnitState] = {}
-        for name, module in self.modules[0].named_modules():
-            state = get_state(module)
-            if state is None:
-                continue
-            if state is not self and state.is_root is not None:
-                raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\n"
-                    "FSDP requires running forward through the root module first"
-                )
-            if state is not self and state.manual_finalization:
-                raise RuntimeError(
-                    f"set_manual_backward_finalization must be called on the root FSDP module, not on '{name}'"
-                )
-            if id(state) not in tree:
-                state.names = []
-                tree[id(state)] = state
-            state.names.append(name)
-        return list(tree.values())
-
-    def _set_names(self, tree: list[UnitState]) -> None:
-        """Gives the parameters their first names from this module, whatever it registers at the moment."""
-        records = {(id(m), name): param for state in tree for param in state.params for m, name in param.owners}
-        named = set()
-        for prefix, module in self.modules[0].named_modules():
-            for name in module._parameters:
-                param = records.get((id(module), name))
-                if param is not None and id(param) not in named:
-                    named.add(id(param))
-                    param.fqn = f"{prefix}.{name}" if prefix else name
-        for state in tree:
-            for group in state.groups:
-                group.module_fqn = ", ".join(state.names)
-            if state.unit is not None:
-                state.unit.rename(state.name, [[param.fqn for param in group.params] for group in state.groups])
 
     def _engine_unit(self):
         policy = self.mp_policy
@@ -466,40 +429,3 @@ class UnitState(StateNames, torch_private.State):
         self.reduction_pending = False
         self.generation += 1
         self.root.reset()
-
-
-def get_state(module: nn.Module) -> UnitState | None:
-    """The state of the unit that ``module`` is a root of, if any."""
-    from fsdp2x.api import fully_shard
-
-    return fully_shard.state(module)
-
-
-def unit_states(model: nn.Module) -> list[UnitState]:
-    """All units in ``model``, in the order of ``named_modules``."""
-    found = {}
-    for module in model.modules():
-        if (state := get_state(module)) is not None:
-            found.setdefault(id(state), state)
-    return list(found.values())
-
-
-def _check_tree(tree: list[UnitState]) -> None:
-    """Checks of upstream's lazy initialization, over all units of a root."""
-    seen: dict[int, str] = {}
-    for state in tree:
-        meta = [param.fqn or param.owners[0][1] for param in state.params if param.param.is_meta]
-        if meta:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but the following were "
-                f"still on meta device: {meta}\nFor example, call module.to_empty(device) to materialize to device and "
-                "call module.reset_parameters() on each module to initialize values."
-            )
-        for param in state.params:
-            if param.original in seen:
-                raise ValueError(
-                    f"Parameter '{param.fqn}' is shared with a parameter already managed by another FSDP group. "
-                    "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the same "
-                    "FSDP group."
-                )
-            seen[param.original] = param.fqn
