@@ -217,7 +217,7 @@ def test_arguments_are_checked(ctx):
             checkpoint.save("/nowhere", training.model, **{"step": 1, **keywords})
     with pytest.raises(ValueError, match="one file, which only form='full' writes"):
         checkpoint.save("/nowhere/one.pt", training.model, step=1)
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer or a list of them, got int"):
+    with pytest.raises(TypeError, match=r"optimizer must be Optimizer or a collection of Optimizer or None, got \[3\]"):
         checkpoint.save("/nowhere", training.model, [3], step=1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(checkpoint.CheckpointError, match=r"the optimizer steps a parameter of shape \(3,\)"):

@@ -156,16 +156,16 @@ def test_a_fork_within_forward(ctx):
 
 @distributed(world_sizes=(2,))
 def test_unsharded_weights_are_not_there(ctx):
-    """After an eval forward the root's weights stay whole: in a child they are an error that says why, not a crash."""
+    """Between forward and backward the root has whole weights: in a child they are an error that says why, no crash."""
     only_fsdp2x(ctx)
     model, _ = make(ctx, "shm")
-    with torch.no_grad():
-        model(inputs(ctx.rank))
+    loss = model(inputs(ctx.rank)).sum()
     weight = model.head.weight
     text = in_child(lambda: weight.sum().item())
     assert "RuntimeError" in text and "'head.weight'" in text and "forked child" in text, text
     assert "returned" in in_child(lambda: model.blocks[0].up.weight.to_local().sum().item())  # shards are a child's own
     weight.sum().item()
+    loss.backward()
 
 
 class UsesTheModel(torch.utils.data.Dataset):

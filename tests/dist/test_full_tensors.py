@@ -48,13 +48,13 @@ def test_any_state_of_the_units(ctx):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(ctx, Stack(), STACK_UNITS, mp_policy=policy)
     expected = one_by_one(model)
-    with torch.no_grad():
-        model(inputs(ctx.rank))
-    assert fsdp2x.describe(model).units[0].param_state == "UNSHARDED", "the root keeps its parameters after forward"
+    loss = model(inputs(ctx.rank)).sum()
+    assert fsdp2x.describe(model).units[0].param_state == "UNSHARDED", "the root keeps its parameters for backward"
     same(whole(model), expected)
     with fsdp2x.unsharded(model):
         same(whole(model), expected)
         assert {unit.param_state for unit in fsdp2x.describe(model).units} == {"UNSHARDED"}
+    loss.backward()
 
 
 @distributed(world_sizes=(2,))

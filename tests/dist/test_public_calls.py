@@ -239,7 +239,6 @@ NEEDS = {
 }  # fmt: skip
 # Calls that cannot be done here say so.
 REFUSED = {
-    "FSDPModule.finalize_backward": (RuntimeError, "finalize_backward"),
     "FSDPModule.set_symm_mem_for_comm": (NotImplementedError, "symmetric memory needs CUDA devices"),
 }
 

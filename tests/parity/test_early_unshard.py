@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.runtime import transport
+from fsdp2x.runtime import sharing
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import (
@@ -185,7 +185,6 @@ def test_settings_before_the_first_forward_do_not_make_a_root(ctx):
     def run(model):
         for module in (model, *model.blocks):
             module.set_is_last_backward(True)
-            module.set_post_optim_event(None)
             module.set_requires_gradient_sync(True)
             module.set_reshard_after_backward(True)
         return train(ctx, model)
@@ -220,7 +219,7 @@ def test_a_first_forward_that_cannot_be_is_tried_again(ctx):
     """A transport that is not possible: the same error each time, and none of it stays."""
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
-    with mock.patch.object(transport, "why_not_shared", lambda group: ("of this test", None, False)):
+    with mock.patch.object(sharing.Introductions, "why_not_shared", "of this test"):
         for call in (lambda: model(inputs(ctx.rank)), lambda: model.blocks[0].unshard(), lambda: model(inputs(0))):
             with pytest.raises(ValueError, match="of this test"):
                 call()

@@ -7,6 +7,7 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,9 @@ from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
 from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.tree import check_tree, find_tree, set_names
 from fsdp2x.runtime.upstream_names import StateNames
+
+# Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL.
+_initializing = threading.RLock()
 
 
 class UnitState(StateNames, torch_private.State):
@@ -171,8 +175,11 @@ class UnitState(StateNames, torch_private.State):
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
             ValueError: two units claim one parameter.
         """
-        if self.is_root is not None:
-            return
+        with _initializing:
+            if self.is_root is None:
+                self._become_root()
+
+    def _become_root(self) -> None:
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         tree = find_tree(self)
@@ -198,10 +205,11 @@ class UnitState(StateNames, torch_private.State):
 
         Which module is the root shows at the first forward.
         """
-        if self.unit is None:
-            self._prepare([self])
-            self.tree = [self]
-            self._make_root()
+        with _initializing:
+            if self.unit is None:
+                self._prepare([self])
+                self.tree = [self]
+                self._make_root()
 
     @staticmethod
     def _prepare(tree: list[UnitState]) -> None:
