@@ -159,11 +159,11 @@ void bind_transports(py::module_& m) {
       .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
   m.def(
       "group_transport",
-      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& wait,
-         at::Device device) -> std::shared_ptr<Transport> {
-        return std::make_shared<GroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)}, device);
+      [](const py::object& all_gather, const py::object& reduce_scatter,
+         const py::object& wait) -> std::shared_ptr<Transport> {
+        return std::make_shared<GroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)});
       },
-      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"), py::arg("device"));
+      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"));
 }
 
 void bind_root(py::module_& m) {

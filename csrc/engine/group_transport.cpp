@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "engine/device_buffers.hpp"
 #include "engine/device_copy.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
@@ -30,8 +29,8 @@ bool is_local(const Group& group) { return group.layout.world() == 1 || group.la
 
 }  // namespace
 
-GroupTransport::GroupTransport(Collectives collectives, at::Device device)
-    : collectives_(std::move(collectives)), device_(device), frugal_(device.is_cpu()), gather_ledger_(kAlignBytes) {}
+GroupTransport::GroupTransport(Collectives collectives)
+    : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes) {}
 
 GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return groups_[group.index]; }
 
@@ -43,28 +42,16 @@ void GroupTransport::register_group(Group& group) {
 }
 
 at::Tensor GroupTransport::take(size_t bytes) {
-  const auto found = free_.lower_bound(bytes);
-  if (found != free_.end() && found->first <= 2 * bytes) {
-    at::Tensor memory = std::move(found->second);
-    free_.erase(found);
-    return memory;
-  }
   ++num_allocations_;
-  const size_t rounded = frugal_ ? bytes : size_class(bytes);
-  memory_bytes_ += rounded;
+  memory_bytes_ += bytes;
   peak_memory_bytes_ = std::max(peak_memory_bytes_, memory_bytes_);
-  return at::empty({static_cast<int64_t>(rounded)}, at::TensorOptions().dtype(at::kByte).device(device_));
+  return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
 }
 
 void GroupTransport::give_back(at::Tensor& memory) {
   if (!memory.defined()) return;
-  const size_t bytes = memory.nbytes();
-  if (frugal_) {
-    memory_bytes_ -= bytes;
-    memory = at::Tensor();
-    return;
-  }
-  free_.emplace(bytes, std::exchange(memory, at::Tensor()));
+  memory_bytes_ -= memory.nbytes();
+  memory = at::Tensor();
 }
 
 void GroupTransport::wait(const Group& group, Staging& staging, const char* operation) {
@@ -90,13 +77,13 @@ void GroupTransport::begin_gather(Group& group) {
   PerGroup& mine = per_group(group);
   if (is_local(group)) {
     open_slot(group);
-    run_copies_on(device_, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
+    run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
     return;
   }
   const size_t segment = group.layout.gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout.rank());
   mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout.world()), 1));
-  run_copies_on(device_, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
+  run_copies_on(at::kCPU, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
   pybind11::gil_scoped_acquire gil;
   const at::ScalarType wire = torch_dtype(wire_type(group.layout));
@@ -114,7 +101,7 @@ void GroupTransport::finish_gather(Group& group) {
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
-  run_copies_on(device_, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
+  run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
   give_back(mine.gather.memory);
 }
 
@@ -132,9 +119,7 @@ std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) {
 
 void GroupTransport::open_scratch(Group& group) {
   group.root().finish_pending();  // its staging serves this unit, too
-  if (frugal_) {
-    for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
-  }
+  for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
   PerGroup& mine = per_group(group);
   mine.plan = &mine.plans.of(group);
   mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
@@ -159,9 +144,9 @@ void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   const DType type = engine_dtype(dense.scalar_type());
   const auto& copies = plan->copies_of(i, type);
   if (scratch.filled[i]) {
-    add_on(device_, copies, dense.const_data_ptr(), scratch.data);
+    add_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
   } else {
-    run_copies_on(device_, copies, dense.const_data_ptr(), scratch.data);
+    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
     scratch.filled[i] = 1;
   }
 }
@@ -186,8 +171,7 @@ void GroupTransport::fill_gaps(Group& group) {
         .zero_();
   }
   flags.resize(mine.plan->flags_numel);
-  const at::Tensor source = at::from_blob(flags.data(), {static_cast<int64_t>(flags.size())}, at::kFloat);
-  run_copies_on(device_, mine.plan->flags_to_segments.copies, source.to(device_).const_data_ptr(), scratch.data);
+  run_copies_on(at::kCPU, mine.plan->flags_to_segments.copies, flags.data(), scratch.data);
 }
 
 void GroupTransport::begin_reduce(Group& group) {
@@ -264,7 +248,6 @@ std::vector<Transport::Loan> GroupTransport::loans() const {
   for (const at::Tensor& slot : slot_memory_) {
     if (slot.defined()) found.push_back({"slot", "", slot.const_data_ptr(), slot.nbytes()});
   }
-  for (const auto& [bytes, memory] : free_) found.push_back({"free", "", memory.const_data_ptr(), bytes});
   return found;
 }
 

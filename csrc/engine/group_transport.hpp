@@ -1,6 +1,10 @@
-// The transport over a torch.distributed process group: any backend, any number of hosts. Collectives are issued
-// through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one fused
-// copy-out.
+// The transport over a torch.distributed process group for parameters on the CPU, any number of hosts. Collectives are
+// issued through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one
+// fused copy-out.
+//
+// Collectives copy what they are given there (gloo does), and stock FSDP2 runs them one at a time. So as not to need
+// more memory than stock, it is frugal: free memory goes back at once, and gathers that are on their way end before a
+// unit's gradients take memory.
 #pragma once
 
 #include <map>
@@ -21,10 +25,10 @@ struct Collectives {
 
 class GroupTransport final : public Transport {
  public:
-  GroupTransport(Collectives collectives, at::Device device);
+  explicit GroupTransport(Collectives collectives);
 
   const char* name() const override { return "process_group"; }
-  bool is_frugal() const override { return frugal_; }
+  bool is_frugal() const override { return true; }
   void register_group(Group& group) override;
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
@@ -38,10 +42,9 @@ class GroupTransport final : public Transport {
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
-  void release_idle() override { free_.clear(); }
 
  private:
-  // Staging of one gather or one reduction, kept for the next that fits.
+  // Memory of one gather or one reduction.
   struct Staging {
     at::Tensor memory;
     PyRef work;
@@ -65,14 +68,8 @@ class GroupTransport final : public Transport {
   PerGroup& per_group(const Group& group);
 
   Collectives collectives_;
-  at::Device device_;
-  // On the CPU collectives copy what they are given (gloo does), and stock FSDP2 runs them one at a time. So as not to
-  // need more memory than stock, free memory goes back at once, and gathers that are on their way end before a unit's
-  // gradients take memory.
-  const bool frugal_;
   SlotLedger gather_ledger_;
-  std::vector<at::Tensor> slot_memory_;     // by slot, undefined while the slot is free
-  std::multimap<size_t, at::Tensor> free_;  // serves slots, gathers and reductions
+  std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
   uint32_t num_groups_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;

@@ -136,10 +136,7 @@ class TransportChoice:
         if layer is not None:
             return _device_transport(layer, ranks.group, self._comm_memory)
         return _C.group_transport(
-            functools.partial(all_gather, ranks.group),
-            functools.partial(reduce_scatter, ranks.group),
-            wait,
-            ranks.device,
+            functools.partial(all_gather, ranks.group), functools.partial(reduce_scatter, ranks.group), wait
         )
 
     def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
