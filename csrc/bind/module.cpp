@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind/accounting.hpp"
 #include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
@@ -376,6 +377,7 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   fsdp2x::bind_layout(m);
+  fsdp2x::bind_accounting(m);
   fsdp2x::bind_shared_memory(m);
   fsdp2x::bind_transports(m);
   fsdp2x::bind_device(m);

@@ -18,16 +18,14 @@ from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
 
-# Every parameter starts at a multiple of it, in pools, slots and segments.
-ALIGN_BYTES = 64
 # What the engine reserves for the flag of a parameter behind the rows of a reduce segment.
 _FLAG_BYTES = 8
 # A limit below which every parameter is gathered packed.
 _EVERYTHING = 2**63
 
 
-def align_up(num_bytes: int, unit: int = ALIGN_BYTES) -> int:
-    """``num_bytes`` rounded up to a multiple of ``unit``."""
+def align_up(num_bytes: int, unit: int = _C.ALIGN_BYTES) -> int:
+    """``num_bytes`` rounded up to a multiple of ``unit``; every parameter in a pool, slot or segment starts at one."""
     return -(-num_bytes // unit) * unit
 
 

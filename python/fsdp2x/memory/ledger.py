@@ -1,59 +1,24 @@
-"""Which memory each transport takes and when: the rules of the engine's slot ledgers and staging, in bytes only.
+"""Which memory each transport takes and when, in bytes only. Slots and sizes are counted by the engine's own ledger.
 
-Twins of ``csrc/core/slots.cpp`` and of the transports in ``csrc/engine``: ``host_transport.cpp``,
-``group_transport.cpp`` and ``device_transport.cpp``; tests hold them to what the engine's ledger says after real steps.
+Twins of the transports in ``csrc/engine``: ``host_transport.cpp``, ``group_transport.cpp`` and
+``device_transport.cpp``; tests hold them to what the engine's ledger says after real steps.
 """
 
 from __future__ import annotations
 
 import mmap
 
-from fsdp2x.memory.facts import ALIGN_BYTES, GroupFacts, Ranks, align_up
-
-
-class SlotLedger:
-    """Slots of whole pages that are kept. A free one serves when it is large enough and at most twice too large."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
-        self._capacities: list[int] = []
-        self._owned: set[int] = set()
-        self.peak_bytes = 0
-
-    @property
-    def arena_bytes(self) -> int:
-        return sum(self._capacities)
-
-    def capacity(self, slot: int) -> int:
-        return self._capacities[slot]
-
-    def acquire(self, num_bytes: int) -> int:
-        needed = align_up(num_bytes, self._page_bytes)
-        fitting = [
-            (capacity, slot)
-            for slot, capacity in enumerate(self._capacities)
-            if slot not in self._owned and needed <= capacity <= 2 * needed
-        ]
-        if fitting:
-            slot = min(fitting)[1]
-        else:
-            slot = len(self._capacities)
-            self._capacities.append(needed)
-        self._owned.add(slot)
-        self.peak_bytes = max(self.peak_bytes, sum(self._capacities[owned] for owned in self._owned))
-        return slot
-
-    def release(self, slot: int) -> None:
-        self._owned.remove(slot)
+from fsdp2x.memory.facts import GroupFacts, Ranks
+from fsdp2x.runtime.native import _C
 
 
 def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
     """Scratches of the all-reduce over replicas of one host, two in turn, for groups in the order of their units."""
-    ledgers: dict[int, tuple[SlotLedger, list[int]]] = {}
+    ledgers: dict[int, tuple[_C.SlotLedger, list[int]]] = {}
     for group in [*reversed(groups), *reversed(groups)]:
         if not group.ranks.replicas_share:
             continue
-        ledger, held = ledgers.setdefault(group.ranks.replicas, (SlotLedger(mmap.PAGESIZE), []))
+        ledger, held = ledgers.setdefault(group.ranks.replicas, (_C.SlotLedger(mmap.PAGESIZE), []))
         if len(held) == 2:
             ledger.release(held.pop(0))
         held.append(ledger.acquire(group.replica_segment_bytes))
@@ -66,7 +31,7 @@ class HostLedger:
     landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
-        self._gather, self._scratch = SlotLedger(mmap.PAGESIZE), SlotLedger(mmap.PAGESIZE)
+        self._gather, self._scratch = _C.SlotLedger(mmap.PAGESIZE), _C.SlotLedger(mmap.PAGESIZE)
         self._slots: dict[GroupFacts, int] = {}
         self._scratches: dict[GroupFacts, int] = {}
         self._world = ranks.world
@@ -133,7 +98,7 @@ class GroupLedger:
     landing_bytes = resident_shard_bytes = 0
 
     def __init__(self, ranks: Ranks) -> None:
-        self._gather = SlotLedger(ALIGN_BYTES)
+        self._gather = _C.SlotLedger(_C.ALIGN_BYTES)
         self._slots: dict[GroupFacts, tuple[int, int]] = {}  # slot, and the size of its memory
         self._gathering: dict[GroupFacts, int] = {}
         self._reducing: dict[GroupFacts, list[int]] = {}
@@ -243,8 +208,7 @@ class _Buffers:
         return sum(self._capacities.values())
 
     def acquire(self, num_bytes: int) -> int:
-        power = 1 << max(num_bytes - 1, 0).bit_length()
-        rounded = align_up(num_bytes, max(power // 32, ALIGN_BYTES))
+        rounded = _C.size_class(num_bytes)
         fitting = [
             (capacity, number)
             for number, capacity in self._capacities.items()
