@@ -22,6 +22,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import fsdp2x
+from fsdp2x.accelerate_on_cpu import FollowAccelerate
 
 logger = logging.getLogger("fsdp2x")
 
@@ -37,6 +38,7 @@ class Installation:
 
     def __init__(self, replacements: dict[str, tuple[Callable, Callable]]) -> None:
         self._replacements = replacements
+        self._accelerate = FollowAccelerate()
         self.places = _rebind({id(old): new for old, new in replacements.values()})
 
     @property
@@ -50,6 +52,7 @@ class Installation:
         if not self.active:
             return
         _rebind({id(new): old for old, new in self._replacements.values()})
+        self._accelerate.end()
         _active = None
         logger.log(_level(), "fsdp2x: uninstalled")
 
@@ -66,6 +69,9 @@ def install() -> Installation:
     ``fully_shard`` then behaves as upstream's does in one respect where ``fsdp2x.fully_shard`` differs: it never splits
     a HuggingFace model by itself (``auto_wrap=False`` unless passed), because who calls that name makes the units
     himself, or wants one. ``fully_shard.state`` knows the models of both.
+
+    On a CPU accelerate, and so transformers' Trainer, would take DDP where a script asks for FSDP: with a plugin of
+    version 2 it takes its FSDP path there, too; with one of version 1 a warning says that nothing is sharded.
 
     Returns:
         A handle with ``uninstall()``; the same one while installed.

@@ -1,10 +1,15 @@
 """accelerate's FSDP2 path through install(): what it computes, clips, saves and loads is what it does with stock."""
 
 import contextlib
+import importlib
+import logging
+import sys
+from unittest import mock
 
 import pytest
 import torch
 
+import fsdp2x
 from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
 from harness import distributed
 from models import batch, build
@@ -177,3 +182,51 @@ def test_a_model_that_is_sharded_already_passes_through(ctx):
         prepared_model, optimizer = accelerator.prepare(model, optimizer)
         assert prepared_model is model and len(fsdp2x.describe(model).units) == units
         train(ctx, accelerator, model, optimizer, "qwen3")
+
+
+@distributed(world_sizes=(2,), timeout=180)
+def test_a_plain_accelerator_shards_on_a_cpu(ctx):
+    """accelerate's own class and switches; by itself it takes DDP there, without a word."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    with launched(ctx):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap"
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = whole_model("qwen3")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        assert_sharded_by_us(model)
+        seen = train(ctx, accelerator, model, optimizer, "qwen3")
+    assert not hasattr(AcceleratorState.__init__, "__wrapped__"), "uninstalled"
+    with launched(ctx, impl="torch"):
+        accelerator, model, optimizer = prepared("qwen3")
+        same(seen, train(ctx, accelerator, model, optimizer, "qwen3"))
+
+
+def test_an_accelerate_that_comes_later_is_followed():
+    import accelerate.state as loaded
+
+    try:
+        del sys.modules["accelerate.state"]
+        with fsdp2x.install():
+            fresh = importlib.import_module("accelerate.state")
+            assert hasattr(fresh.AcceleratorState.__init__, "__wrapped__")
+        assert not hasattr(fresh.AcceleratorState.__init__, "__wrapped__")
+        del sys.modules["accelerate.state"]
+        assert not hasattr(importlib.import_module("accelerate.state").AcceleratorState.__init__, "__wrapped__")
+    finally:
+        sys.modules["accelerate.state"] = sys.modules["accelerate"].state = loaded
+
+
+@distributed(world_sizes=(2,))
+def test_a_plugin_of_version_1_is_told(ctx):
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    logger = logging.getLogger("fsdp2x")
+    with launched(ctx), mock.patch.object(logger, "warning") as warning:
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        assert "nothing is sharded" in warning.call_args.args[0]
