@@ -9,6 +9,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -71,6 +72,11 @@ class FollowAccelerate(importlib.abc.MetaPathFinder):
 def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
     """What accelerate itself does with a plugin on a device."""
     kinds = module.DistributedType
+    if state.distributed_type is kinds.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        logger.warning(
+            "fsdp2x: accelerate found no accelerator and lets every rank train alone, nothing is sharded: pass "
+            "Accelerator(cpu=True), use_cpu=True to the Trainer, or set ACCELERATE_USE_CPU=true"
+        )
     if state.distributed_type is not kinds.MULTI_CPU:
         return
     if plugin.fsdp_version != 2:

@@ -222,7 +222,7 @@ def test_an_accelerate_that_comes_later_is_followed():
 
 
 @distributed(world_sizes=(2,))
-def test_a_plugin_of_version_1_is_told(ctx):
+def test_what_shards_nothing_is_told(ctx):
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -230,3 +230,7 @@ def test_a_plugin_of_version_1_is_told(ctx):
     with launched(ctx), mock.patch.object(logger, "warning") as warning:
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
         assert "nothing is sharded" in warning.call_args.args[0]
+    if not torch.accelerator.is_available():
+        with launched(ctx), mock.patch.object(logger, "warning") as warning:
+            Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+            assert "every rank train alone" in warning.call_args.args[0]
