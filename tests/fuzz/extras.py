@@ -54,14 +54,14 @@ class Extras:
     def do_foreign_grad(self, param=0):
         """A gradient of the user's own."""
         chosen = self._param(param)
-        if not chosen.requires_grad:
+        if not chosen.requires_grad or "unfinished" in self.taint:
             return SKIPPED
         chosen.grad = torch.full_like(chosen.detach(), 0.5)
         return None
 
     def do_hold(self):
         """Keeps the gradients as they are: nobody else may write into them, but who adds to `.grad` itself."""
-        if "grads" in self.taint:
+        if self.taint & {"grads", "unfinished"}:
             return SKIPPED
         self.held = {name: param.grad for name, param in self.params().items()}
         return None
@@ -72,19 +72,45 @@ class Extras:
         loss, x = self.graphs[slot]
         if not retain:
             del self.graphs[slot]
-        if "stale" in self.taint:
-            self.taint.add("grads")
+        self.before_backward()
         try:
             grads = torch.autograd.grad(loss, [x], retain_graph=retain, allow_unused=True)
+            self.after_backward()
         except Exception:
             self.graphs.pop(slot, None)
             self.taint |= {"grads", "stale"}
             raise
-        self.after_backward()
         return [local(grad) for grad in grads]
+
+    def before_backward(self) -> None:
+        """What nobody knows from now on."""
+        if "stale" in self.taint:
+            self.taint.add("grads")
+        if self.is_manual:
+            self.taint.add("unfinished")
 
     def after_backward(self) -> None:
         """What sharded models do at the end of each backward."""
+        if not self.is_manual:
+            self.taint.discard("unfinished")
+
+    def do_set(self, name, value, unit=0, recurse=None):
+        """A setter of a unit."""
+        self.set(self._unit(unit), name, value, {} if recurse is None else {"recurse": recurse})
+        if name == "set_manual_backward_finalization" and self._unit(unit) is self.model:
+            self.is_manual = value
+
+    def set(self, module: nn.Module, name: str, value: Any, keywords: dict[str, bool]) -> None:
+        raise NotImplementedError
+
+    def do_finalize(self, asynchronous=False):
+        """Ends what manual finalization has left open."""
+        self.finalize(asynchronous)
+        if self.is_manual:
+            self.taint.discard("unfinished")
+
+    def finalize(self, asynchronous: bool) -> None:
+        raise NotImplementedError
 
     def do_watch(self, param=0):
         """A hook on a parameter that runs when its gradient is there."""
@@ -156,9 +182,6 @@ class Extras:
 
     # --- what only FSDP modules have ---
 
-    def do_set(self, name, value, unit=0, recurse=None):
-        raise NotImplementedError
-
     def do_reset(self):
         raise NotImplementedError
 
@@ -176,9 +199,6 @@ class Extras:
 
     def do_hook(self, unit=0, factor=0.5):
         """An all-reduce hook."""
-
-    def do_finalize(self, asynchronous=False):
-        return None
 
     def _param(self, number: int) -> nn.Parameter:
         params = list(self.params().values())

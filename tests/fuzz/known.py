@@ -106,6 +106,12 @@ def _reentrant_repeats(case: Case) -> bool:
     return bool(several) and "reentrant" in _kinds(case.program.tree)
 
 
+def _hook_of_gradient_raised(case: Case) -> bool:
+    """In the last backward, and nothing has cleared up since."""
+    ops = case.program.ops[: case.index]
+    return "stale" in case.got.taint and any(one.arguments.get("fault", (0, ""))[1] == "accumulated" for one in ops)
+
+
 STOCK, UNSHARDED = ("stock",), ("unsharded",)
 GRADS = frozenset({"grads", "held"})
 VALUES = frozenset({"result", "log"})
@@ -162,6 +168,27 @@ RULES = (
         False,
         "computes in other dtypes than the policy's",
         lambda case: case.program.policy != "full",
+    ),
+    Rule(
+        (),
+        frozenset({"sharded"}),
+        False,
+        "has units gathered, until the next forward, that a hook's exception at the end of a reduction has overtaken",
+        _hook_of_gradient_raised,
+    ),
+    Rule(
+        (),
+        GRADS,
+        False,
+        "may add gradients before finalize_backward",
+        lambda case: "unfinished" in case.got.taint,
+    ),
+    Rule(
+        (),
+        frozenset({"log"}),
+        False,
+        "may add gradients before finalize_backward, and calls their hooks then",
+        lambda case: case.index > 0 and "unfinished" in case.got.taint | case.traces[case.side][case.index - 1].taint,
     ),
     Rule(
         (),

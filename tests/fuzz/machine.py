@@ -44,7 +44,8 @@ class Machine(Extras):
     """One side. Subclasses shard the model, and say where its parameters and gradients are.
 
     `taint`: after a backward that raised, "grads" are whatever was done until then, and "stale" work of it may be left;
-    no gradient is compared or used until both are over. Every side keeps it for itself, by the same rules.
+    no gradient is compared or used until both are over. With manual finalization gradients are "unfinished" from a
+    backward on: each side has added as many as it likes. Every side keeps it for itself, by the same rules.
     """
 
     def __init__(self, program: Program, rank: int, world: int) -> None:
@@ -62,6 +63,7 @@ class Machine(Extras):
         self.watched: set[str] = set()  # parameters with a hook
         self.registered: set[int] = set()  # parts with a second forward method
         self.initialized = False  # the root has run
+        self.is_manual = False  # backwards are finalized by an operation of their own
         self.last: Op | None = None
         self.taint: set[str] = set()
 
@@ -123,6 +125,8 @@ class Machine(Extras):
         """Lets a part, or the hook of a watched parameter, raise."""
         if fault is not None:
             number, where = fault
+            if where == "accumulated" and self.is_manual:
+                return  # each side comes to it in a backward of its choice
             num = len(self.names) if where == "accumulated" else len(self.parts)
             self.stage.armed = (number % num, where)
 
@@ -170,16 +174,15 @@ class Machine(Extras):
             for slot in chosen:
                 del self.graphs[slot]
         self.arm(fault)
-        if "stale" in self.taint:
-            self.taint.add("grads")
+        self.before_backward()
         try:
             self.backward(sum(loss for loss, _ in chosen.values()), retain)
+            self.after_backward()
         except Exception:
             for slot in chosen:
                 self.graphs.pop(slot, None)
             self.taint |= {"grads", "stale"}
             raise
-        self.after_backward()
         return [local(x.grad) for _, x in chosen.values()]
 
     def backward(self, loss: torch.Tensor, retain: bool) -> None:
@@ -204,7 +207,7 @@ class Machine(Extras):
         return torch.optim.AdamW(params, lr=1e-2, eps=1e-2)
 
     def do_step(self):
-        if self.optimizer is None or "grads" in self.taint:
+        if self.optimizer is None or self.taint & {"grads", "unfinished"}:
             return SKIPPED
         self.graphs.clear()
         self.reshard_all()
@@ -212,6 +215,8 @@ class Machine(Extras):
         return None
 
     def do_zero_grad(self, to_none=True):
+        if "unfinished" in self.taint:
+            return SKIPPED
         for param in self.params().values():
             if to_none:
                 param.grad = None
@@ -219,9 +224,10 @@ class Machine(Extras):
                 param.grad.zero_()
         if to_none:
             self.taint.discard("grads")
+        return None
 
     def do_clip(self, max_norm=0.1):
-        if "grads" in self.taint:
+        if self.taint & {"grads", "unfinished"}:
             return SKIPPED
         norm = self.clip(list(self.params().values()), max_norm)
         return norm.full_tensor().detach() if isinstance(norm, DTensor) else norm.detach()

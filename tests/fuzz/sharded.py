@@ -108,9 +108,7 @@ class Sharded(Machine):
     def do_reshard(self, unit=0):
         self._unit(unit).reshard()
 
-    def do_set(self, name, value, unit=0, recurse=None):
-        module = self._unit(unit)
-        keywords = {} if recurse is None else {"recurse": recurse}
+    def set(self, module, name, value, keywords):
         getattr(module, name)(value, **keywords)
 
     def full(self):
@@ -123,7 +121,7 @@ class Sharded(Machine):
     def do_hook(self, unit=0, factor=0.5):
         self._unit(unit).set_all_reduce_hook(lambda rows: rows.mul_(factor))
 
-    def do_finalize(self, asynchronous=False):
+    def finalize(self, asynchronous):
         handle = self.model.finalize_backward(async_op=asynchronous)
         if handle is not None:
             handle.wait()

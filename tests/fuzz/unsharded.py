@@ -21,7 +21,6 @@ class Unsharded(Machine):
         # What setters change, by unit.
         usual = {"sync": True, "all_reduce": True, "unused": False, "factor": None, "hook": 1.0}
         self.options = [dict(usual) for _ in self.units]
-        self.is_manual = False
         self._find_owners()
 
     def _find_owners(self):
@@ -97,6 +96,7 @@ class Unsharded(Machine):
                 param.grad = grad
 
     def after_backward(self):
+        super().after_backward()
         if not self.is_manual:
             self.synchronise()
 
@@ -153,25 +153,22 @@ class Unsharded(Machine):
 
         return changed()
 
-    def do_set(self, name, value, unit=0, recurse=None):
-        if name == "set_manual_backward_finalization" and self._unit(unit) is self.model:
-            self.is_manual = value
+    def set(self, module, name, value, keywords):
         keys = {
             "set_requires_gradient_sync": ("sync", "all_reduce"),
             "set_requires_all_reduce": ("all_reduce",),
             "set_reduce_scatter_unused_params": ("unused",),
             "set_gradient_divide_factor": ("factor",),
         }.get(name, ())
-        here = self._unit(unit)
-        below = set(here.modules())
-        recursive = recurse is not False and name != "set_gradient_divide_factor"
+        below = set(module.modules())
+        recursive = keywords.get("recurse", True) and name != "set_gradient_divide_factor"
         for modules, options in zip(self.units, self.options, strict=True):
-            if here in modules or recursive and any(module in below for module in modules):
+            if module in modules or recursive and any(one in below for one in modules):
                 options.update(dict.fromkeys(keys, value))
 
     def do_hook(self, unit=0, factor=0.5):
         self.options[unit % len(self.units)]["hook"] = factor
 
-    def do_finalize(self, asynchronous=False):
+    def finalize(self, asynchronous):
         if self.is_manual:
             self.synchronise()
