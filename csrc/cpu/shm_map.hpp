@@ -42,10 +42,12 @@ struct alignas(64) RingEntry {
   Word bytes;
 };
 
-struct alignas(32) UnitRecord {
+struct alignas(64) UnitRecord {
   Word posted;
   Word tag;
   Word scratch_offset;
+  Word num_begun;   // forwards, see Forwards
+  Word num_raised;  // likewise
   Word consumed;
 };
 

@@ -124,6 +124,23 @@ struct ShmProtocol::Impl {
     return post;
   }
 
+  void compare_forwards(uint32_t unit, uint64_t epoch, int rank) const {
+    const Forwards mine = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
+    if (mine.num_raised == theirs.num_raised || mine.num_begun == theirs.num_begun) return;
+    const auto text = [](int who, const Forwards& forwards) {
+      return "rank " + std::to_string(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
+             std::to_string(forwards.num_raised) + " raised";
+    };
+    throw Error("shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, mine) + "; " +
+                text(rank, theirs) +
+                ": their gradients are of different steps. When a forward raises on one rank, all ranks must leave out "
+                "that batch (all-reduce a flag before backward), or none may go on: restart from a checkpoint");
+  }
+  Forwards forwards_of(uint32_t unit, int rank) const {
+    const UnitRecord& own = record(unit, rank);
+    return {own.num_begun.load(std::memory_order_relaxed), own.num_raised.load(std::memory_order_relaxed)};
+  }
+
   [[noreturn]] void fail_mismatch(const GatherPost& mine, int rank, const GatherPost& theirs) const {
     std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(mine) +
                        ", rank " + std::to_string(rank) + " in " + place_text(theirs) + ": ";
@@ -236,7 +253,8 @@ void ShmProtocol::release_slot(uint32_t slot, uint64_t num_uses) {
   impl_->peers.ring();
 }
 
-void ShmProtocol::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset) {
+void ShmProtocol::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset,
+                                 Forwards forwards) {
   require_own_process();
   Impl& impl = *impl_;
   impl.peers.wait(
@@ -245,6 +263,8 @@ void ShmProtocol::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, ui
   UnitRecord& record = impl.record(unit, impl.options.rank);
   record.tag.store(tag, std::memory_order_relaxed);
   record.scratch_offset.store(scratch_offset, std::memory_order_relaxed);
+  record.num_begun.store(forwards.num_begun, std::memory_order_relaxed);
+  record.num_raised.store(forwards.num_raised, std::memory_order_relaxed);
   record.posted.store(epoch, std::memory_order_release);
   impl.peers.ring();
 }
@@ -272,6 +292,7 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
                   std::to_string(their_tag) +
                   "): its parameters, dtypes and requires_grad must be the same on every rank");
     }
+    impl.compare_forwards(unit, epoch, rank);
   }
   return Joined::ready;
 }

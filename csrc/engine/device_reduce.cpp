@@ -212,7 +212,7 @@ bool DeviceTransport::needs_empty_reduction(const Group& group) const {
   // Rows that wait for the all-reduce, and parameters that are reduced as zeros, do not need a gradient of this
   // backward.
   const bool has_partial = groups_.at(group.index).partial >= 0 && group.options().requires_all_reduce;
-  return has_partial || (group.options().reduce_unused_params && group.unit->armed);
+  return has_partial || group.reduces_unused();
 }
 
 bool DeviceTransport::finish_reduce(Group& group, bool /*flush*/) {

@@ -136,6 +136,7 @@ void DeviceTransport::note_optimizer(bool with_shards) {
         pools.push_back({mine.pool.const_data_ptr(), mine.pool.nbytes()});
       if (!unit) continue;
       for (const auto& group : unit->groups) {
+        if (group->scratch.posted) continue;  // manual finalization: gradients are nobody's until their reduction ends
         const at::Tensor& pool = group->gradients.pool();
         if (pool.defined() && group->offloads() == of_host) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
       }

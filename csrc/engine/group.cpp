@@ -301,6 +301,14 @@ bool Group::finish_reduce(bool flush) {
   }
 }
 
+bool Group::reduces_unused() const {
+  if (!options().reduce_unused_params) return false;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (layout.params()[i].shape.trainable && params[i].sharded().requires_grad()) return true;
+  }
+  return false;
+}
+
 size_t Group::segment_bytes(const Layout& plan) {
   return plan.reduce_segment_bytes() + align_up(plan.params().size() * sizeof(double));
 }

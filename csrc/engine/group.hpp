@@ -97,6 +97,9 @@ class Group {
   bool has_replicas() const { return static_cast<bool>(calls.all_reduce); }
   bool holds_partial() const { return partial_.defined(); }
   bool holds_unreduced() const { return scratch.open || partial_parts_.backward != 0; }
+  // Parameters without a gradient are reduced as zeros, whatever this rank ran and under whichever gradient mode: other
+  // ranks may have run something else.
+  bool reduces_unused() const;
   // Bytes of a rank's segment: the rows of `plan`, then one flag per parameter in the reduce dtype (> 0: some rank has
   // a gradient).
   static size_t segment_bytes(const Layout& plan);

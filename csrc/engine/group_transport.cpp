@@ -197,8 +197,7 @@ void GroupTransport::begin_reduce(Group& group) {
 }
 
 bool GroupTransport::needs_empty_reduction(const Group& group) const {
-  // Parameters without a gradient are reduced as zeros, whatever else this rank has.
-  return group.options().reduce_unused_params && group.unit->armed && !group.scratch.reduced_this_backward;
+  return group.reduces_unused() && !group.scratch.reduced_this_backward;
 }
 
 bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {

@@ -211,7 +211,7 @@ void HostTransport::begin_reduce(Group& group) {
   scratch.epoch = ++epochs_[group.index];
   if (!group_) return;
   std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
-  group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset);
+  group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset, group.root().forwards());
 }
 
 double HostTransport::before_sum(const Group& group) const { return group_ ? pre_divisor(group) : 1.0; }
@@ -238,7 +238,8 @@ void HostTransport::fill_unused(Group& group) {
 }
 
 bool HostTransport::needs_empty_reduction(const Group& group) const {
-  return (group_ || group.options().reduce_unused_params) && group.unit->armed && !group.scratch.reduced_this_backward;
+  if (group.scratch.reduced_this_backward) return false;
+  return group.reduces_unused() || (group_ && group.unit->armed);
 }
 
 bool HostTransport::finish_reduce(Group& group, bool flush) {

@@ -63,6 +63,8 @@ void Root::begin_forward(Unit* unit) {
   sequence_cursor_ = 0;
   if (recomputes) return;
   ++num_forwards_;
+  forward_has_grad_ = at::GradMode::is_enabled();
+  if (forward_has_grad_) ++forwards_.num_begun;
   const auto alive = units();
   const bool outstanding =
       std::any_of(alive.begin(), alive.end(), [](const auto& other) { return other->has_outstanding_calls(); });
@@ -93,6 +95,7 @@ void Root::end_forward() {
 bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
 
 void Root::abandon_forward(bool interrupted) {
+  if (forward_has_grad_) ++forwards_.num_raised;
   forward_root_ = nullptr;
   this_sequence_.clear();
   forward_order_.resize(std::min(forward_order_.size(), forward_begin_));

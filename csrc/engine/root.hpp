@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/shm_protocol.hpp"
 #include "engine/unit.hpp"
 
 namespace fsdp2x {
@@ -39,6 +40,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_forward();
   // Numbers the forwards that are not inside a backward.
   uint64_t forward_number() const { return num_forwards_; }
+  // Those of them under grad: on ranks that raised alone and went on, they tell steps apart.
+  cpu::Forwards forwards() const { return forwards_; }
   // Whether this thread began the forward that runs.
   bool is_forward_thread() const;
   // The forward raised, or was interrupted: as if it had not begun. Gradients of earlier backwards stay where they are.
@@ -114,6 +117,8 @@ class Root : public std::enable_shared_from_this<Root> {
   size_t forward_begin_ = 0;  // of the running forward in forward_order_
   uint64_t num_forwards_ = 0;
   std::thread::id forward_thread_;
+  bool forward_has_grad_ = false;
+  cpu::Forwards forwards_;
   bool is_frugal_ = false;  // some transport is
   bool callback_queued_ = false;
   std::weak_ptr<const int> callback_;  // lives as long as the graph task that the callback was queued in

@@ -399,3 +399,41 @@ def raised_again(model, x):
         with pytest.raises(Planned):
             model(x)
         handle.remove()
+
+
+class Rootless(Stack):
+    """Its root owns no parameters: an exception at its beginning comes before every collective."""
+
+    def __init__(self):
+        super().__init__()
+        del self.norm, self.head
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("agreed", [True, False])
+def test_one_rank_fails_and_goes_on(ctx, agreed):
+    """Its next collectives fit the others', and gradients of two steps would be mixed. Not when it fails after all
+    gathers, and all ranks leave out the batch."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Rootless(), STACK_UNITS, transport="shm")
+    register = model.register_forward_hook if agreed else model.register_forward_pre_hook
+    handle = register(fail)
+    if ctx.rank == 0:
+        with pytest.raises(Planned):
+            loss_of(ctx, model, 0)
+    handle.remove()
+    loss = loss_of(ctx, model, 0) if ctx.rank == 1 else None
+    if agreed:
+        del loss
+        twin = shard(ctx, Rootless(), STACK_UNITS, transport="shm")
+        for one in (model, twin):
+            loss_of(ctx, one, 1).backward()
+        return same(grads(model), grads(twin))
+    loss = loss or loss_of(ctx, model, 1)
+    with pytest.raises(RuntimeError, match="rank 0 began 2 forwards, of which 1 raised"):
+        loss.backward()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -403,3 +404,31 @@ def test_forward_mode_derivatives(ctx, transport):
             return tangent.detach().clone()
 
     same(run_with(ctx, shard(ctx, Stack(), STACK_UNITS, transport=transport)), run_with(ctx, Stack()))
+
+
+class Aside(nn.Module):
+    """A unit runs without grad on the ranks of `without`."""
+
+    def __init__(self, without):
+        super().__init__()
+        torch.manual_seed(0)
+        self.without = without
+        self.aside, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(dist.get_rank() not in self.without):
+            y = self.aside(x)
+        return self.last(x + y)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("without", [(0,), (0, 1)])
+def test_unused_parameters_as_zeros(ctx, transport, without):
+    """Also of a unit that this rank ran without grad: others may have gradients of it."""
+
+    def run(model):
+        model.set_reduce_scatter_unused_params(True)
+        return steps(ctx, model)
+
+    parity(ctx, Aside(without), run, ("aside",), transport=transport)
