@@ -142,3 +142,20 @@ def test_settings(make):
     every[0].grad = torch.ones(37).to_sparse()
     with pytest.raises(RuntimeError, match="layout"):
         optimizer.step()
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_clipped_model_can_move(ctx, in_step):
+    """torch exchanges parameters on the way, which it can only where nobody refers to them weakly."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), max_grad_norm=0.1 if in_step else None)
+    model(inputs(ctx.rank)).square().mean().backward()
+    if in_step:
+        optimizer.step()
+    else:
+        fsdp2x.clip_grad_norm_(model.parameters(), 0.1)
+    before = params(model)
+    model.to("cpu").float()
+    same(params(model), before)

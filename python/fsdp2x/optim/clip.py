@@ -124,15 +124,17 @@ def _measure(
 
 
 # What the kernels of a device keep for the parameters that were clipped together, by the first of them: gone with it.
+# A DTensor by its local tensor, since `model.to()` cannot exchange a tensor that has a weak reference.
 _kept = WeakIdKeyDictionary()
 
 
 def _kernels_for(params: list[Tensor]) -> _C.DeviceClip:
     if not params:
         return _C.DeviceClip()
-    if params[0] not in _kept:
-        _kept[params[0]] = _C.DeviceClip()
-    return _kept[params[0]]
+    first = local_tensor(params[0]) if isinstance(params[0], DTensor) else params[0]
+    if first not in _kept:
+        _kept[first] = _C.DeviceClip()
+    return _kept[first]
 
 
 class _Buckets:
