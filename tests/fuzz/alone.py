@@ -1,4 +1,5 @@
-"""One rank alone fails, over shared memory: the others get an error that says whom they waited for, and soon."""
+"""One rank alone fails, over shared memory, and goes on: the others get an error that says whom they waited for, or whose
+gradients are of another step, and soon."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from fuzz.grammar import Grammar
-from fuzz.observe import Raised
+from fuzz.observe import SKIPPED, Raised
 from fuzz.parts import FORWARD_FAULTS
 from fuzz.program import Program, op, parse
 from fuzz.search import Ranks
@@ -19,8 +20,11 @@ PATIENCE_S = 2.0
 LIMIT_S = PATIENCE_S + 15.0
 
 
-def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float]:
-    """The first exception on this rank, and when it came. Only `victim` meets the program's faults."""
+def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float, bool]:
+    """The first exception on this rank, when it came, and whether a backward ended before.
+
+    Only `victim` meets the program's faults; after its own it goes on, as code does that leaves out a bad batch.
+    """
     program = parse(text)
     if ctx.rank != victim:
         ops = (op(one.kind, **{k: v for k, v in one.arguments.items() if k != "fault"}) for one in program.ops)
@@ -28,11 +32,14 @@ def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float]:
     machine = Ours(program, ctx.rank, ctx.world, transport="shm", patience=timedelta(seconds=PATIENCE_S))
     start = time.monotonic()
     machine.shard()
+    first, has_reduced = None, False
     for one in program.ops:
         seen = machine.observe(one)
-        if seen.raised is not None:
-            return seen.raised, time.monotonic() - start
-    return None, time.monotonic() - start
+        first = first or seen.raised
+        if seen.raised is not None and seen.raised.kind != "Injected":
+            break
+        has_reduced |= one.kind == "backward" and seen.raised is None and seen.result != SKIPPED
+    return first, time.monotonic() - start, has_reduced
 
 
 def draw_alone(seed: int, world: int) -> Program:
@@ -53,12 +60,14 @@ def check(ranks: Ranks, program: Program, victim: int) -> list[str]:
     if isinstance(outcomes, str):
         return [outcomes]
     found = []
-    failed, _ = outcomes[victim]
+    failed = outcomes[victim][0]
     if failed is None or failed.kind != "Injected":
         return []
-    for rank, (raised, seconds) in enumerate(outcomes):
+    for rank, (raised, seconds, has_reduced) in enumerate(outcomes):
         if rank == victim:
             continue
+        if raised is None and not has_reduced:
+            continue  # nothing was computed from several ranks' batches
         if raised is None:
             found.append(f"rank {rank} went on, though rank {victim} had failed")
         elif raised.kind != "RuntimeError" or f"rank {victim}" not in raised.text:

@@ -72,9 +72,10 @@ def _graph_after_failure(case: Case) -> bool:
 
 def _refused_alike(case: Case) -> bool:
     stock = case.at("stock")
-    if case.kind not in STEPS or case.raised("unsharded") or not case.raised(case.side) or not case.raised("stock"):
+    if case.kind not in STEPS or not case.raised(case.side) or not case.raised("stock"):
         return False
-    return case.got.raised.kind == stock.raised.kind
+    plain = case.at("unsharded").raised
+    return case.got.raised.kind == stock.raised.kind and (plain is None or plain.kind != stock.raised.kind)
 
 
 def _stock_alone_raises(case: Case) -> bool:
@@ -87,6 +88,31 @@ def _kinds(part: Part) -> set[str]:
 
 def _has_checkpoint(case: Case) -> bool:
     return bool(_kinds(case.program.tree) & {"checkpoint", "reentrant"})
+
+
+def _zeros_of_a_checkpoint(case: Case) -> bool:
+    """Upstream has zeros as a gradient that the others have not."""
+    if not _has_checkpoint(case):
+        return False
+    pairs = [(case.got.state["grads"][name], theirs) for name, theirs in case.expected.state["grads"].items()]
+    return any(ours is None and theirs is not None and not theirs.any() for ours, theirs in pairs)
+
+
+def _inference_gathers_first(case: Case) -> bool:
+    modes = [one.arguments.get("mode_name") for one in case.program.ops[: case.index] if one.kind == "forward"]
+    return "inference" in modes and not {None, "grad", "autocast"} & set(modes[: modes.index("inference")])
+
+
+def _reads_left_parameter(case: Case) -> bool:
+    """A part returns a parameter that its unit has freed, and the policy casts outputs. Upstream refuses that, too."""
+    has_one = any(part.returns == "param" for part in case.program.tree.walk())
+    return has_one and "was used while it is resharded" in case.raised(case.side)
+
+
+def _left_parameter(case: Case) -> bool:
+    """A container returns a parameter, which may be its child's, and has a backward hook."""
+    parts = [part for part in case.program.tree.walk() if part.parts and part.returns == "param"]
+    return any(hook.startswith("full_backward") for part in parts for hook in part.hooks)
 
 
 def _stock_stays_gathered(case: Case) -> bool:
@@ -134,6 +160,27 @@ RULES = (
     ),
     Rule(
         STOCK,
+        ALL,
+        True,
+        "the same: optimizers step with them",
+        _zeros_of_a_checkpoint,
+    ),
+    Rule(
+        STOCK,
+        ALL,
+        True,
+        "loses gradients of parameters that inference_mode gathered first: they are inference tensors",
+        _inference_gathers_first,
+    ),
+    Rule(
+        UNSHARDED,
+        frozenset({"result"}),
+        False,
+        "a parameter whose unit has been left is a DTensor, also behind a backward hook",
+        _left_parameter,
+    ),
+    Rule(
+        STOCK,
         frozenset({"sharded"}),
         False,
         "leaves units gathered that a recomputation gathered and no gradient went through",
@@ -155,6 +202,7 @@ RULES = (
     ),
     Rule(UNSHARDED, ALL, True, "a backward behind one that failed", _graph_after_failure),
     Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
+    Rule(UNSHARDED, ALL, True, "computes with parameters outside of their units", _reads_left_parameter),
     Rule(
         UNSHARDED,
         ALL,

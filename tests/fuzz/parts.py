@@ -118,7 +118,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def rows_of(value: Any, x: torch.Tensor | None = None) -> torch.Tensor:
     """What a part computes on: the mean of all rows in its input, or in the last output; `x` if there are none."""
     rows = [one for one in tensors_in(value) if one.shape == (ROWS, WIDTH) and not isinstance(one, nn.Parameter)]
-    return torch.stack([one.to(rows[0].dtype) for one in rows]).mean(dim=0) if len(rows) > 1 else rows[0] if rows else x
+    if not rows:
+        return x
+    # Autocast on the CPU can stack no fp16, but add it.
+    return sum(one.to(rows[0].dtype) for one in rows) / len(rows) if len(rows) > 1 else rows[0]
 
 
 class Unit(nn.Module):
