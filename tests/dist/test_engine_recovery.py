@@ -417,8 +417,10 @@ class Rootless(Stack):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("agreed", [True, False])
 def test_one_rank_fails_and_goes_on(ctx, agreed):
-    """Its next collectives fit the others', and gradients of two steps would be mixed. Not when it fails after all
-    gathers, and all ranks leave out the batch."""
+    """Its next collectives fit the others', and gradients of two steps would be mixed.
+
+    Not when it fails behind all gathers, and all ranks leave out the batch.
+    """
     only_fsdp2x(ctx)
     model = shard(ctx, Rootless(), STACK_UNITS, transport="shm")
     register = model.register_forward_hook if agreed else model.register_forward_pre_hook

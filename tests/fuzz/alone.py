@@ -1,5 +1,4 @@
-"""One rank alone fails, over shared memory, and goes on: the others get an error that says whom they waited for, or whose
-gradients are of another step, and soon."""
+"""One rank alone fails, over shared memory, and goes on: soon the others get an error that names it."""
 
 from __future__ import annotations
 

@@ -219,9 +219,9 @@ RULES = (
     ),
     Rule(
         (),
-        frozenset({"sharded"}),
+        frozenset({"sharded", "log"}),
         False,
-        "has units gathered, until the next forward, that a hook's exception at the end of a reduction has overtaken",
+        "has units gathered, and hooks not run, that a hook's exception at the end of a reduction has overtaken",
         _hook_of_gradient_raised,
     ),
     Rule(
