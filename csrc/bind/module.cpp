@@ -239,10 +239,12 @@ void bind_group(py::module_& m) {
       .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
       .def("set_post_forward",
            [](Group& self, const std::string& name, const Layout& layout, const at::Tensor& pool,
-              const std::vector<py::object>& sharded) {
+              const std::vector<py::object>& sharded, const py::object& explain) {
              std::vector<PyRef> params;
              for (const py::object& param : sharded) params.push_back(own(param));
-             self.set_post_forward(std::make_shared<Group>(name, layout, pool, std::vector<Param>(), GroupCalls(),
+             GroupCalls calls;
+             calls.explain = own_unless_none(explain);
+             self.set_post_forward(std::make_shared<Group>(name, layout, pool, std::vector<Param>(), std::move(calls),
                                                            /*replicas=*/1, self.device, Offload::nothing),
                                    std::move(params));
            })

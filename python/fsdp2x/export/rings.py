@@ -17,7 +17,6 @@ where k-1 was.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry, aligned
+from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.same_units import UnitFacts
 from fsdp2x.runtime.sharing import Introductions, introduce
@@ -68,7 +68,7 @@ def make_ring(
             return ring
     if transport == "shm":
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
-    return GroupRing(group, known, device, slot_bytes, receivers)
+    return GroupRing(group, device, slot_bytes, receivers)
 
 
 def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple[SharedRing | None, str]:
@@ -79,7 +79,9 @@ def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple
         return None, known.why_not_shared
     slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     rings: list[SharedRing] = []
-    reason = known.memory_file(NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known, slot_bytes, file)))
+    reason = known.memory_file(
+        NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known.group, slot_bytes, file))
+    )
     return (None, reason) if reason else (rings[0], "")
 
 
@@ -98,12 +100,10 @@ class GroupRing:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        known: Introductions | None,
         device: torch.device,
         slot_bytes: int,
         receivers: list[bool],
     ) -> None:
-        self._known = known
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
         self._slot_bytes, self._index = slot_bytes, 0
@@ -118,6 +118,10 @@ class GroupRing:
         """Starts the gather of a bucket; at most one runs at a time."""
         if self.world == 1:
             return
+        with explained(self.group, _gather_of(entries)):
+            self._start(entries)
+
+    def _start(self, entries: Sequence[Entry]) -> None:
         direct = [all(self.receivers) and self._is_direct(entry) for entry in entries]
         staged: dict[int, int] = {}
         self._packed, self._end, end = {}, 0, 0
@@ -180,7 +184,7 @@ class GroupRing:
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
         """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
         works, self._work = self._work, []
-        with contextlib.nullcontext() if self._known is None else self._known.explained(_gather_of(entries)):
+        with explained(self.group, _gather_of(entries)):
             for work in works:
                 if work is not None:
                     work.wait()
@@ -208,8 +212,8 @@ class SharedRing:
     ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages.
     """
 
-    def __init__(self, known: Introductions, slot_bytes: int, file: int) -> None:
-        self._known, self.group = known, known.group
+    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int) -> None:
+        self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._slot_bytes = slot_bytes
         size = NUM_SLOTS * slot_bytes
@@ -235,7 +239,7 @@ class SharedRing:
         require_own_process("export a sharded model")
         index = self._num_finished % NUM_SLOTS
         self._num_finished += 1
-        with self._known.explained(_gather_of(entries)):
+        with explained(self.group, _gather_of(entries)):
             dist.barrier(group=self.group)
         begin = index * self._slot_bytes
         if any(tensor._version != version for tensor, version in self._given[index]):

@@ -20,6 +20,7 @@ from fsdp2x.export.entries import Entry
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.lookup import named_params
+from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.transport import check_transport
 
@@ -175,7 +176,8 @@ def _make_rings(plans: list[_Plan], receive: bool, transport: str) -> dict:
     for key, members in buckets.items():
         group = members[0].group
         receivers = [True] * dist.get_world_size(group)
-        dist.all_gather_object(receivers, receive, group=group)
+        with explained(group, "meeting of the ranks for an export"):
+            dist.all_gather_object(receivers, receive, group=group)
         gathered = [plan.gathered for plan in members]
         rings[key] = make_ring(group, gathered[0][0].wire_device, gathered, transport, receivers)
     return rings

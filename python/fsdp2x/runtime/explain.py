@@ -3,37 +3,63 @@ collective failed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.runtime.processes import Process, ended_ranks
+from fsdp2x.runtime.processes import ended_ranks, introduced, own_host
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
 
-def explain_collective(processes: list[Process], rank: int, error: BaseException, what: str) -> BaseException:
-    """The exception to raise in place of ``error``, which a collective of a process group raised on this ``rank``.
+@contextlib.contextmanager
+def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """A collective of the block over ``group`` that fails is told as by ``explain_collective``."""
+    try:
+        yield
+    except Exception as error:
+        told = explain_collective(group, error, what)
+        if told is error:
+            raise
+        raise told  # noqa: B904 (it has its cause)
 
-    ``what``: the operation and its unit. Errors that are not the backend's get a note and stay themselves.
+
+def explain_collective(group: dist.ProcessGroup | None, error: BaseException, what: str) -> BaseException:
+    """The exception to raise in place of ``error``, which a collective of ``group`` raised on this rank.
+
+    ``what``: the operation, and its unit where it has one. Errors that are not the backend's get a note and stay
+    themselves. Ranks are those of the default group.
     """
-    where = f"rank {rank} of {len(processes)} was in the {what}"
+    where = f"{_place_in(group)} was in the {what}"
     if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
         error.add_note(f"fsdp2x: {where}")
         return error
-    ended = ended_ranks(processes)
+    known = introduced()
+    ranks = list(known)
+    ended = [ranks[index] for index in ended_ranks(list(known.values()))]
     if ended:
-        names = ", ".join(f"rank {other} (pid {processes[other].pid})" for other in ended)
+        names = ", ".join(f"rank {rank} (pid {known[rank].pid})" for rank in ended)
         said = f"{names} ended meanwhile: its own output says why; restart all ranks"
     else:
-        elsewhere = any(process.host != processes[rank].host for process in processes)
+        here = own_host()
+        elsewhere = len(known) < dist.get_world_size() or any(process.host != here for process in known.values())
         said = "no rank of this host has ended" + (", one of another host may have" if elsewhere else "")
         said += "; where none has, one hangs or runs other modules than this one: look at the stacks of all"
     explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
     explained.__cause__ = error
     return explained
+
+
+def _place_in(group: dist.ProcessGroup | None) -> str:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == dist.get_world_size():
+        return f"rank {rank} of {world}"
+    return f"rank {dist.get_rank()}, which is {rank} of the {world} of its group,"
 
 
 def explain_error(error: BaseException, root: UnitState) -> None:

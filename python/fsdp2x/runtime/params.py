@@ -397,8 +397,11 @@ class GroupParams(GroupNames):
                 f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU; use OffloadPolicy() there"
             )
 
-    def make_post_forward(self, ranks: ShardGroup) -> None:
-        """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward."""
+    def make_post_forward(self, ranks: ShardGroup, explain: Callable | None) -> None:
+        """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward.
+
+        ``explain``: tells what its failed collectives raise.
+        """
         shapes = [
             (*shape[:3], shape[4], shape[4], shape[4], shape[6])
             for shape in self.shapes(self._param_dtype, self._reduce_dtype)
@@ -415,7 +418,7 @@ class GroupParams(GroupNames):
                 params.append(
                     nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
                 )
-        self.engine.set_post_forward(f"{self.engine.name} (after forward)", layout, pool, params)
+        self.engine.set_post_forward(f"{self.engine.name} (after forward)", layout, pool, params, explain)
 
     def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
         """The tuples ``_C.Group`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""

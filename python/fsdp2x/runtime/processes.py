@@ -1,14 +1,19 @@
-"""The processes behind the ranks of a group, and which of them have ended. Holds no handle: a process is told by its
-host, its number and when it began."""
+"""The processes behind the ranks, and which of them have ended. Holds no handle: a process is told by its host, its
+number and when it began."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 _LOOK_S = 0.05
+# Of each default process group: the processes of the ranks that have introduced themselves, by rank.
+_introduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,17 @@ class Process:
     @classmethod
     def own(cls) -> Process:
         return cls(own_host(), os.getpid(), start_time(os.getpid()))
+
+
+def remember(group: dist.ProcessGroup, processes: list[Process]) -> None:
+    """The ranks of ``group`` have introduced themselves as these, in rank order."""
+    known = _introduced.setdefault(dist.group.WORLD, {})
+    known.update(zip(dist.get_process_group_ranks(group), processes, strict=True))
+
+
+def introduced() -> dict[int, Process]:
+    """The processes that this one knows of, by rank of the default group."""
+    return dict(sorted(_introduced.get(dist.group.WORLD, {}).items()))
 
 
 def own_host() -> tuple[str, str]:

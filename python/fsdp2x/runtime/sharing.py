@@ -10,20 +10,19 @@ Nothing here waits for a rank that failed: after each step that can fail the ran
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.explain import explain_collective
+from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.processes import Process, boot_id
+from fsdp2x.runtime.processes import Process, boot_id, remember
 from fsdp2x.runtime.same_units import UnitFacts, digest, disagreement
 
 
@@ -50,21 +49,6 @@ class Introductions:
     greetings: list[Greeting]
     units: list[UnitFacts]
     trained: list[UnitFacts]
-
-    @property
-    def processes(self) -> list[Process]:
-        return [greeting.process for greeting in self.greetings]
-
-    @contextlib.contextmanager
-    def explained(self, what: str) -> Iterator[None]:
-        """A collective of the block that fails is told with ``what``, this rank, and the ranks that have ended."""
-        try:
-            yield
-        except Exception as error:
-            told = explain_collective(self.processes, dist.get_rank(self.group), error, what)
-            if told is error:
-                raise
-            raise told  # noqa: B904 (it has its cause)
 
     @property
     def is_observed(self) -> bool:
@@ -149,12 +133,14 @@ def introduce(
         digest(units),
         digest(trained),
     )
-    return Introductions(group, _all_gather_object(group, mine), units, trained)
+    greetings = _all_gather_object(group, mine)
+    remember(group, [greeting.process for greeting in greetings])
+    return Introductions(group, greetings, units, trained)
 
 
 def _all_gather_object(group: dist.ProcessGroup, mine) -> list:
     everyone = [None] * dist.get_world_size(group)
-    with torch_private.unobserved():
+    with torch_private.unobserved(), explained(group, "meeting of the ranks"):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
 

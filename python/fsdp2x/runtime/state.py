@@ -207,6 +207,7 @@ class UnitState(StateNames, torch_private.State):
         """
         with _initializing:
             if self.unit is None:
+                set_names(self, [self])
                 self._prepare([self])
                 self.tree = [self]
                 self._make_root()
@@ -358,7 +359,8 @@ class UnitState(StateNames, torch_private.State):
                 group.engine.all_reduce = all_reduce
                 group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
         for group, transport in zip(self.groups if post_forward else (), post_forward, strict=True):
-            group.make_post_forward(post_forward_group(group.ranks, self.post_forward_world))
+            smaller = post_forward_group(group.ranks, self.post_forward_world)
+            group.make_post_forward(smaller, choice.explain_of(smaller.group))
             root.add_post_forward(group.engine, transport)
         self.unit, self.root = unit, root
         self.comms.apply(self)

@@ -110,7 +110,7 @@ class TransportChoice:
         known = self._known.get(group)
         if known is None:
             return None
-        return functools.partial(explain_collective, known.processes, dist.get_rank(group))
+        return functools.partial(explain_collective, group)
 
     def _introductions(self, group: dist.ProcessGroup | None) -> Introductions | None:
         """The ranks of ``group``; collective at the first call. None: there is nobody else.

@@ -1,0 +1,291 @@
+"""Ranks with different models get the same ValueError before any collective of theirs; what may differ is not refused."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import both_transports, full, grads, only_fsdp2x, same, shard, shard_stock
+
+TRANSPORTS = ("auto", "shm", "process_group")
+
+
+def wider(model):
+    model.blocks[1].up = nn.Linear(6, 8)
+    model.blocks[1].down = nn.Linear(8, 6)
+
+
+def narrower(model):
+    model.head = nn.Linear(6, 2)
+
+
+def shorter(model):
+    del model.blocks[2]
+
+
+def longer(model):
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+
+
+def without_bias(model):
+    model.blocks[0].up.bias = None
+
+
+def with_another(model):
+    model.extra = nn.Parameter(torch.zeros(2))
+
+
+def half(model):
+    model.blocks[1].half()
+
+
+def swapped(model):
+    """The same shapes in another order."""
+    norm = model.norm
+    del model.norm
+    model.norm = norm
+
+
+def renamed(model):
+    model.blocks[0].over = model.blocks[0].down
+    del model.blocks[0].down
+    model.blocks[0].down = nn.Identity()
+
+
+# What one rank does -> what the sentence names.
+CHANGES = {
+    wider: ("blocks.1", "up.weight", "(7, 6)", "(8, 6)"),
+    narrower: ("head.weight", "(3, 6)", "(2, 6)"),
+    shorter: ("blocks.2",),
+    longer: ("blocks.3", "no more units"),
+    without_bias: ("blocks.0", "up.bias"),
+    with_another: ("extra",),
+    half: ("blocks.1", "torch.float32", "torch.float16"),
+    swapped: ("norm.weight", "head.weight"),
+    renamed: ("over.weight", "down.weight"),
+}
+POLICIES = {
+    "gathered": ({"param_dtype": torch.bfloat16}, ("gathered as torch.bfloat16",)),
+    "reduced": ({"reduce_dtype": torch.bfloat16}, ("reduced as torch.bfloat16",)),
+}
+
+
+def sentence_of_all(ctx, error) -> str:
+    sentences = [None] * ctx.world
+    dist.all_gather_object(sentences, error)
+    assert len(set(sentences)) == 1, sentences
+    return sentences[0]
+
+
+def units_of(model):
+    return [f"blocks.{index}" for index in range(len(model.blocks))]
+
+
+def refused(ctx, model, transport, act=None, **options) -> str:
+    """What all ranks say, before a byte of a parameter has travelled."""
+    model = shard(ctx, model, units_of(model), transport=transport, **options)
+    with pytest.raises(ValueError) as error:
+        (act or (lambda m: m(inputs(ctx.rank))))(model)
+    return sentence_of_all(ctx, str(error.value))
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_parameters(ctx, transport):
+    only_fsdp2x(ctx)
+    for victim in {ctx.world - 1, 1}:
+        for change, named in CHANGES.items():
+            model = Stack()
+            if ctx.rank == victim:
+                change(model)
+            said = refused(ctx, model, transport)
+            assert said.startswith("fully_shard: the ranks have different models: rank 0 has"), said
+            assert f"rank {victim} " in said and "same modules, shapes and dtypes" in said, said
+            assert all(word in said for word in named), (named, said)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_units_and_dtypes(ctx, transport):
+    only_fsdp2x(ctx)
+    from fsdp2x import MixedPrecisionPolicy
+
+    for arguments, named in POLICIES.values():
+        policy = MixedPrecisionPolicy(**arguments) if ctx.rank == 1 else MixedPrecisionPolicy()
+        said = refused(ctx, Stack(), transport, mp_policy=policy)
+        assert "rank 1 " in said and all(word in said for word in named), said
+    model = shard(ctx, Stack(), STACK_UNITS if ctx.rank == 0 else STACK_UNITS[:2], transport=transport)
+    with pytest.raises(ValueError, match="the ranks have different models") as error:
+        model(inputs(ctx.rank))
+    assert "blocks.2" in sentence_of_all(ctx, str(error.value))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_way_to_the_parameters_compares(ctx, transport):
+    """A gather asked for by hand, whole tensors, an export: whatever comes first."""
+    only_fsdp2x(ctx)
+    import fsdp2x
+
+    def unshard(model):
+        model.unshard()
+
+    def whole(model):
+        with fsdp2x.unsharded(model):
+            pass
+
+    def export(model):
+        list(fsdp2x.export.stream(model, names="model", transport=transport))
+
+    for act in (unshard, whole, export):
+        model = Stack()
+        if ctx.rank == 1:
+            narrower(model)
+        said = refused(ctx, model, transport, act)
+        assert "the ranks have different models" in said and "head.weight" in said, (act, said)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_a_refusal_the_ranks_go_on(ctx, transport):
+    only_fsdp2x(ctx)
+    model = Stack()
+    if ctx.rank == 1:
+        wider(model)
+    refused(ctx, model, transport)
+    model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+    model(inputs(ctx.rank)).sum().backward()
+    assert grads(model)["head.bias"] is not None
+
+
+def frozen(model, names):
+    for name, param in model.named_parameters():
+        if name.startswith(names):
+            param.requires_grad_(False)
+    return model
+
+
+@distributed(world_sizes=(2,))
+def test_one_rank_trains_other_parameters(ctx):
+    """Over a process group their gradients differ in size: refused. Over shared memory flags say who has which."""
+    only_fsdp2x(ctx)
+    model = frozen(Stack(), ("blocks.0.up",) if ctx.rank == 1 else ())
+    said = refused(ctx, model, "process_group")
+    assert "every rank must train the same parameters" in said and "frozen" in said and "up.weight" in said, said
+    model = shard(ctx, frozen(Stack(), ("blocks.0.up",) if ctx.rank == 1 else ()), STACK_UNITS, transport="shm")
+    model(inputs(ctx.rank)).sum().backward()
+
+
+def three_steps(ctx, model, change=lambda model, step: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        change(model, step)
+        loss = model(inputs(ctx.rank, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, {name: full(param) for name, param in model.named_parameters()}
+
+
+def legitimate():
+    """Name -> (what all ranks do to the model first, what they do before each step)."""
+
+    def toggle(model, step):
+        for param in model.blocks[step].parameters():
+            param.requires_grad_(step != 1)
+        for param in model.head.parameters():
+            param.requires_grad_(step == 1)
+
+    def thaw(model, step):
+        if step == 1:
+            for param in model.parameters():
+                param.requires_grad_(True)
+
+    def nothing(model, step):
+        pass
+
+    return {
+        "toggled later": (lambda m: m, toggle),
+        "thawed later": (lambda m: frozen(m, ("blocks.0", "blocks.1")), thaw),
+        "frozen for good": (lambda m: frozen(m, ("blocks.0", "head.bias")), nothing),
+        "all but the head": (lambda m: frozen(m, ("blocks", "norm")), nothing),
+    }
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("name", legitimate())
+def test_what_all_ranks_freeze_alike(ctx, transport, name):
+    only_fsdp2x(ctx)
+    first, change = legitimate()[name]
+    expected = three_steps(ctx, shard_stock(first(Stack()), STACK_UNITS), change)
+    same(three_steps(ctx, shard(ctx, first(Stack()), STACK_UNITS, transport=transport), change), expected)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_values_may_differ(ctx, transport):
+    """Each rank keeps its rows of what it had: nobody compares values."""
+    twin = shard_stock(Stack(seed=ctx.rank), STACK_UNITS)
+    model = shard(ctx, Stack(seed=ctx.rank), STACK_UNITS, transport=transport)
+    same(three_steps(ctx, model), three_steps(ctx, twin))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_adapters(ctx, transport):
+    pytest.importorskip("peft")
+    from models import batch, tiny_lora
+
+    def losses(model):
+        found = []
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for step in range(2):
+            loss = model(**batch("llama", ctx.rank + 10 * step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    layers = [f"base_model.model.model.layers.{index}" for index in range(2)]
+    same(losses(shard(ctx, tiny_lora(), layers, transport=transport)), losses(shard_stock(tiny_lora(), layers)))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_rank_whose_forward_skips_a_parameter(ctx, transport):
+    """Trained by all, used by some: stock reduces zeros for it, and so does this."""
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.a(x) if ctx.rank == 0 else self.b(x)
+
+    ours = shard(ctx, Branch(), transport=transport)
+    ours(inputs(ctx.rank)).sum().backward()
+    found = grads(ours)
+    assert all(found[name] is not None for name in ("a.weight", "b.weight"))
+
+
+@distributed(world_sizes=(2,))
+def test_a_rank_that_never_trains(ctx):
+    """A whole unit frozen on one rank. Stock has no reduction there on that rank and fails or hangs in gloo."""
+    only_fsdp2x(ctx)
+    model = frozen(Stack(), ("blocks.2",) if ctx.rank == 1 else ())
+    said = refused(ctx, model, "process_group")
+    assert "blocks.2" in said, said
+    with torch.no_grad() if ctx.rank == 1 else nullcontext():
+        model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+        model(inputs(ctx.rank))  # a forward alone asks for nothing

@@ -1,0 +1,124 @@
+"""A rank is killed at a random place over a process group: every survivor ends soon, and its error names its own rank,
+the operation, the unit, and the rank that has ended."""
+
+import os
+import random
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness import dist_run
+from models import STACK_UNITS, Stack, inputs
+from reference import shard
+
+GROUP_TIMEOUT_S = 6.0  # gloo tells the neighbours of the victim at once, the others when their patience ends
+MODULES = ("", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
+MOMENTS = ("forward", "backward", "gradient", "between", "clip", "step", "export")
+# What the ranks do, with the world that it needs.
+SETTINGS = {
+    "plain": (2, {}),
+    "three": (3, {}),
+    "kept": (2, {"reshard_after_forward": False}),
+    "accumulating": (3, {}),
+    "smaller after forward": (4, {"reshard_after_forward": 2}),
+    "replicas": (4, {}),
+}
+SAID = re.compile(
+    r"process group: rank (\d+)(?: of \d+|, which is \d of the 2 of its group,) was in the "
+    r"(?:(?:all-gather|reduction|all-reduce) of unit '(?:|blocks\.\d)[^'.]*'"
+    r"|norm of gradients|export of '[\w.]+' to '[\w.]+'|meeting of the ranks(?: for an export)?)"
+    r", when it failed: rank (\d+) \(pid \d+\) ended meanwhile"
+)
+
+
+def drawn(seed: int, settings: tuple[str, ...]) -> tuple:
+    """(setting, victim, moment, module, step) of a case."""
+    random_of = random.Random(seed)
+    setting = settings[seed % len(settings)]
+    victim = random_of.randrange(SETTINGS[setting][0])
+    return setting, victim, MOMENTS[seed % len(MOMENTS)], random_of.choice(MODULES), random_of.randrange(3)
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mesh_of(ctx, setting: str) -> DeviceMesh:
+    patience = timedelta(seconds=GROUP_TIMEOUT_S)
+    if setting == "replicas":
+        rows = [[0, 1], [2, 3]]
+        groups = [dist.new_subgroups_by_enumeration(part, timeout=patience)[0] for part in ([[0, 2], [1, 3]], rows)]
+        return DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("replicate", "shard"))
+    if setting == "smaller after forward":
+        return init_device_mesh("cpu", (ctx.world,))
+    return DeviceMesh.from_group(dist.new_group(timeout=patience), "cpu")
+
+
+def train_until_killed(ctx, setting: str, victim: int, moment: str, name: str, when: int):
+    import fsdp2x
+
+    options = {**SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dies = ctx.rank == victim
+    module = model.get_submodule(name)
+    started, at_hand = time.monotonic(), -1
+    here = lambda *_: die() if dies and at_hand == when else None  # noqa: E731
+    if moment == "forward":
+        module.register_forward_pre_hook(here)
+    elif moment == "backward":
+        module.register_full_backward_pre_hook(here)
+    elif moment == "gradient":
+        next(module.parameters()).register_post_accumulate_grad_hook(here)
+    try:
+        for at_hand in range(5):
+            if moment == "between":
+                here()
+            if setting == "accumulating":
+                model.set_requires_gradient_sync(at_hand % 2 == 1)
+            model(inputs(ctx.rank, at_hand)).square().mean().backward()
+            if moment == "clip":
+                here()
+                fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
+            if moment == "step":
+                here()
+            optimizer.step()
+            optimizer.zero_grad()
+            if moment == "export":
+                here()
+                for _ in fsdp2x.export.stream(model, names="model", transport="process_group"):
+                    pass
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None:
+    world = SETTINGS[setting][0]
+    outcomes = dist_run(
+        train_until_killed, world, setting, victim, moment, module, when, timeout=90, expect_exit={victim: -9}
+    )
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            continue
+        message, seconds = outcome.value
+        said = SAID.match(message)
+        assert said and said.groups() == (str(outcome.rank), str(victim)), message
+        assert seconds < 40, f"{seconds:.1f} s: {message}"
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_survivors_name_the_victim(seed):
+    kill(*drawn(seed, ("plain", "three", "kept", "accumulating")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 142))
+def test_survivors_name_the_victim_everywhere(seed):
+    kill(*drawn(seed, tuple(SETTINGS)))
