@@ -55,6 +55,14 @@ static_assert(std::has_unique_object_representations_v<Hello> && std::has_unique
               what);
 }
 
+// Repeats a system call that a signal interrupted.
+template <class Call>
+auto retried(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 std::string system_error() { return std::string(" (") + std::strerror(errno) + ")"; }
 
 sockaddr_un address_of(const ShmOptions& options, socklen_t& length) {
@@ -88,7 +96,7 @@ FileDescriptor make_memory(const ShmOptions& options, FileSizes sizes, size_t& t
   int error = EFBIG;
   for (total_bytes = sizes.most_bytes; total_bytes >= sizes.least_bytes; total_bytes /= 4) {
     if (limit.rlim_cur != RLIM_INFINITY && total_bytes > limit.rlim_cur) continue;
-    if (::ftruncate(memory.get(), static_cast<off_t>(total_bytes)) == 0) break;
+    if (retried([&] { return ::ftruncate(memory.get(), static_cast<off_t>(total_bytes)); }) == 0) break;
     error = errno;
   }
   if (total_bytes < sizes.least_bytes) {
@@ -145,9 +153,10 @@ class Host {  // rank 0
   // The ranks are waiting at the socket; among them may be anybody.
   void admit(Meeting& meeting) {
     for (int num_missing = options_.world - 1; num_missing > 0;) {
-      FileDescriptor connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      FileDescriptor connection(
+          retried([&] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); }));
       if (!connection.valid()) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
+        if (errno == ECONNABORTED) continue;
         if (errno == EAGAIN || errno == EWOULDBLOCK) break;
         fail(options_, "cannot accept a connection" + system_error());
       }
@@ -185,7 +194,7 @@ class Host {  // rank 0
       const int fd = meeting.memory.get();
       std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
       const FileDescriptor& guest = guests_[static_cast<size_t>(rank)];
-      if (::sendmsg(guest.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(reply))) {
+      if (retried([&] { return ::sendmsg(guest.get(), &message, MSG_NOSIGNAL); }) != sizeof(reply)) {
         fail(options_, "cannot hand its memfd to rank " + std::to_string(rank) + system_error());
       }
     }
@@ -198,7 +207,7 @@ class Host {  // rank 0
     const char* reason = nullptr;
     if (peer.uid != ::geteuid()) {
       reason = "belongs to another user";
-    } else if (::recv(connection.get(), &hello, sizeof(hello), MSG_TRUNC) != static_cast<ssize_t>(sizeof(hello))) {
+    } else if (retried([&] { return ::recv(connection.get(), &hello, sizeof(hello), MSG_TRUNC); }) != sizeof(hello)) {
       reason = "did not greet as a rank does";
     } else if (hello.magic != kShmMagic) {
       reason = "runs another version of fsdp2x, or none";
@@ -229,7 +238,8 @@ class Guest {  // every other rank
     connection_ = make_socket(options_);
     socklen_t length = 0;
     const sockaddr_un address = address_of(options_, length);
-    if (::connect(connection_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    const auto* where = reinterpret_cast<const sockaddr*>(&address);
+    if (retried([&] { return ::connect(connection_.get(), where, length); }) != 0) {
       fail(options_, "cannot connect to rank 0" + system_error());
     }
     const ucred listener = peer_of(connection_.get(), options_);
@@ -243,7 +253,7 @@ class Guest {  // every other rank
     hello.world = options_.world;
     hello.pid = ::getpid();
     std::memcpy(hello.token, options_.token.data(), kTokenBytes);
-    if (::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+    if (retried([&] { return ::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL); }) != sizeof(hello)) {
       fail(options_, "cannot greet rank 0" + system_error());
     }
     meeting.pids_are_shared = false;
@@ -279,23 +289,25 @@ class Guest {  // every other rank
     message.msg_iovlen = 1;
     message.msg_control = control.data();
     message.msg_controllen = control.size();
-    const ssize_t received = ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_TRUNC);
+    const ssize_t received =
+        retried([&] { return ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_TRUNC); });
     if (received < 0) fail(options_, "got no reply from rank 0" + system_error());
-    std::vector<FileDescriptor> descriptors;
-    descriptors.reserve(kMaxDescriptors);
+    FileDescriptor descriptor;  // and nothing that allocates: a descriptor without an owner stays open
+    size_t num_descriptors = 0;
     for (const cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
          header = CMSG_NXTHDR(&message, const_cast<cmsghdr*>(header))) {
       if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
       for (size_t at = CMSG_LEN(0); at + sizeof(int) <= header->cmsg_len; at += sizeof(int)) {
         int fd = -1;
         std::memcpy(&fd, reinterpret_cast<const char*>(header) + at, sizeof(fd));
-        descriptors.emplace_back(fd);
+        descriptor = FileDescriptor(fd);
+        ++num_descriptors;
       }
     }
-    if (received != static_cast<ssize_t>(sizeof(reply)) || descriptors.size() > 1) {
+    if (received != static_cast<ssize_t>(sizeof(reply)) || num_descriptors > 1) {
       fail(options_, "got a reply from rank 0 that it does not understand");
     }
-    return descriptors.empty() ? FileDescriptor() : std::move(descriptors.front());
+    return descriptor;
   }
 
   const ShmOptions& options_;
@@ -305,7 +317,9 @@ class Guest {  // every other rank
 };
 
 // Collective: runs a step and tells the others how it ended. False when it failed anywhere.
-bool all_succeed(const ShmOptions& options, const std::function<void()>& step, std::string& reason) {
+// Between two exchanges nothing is allocated outside of the steps: a rank without memory would leave the others waiting.
+template <class Step>
+bool all_succeed(const ShmOptions& options, const Step& step, std::string& reason) {
   std::string mine;
   try {
     step();
@@ -351,9 +365,9 @@ std::optional<Meeting> meet(const ShmOptions& options, FileSizes sizes, const st
     guest.take(meeting);
     use(meeting);
   };
-  for (const std::function<void()>& step : {std::function<void()>(open), {come}, {serve}, {take}}) {
-    if (!all_succeed(options, step, reason)) return std::nullopt;
-  }
+  const bool all_met = all_succeed(options, open, reason) && all_succeed(options, come, reason) &&
+                       all_succeed(options, serve, reason) && all_succeed(options, take, reason);
+  if (!all_met) return std::nullopt;
   return meeting;
 }
 
