@@ -92,6 +92,7 @@ test-cpp: $(TOOLS)
 test: build test-cpp
 	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx $(PYTEST_ARGS)
 
+test-full: export FSDP2X_FULL := 1
 test-full: build test-cpp
 	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --full $(PYTEST_ARGS)
 

@@ -317,7 +317,8 @@ class Guest {  // every other rank
 };
 
 // Collective: runs a step and tells the others how it ended. False when it failed anywhere.
-// Between two exchanges nothing is allocated outside of the steps: a rank without memory would leave the others waiting.
+// Between two exchanges nothing is allocated outside of the steps: a rank without memory would leave the others
+// waiting.
 template <class Step>
 bool all_succeed(const ShmOptions& options, const Step& step, std::string& reason) {
   std::string mine;

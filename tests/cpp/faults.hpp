@@ -7,9 +7,9 @@
 
 namespace fsdp2x::faults {
 
-inline constexpr std::array kFunctions = {"memfd_create", "ftruncate", "fcntl",   "socket", "bind",   "listen",
-                                          "accept4",      "connect",   "send",    "recv",   "sendmsg", "recvmsg",
-                                          "getsockopt",   "fstat",     "mmap",    "madvise", "open",   "pread",
+inline constexpr std::array kFunctions = {"memfd_create", "ftruncate", "fcntl",       "socket",  "bind",    "listen",
+                                          "accept4",      "connect",   "send",        "recv",    "sendmsg", "recvmsg",
+                                          "getsockopt",   "fstat",     "mmap",        "madvise", "open",    "pread",
                                           "poll",         "syscall",   "operator new"};
 
 // Counts calls of this process from now on; the `call`-th (from 1; 0: none) of kFunctions[function] fails with `error`.

@@ -1,4 +1,4 @@
-"""Ranks with different models get the same ValueError before any collective of theirs; what may differ is not refused."""
+"""Ranks with different models get the same ValueError before any collective; what may differ is not refused."""
 
 import copy
 from contextlib import nullcontext
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -289,3 +290,18 @@ def test_a_rank_that_never_trains(ctx):
     with torch.no_grad() if ctx.rank == 1 else nullcontext():
         model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
         model(inputs(ctx.rank))  # a forward alone asks for nothing
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_replicas_compare(ctx, transport):
+    """Both ranks of a shard group have the same; the other replica has not."""
+    only_fsdp2x(ctx)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = ctx.rank >= 2
+    model = Stack()
+    if other:
+        narrower(model)
+    assert "(2, 6)" in refused(ctx, model, transport, mesh=mesh)
+    said = refused(ctx, frozen(Stack(), ("head.bias",) if other else ()), transport, mesh=mesh)
+    assert "frozen" in said and "head.bias" in said, said

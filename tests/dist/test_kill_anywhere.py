@@ -42,7 +42,8 @@ def drawn(seed: int, settings: tuple[str, ...]) -> tuple:
     random_of = random.Random(seed)
     setting = settings[seed % len(settings)]
     victim = random_of.randrange(SETTINGS[setting][0])
-    return setting, victim, MOMENTS[seed % len(MOMENTS)], random_of.choice(MODULES), random_of.randrange(3)
+    # A rank that has not met the others cannot be told to have ended, and not every step reduces.
+    return setting, victim, MOMENTS[seed % len(MOMENTS)], random_of.choice(MODULES), random_of.choice([1, 3])
 
 
 def die(*_):

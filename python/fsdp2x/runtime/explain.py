@@ -47,8 +47,9 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
         said = f"{names} ended meanwhile: its own output says why; restart all ranks"
     else:
         here = own_host()
-        elsewhere = len(known) < dist.get_world_size() or any(process.host != here for process in known.values())
-        said = "no rank of this host has ended" + (", one of another host may have" if elsewhere else "")
+        said = "no rank of this host has ended" if known else "which ranks have ended cannot be told before they met"
+        if any(process.host != here for process in known.values()):
+            said += ", one of another host may have"
         said += "; where none has, one hangs or runs other modules than this one: look at the stacks of all"
     explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
     explained.__cause__ = error

@@ -81,11 +81,16 @@ class TransportChoice:
     def all_reduce_of(self, ranks: ShardGroup):
         """What sums over the replicas; the same object for the same group. Collective over it at the first call.
 
+        Raises ValueError, the same on every replica, when they have, or train, different parameters.
+
         Replicas on several hosts, or watched by a dispatch mode, use the process group whatever the shards use.
         """
         group = ranks.replicate_group
         if group not in self._all_reduces:
+            known = self._introductions(group)
             shared, _ = self._shared(group, ranks.device)
+            if known is not None:
+                known.require_same_training()  # each replica's gradients are as many bytes
             self._all_reduces[group] = (
                 functools.partial(_all_reduce, group) if shared is None else _C.HostAllReduce(shared)
             )
@@ -107,10 +112,7 @@ class TransportChoice:
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
-        known = self._known.get(group)
-        if known is None:
-            return None
-        return functools.partial(explain_collective, group)
+        return None if self._known.get(group) is None else functools.partial(explain_collective, group)
 
     def _introductions(self, group: dist.ProcessGroup | None) -> Introductions | None:
         """The ranks of ``group``; collective at the first call. None: there is nobody else.
