@@ -47,7 +47,9 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
         said = f"{names} ended meanwhile: its own output says why; restart all ranks"
     else:
         here = own_host()
-        said = "no rank of this host has ended" if known else "which ranks have ended cannot be told before they met"
+        said = "no rank of this host has ended"
+        if len(known) < dist.get_world_size():
+            said = f"none of the {len(known)} ranks that this one has met has ended"
         if any(process.host != here for process in known.values()):
             said += ", one of another host may have"
         said += "; where none has, one hangs or runs other modules than this one: look at the stacks of all"

@@ -29,10 +29,9 @@ class Process:
         return cls(own_host(), os.getpid(), start_time(os.getpid()))
 
 
-def remember(group: dist.ProcessGroup, processes: list[Process]) -> None:
-    """The ranks of ``group`` have introduced themselves as these, in rank order."""
-    known = _introduced.setdefault(dist.group.WORLD, {})
-    known.update(zip(dist.get_process_group_ranks(group), processes, strict=True))
+def remember(processes: dict[int, Process]) -> None:
+    """These ranks have introduced themselves, to this one or to one that tells of them."""
+    _introduced.setdefault(dist.group.WORLD, {}).update(processes)
 
 
 def introduced() -> dict[int, Process]:

@@ -22,7 +22,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.processes import Process, boot_id, remember
+from fsdp2x.runtime.processes import Process, boot_id, introduced, remember
 from fsdp2x.runtime.same_units import UnitFacts, digest, disagreement
 
 
@@ -39,6 +39,7 @@ class Greeting:
     is_observed: bool  # a dispatch mode watches this rank's collectives
     shapes: bytes  # digest of the units' parameters
     training: bytes  # and of which of them are trained
+    others: dict[int, Process]  # whom it knows outside of this group
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,12 @@ def introduce(
         torch_private.is_observed(),
         digest(units),
         digest(trained),
+        {} if dist.get_world_size(group) == dist.get_world_size() else introduced(),
     )
     greetings = _all_gather_object(group, mine)
-    remember(group, [greeting.process for greeting in greetings])
+    for greeting in greetings:
+        remember(greeting.others)
+    remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in greetings), strict=True)))
     return Introductions(group, greetings, units, trained)
 
 
