@@ -1,0 +1,68 @@
+"""Makes system calls and allocations of the engine fail: the n-th call of one function, in one process."""
+
+import ctypes
+import errno
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+# What the system may answer.
+ERRORS = {
+    "memfd_create": (errno.EMFILE, errno.ENOMEM),
+    "ftruncate": (errno.EFBIG, errno.EINTR),
+    "socket": (errno.EMFILE,),
+    "bind": (errno.EADDRINUSE,),
+    "listen": (errno.EADDRINUSE,),
+    "accept4": (errno.EMFILE, errno.EINTR, errno.ECONNABORTED),
+    "connect": (errno.ECONNREFUSED, errno.EAGAIN),
+    "send": (errno.EPIPE,),
+    "recv": (errno.ECONNRESET,),
+    "sendmsg": (errno.ETOOMANYREFS,),
+    "recvmsg": (errno.ENOMEM,),
+    "getsockopt": (errno.ENOBUFS,),
+    "mmap": (errno.ENOMEM,),
+    "madvise": (errno.EAGAIN,),
+    "pread": (errno.EIO,),
+    "poll": (errno.EINTR,),
+    "syscall": (errno.EMFILE, errno.ENOSYS, errno.EINTR),
+    "fcntl": (errno.EPERM,),
+    "_Znwm": (errno.ENOMEM,),
+}
+
+
+def compiled(folder: Path) -> str:
+    """The library that does it; skips where nothing compiles it."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    library = folder / "refusing.so"
+    source = Path(__file__).with_name("refusing.cpp")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-std=c++20", source, "-o", library], check=True)
+    return str(library)
+
+
+class Engine:
+    """The engine of this process, whose calls can be counted and refused."""
+
+    def __init__(self, library: str):
+        from fsdp2x.runtime.native import _C
+
+        self._library = ctypes.CDLL(library)
+        self._library.name_of.restype = ctypes.c_char_p
+        num = self._library.install(Path(_C.__file__).name.encode())
+        assert num >= 10, f"only {num} of the engine's imports were found"
+        self.names = [self._library.name_of(index).decode() for index in range(self._library.num_functions())]
+
+    def count(self) -> None:
+        self._library.arm(-1, 0, 0)
+
+    def refuse(self, name: str, call: int, error: int) -> None:
+        """The ``call``-th call of the function from now on, from 1, fails."""
+        self._library.arm(self.names.index(name), call, error)
+
+    def rest(self) -> dict[str, int]:
+        """Nothing fails any more. Returns how often each function was called since."""
+        self._library.disarm()
+        return {name: self._library.num_calls(index) for index, name in enumerate(self.names)}
