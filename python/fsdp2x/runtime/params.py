@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime import torch_private, transport
+from fsdp2x.runtime.annotations import ATTRIBUTES
 from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.cut import cut, parameter_over
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
@@ -438,7 +439,7 @@ class GroupParams(GroupNames):
                     local = _C.tensor_without_memory(list(sharded.local_size), dtype, self.ranks.device)
                     unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
                 owners = [(module._parameters, name, _weak_if_custom(module)) for module, name in sharded.owners]
-                wrapped = sharded.spec.unsharded is not None
+                wrapped = sharded.spec.is_wrapped
                 result.append((sharded.fqn, sharded.param, unsharded, local if wrapped else None, sharded.spec, owners))
         return result
 
@@ -463,7 +464,7 @@ def mark_aliases(groups: list[GroupParams]) -> None:
 
 
 def _user_attributes(param: nn.Parameter) -> dict:
-    return {key: value for key, value in param.__dict__.items() if key not in (*_DTENSOR_SLOTS, *MARKS, MARK)}
+    return {key: value for key, value in param.__dict__.items() if key not in _NOT_THE_USERS}
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
@@ -489,11 +490,13 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     mark_gathered(unsharded, sharded.original, sharded.fqn or sharded.owners[0][1])
     if unsharded.is_floating_point():
         unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
+    if sharded.spec.annotation is not None:
+        sharded.spec.annotation.apply(unsharded)
     return unsharded
 
 
-# What DTensor itself keeps on its instances.
-_DTENSOR_SLOTS = ("_local_tensor", "_spec")
+# What DTensor, spmd_types and we keep on parameters.
+_NOT_THE_USERS = ("_local_tensor", "_spec", *ATTRIBUTES, *MARKS, MARK)
 # What the engine does about a mode; the state of an optimizer is not its business.
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 

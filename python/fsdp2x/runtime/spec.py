@@ -2,19 +2,20 @@
 
 Three kinds of parameters: plain tensors on the data-parallel mesh; DTensors on a mesh of their own (tensor or expert
 parallel), whose local tensors are sharded once more; DTensors on the whole mesh with ``Replicate`` on the
-data-parallel axes (``dp_mesh_dims``).
+data-parallel axes (``dp_mesh_dims``), or plain tensors that spmd_types annotates like that.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.annotations import Annotation, annotation_of, skips_checks
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 
@@ -28,10 +29,16 @@ class ParamSpec:
     """``sharded``: DTensorSpec of the sharded parameter and its gradient, always of the global shape."""
 
     sharded: torch_private.DTensorSpec
-    unsharded: torch_private.DTensorSpec | None  # of a parameter that was a DTensor before
+    unsharded: torch_private.DTensorSpec | None  # of a parameter that was a DTensor before, or is annotated as one
     dp_axes: frozenset[int]  # axes of `unsharded`'s mesh that we reduce over; only with dp_mesh_dims
     local_shape: torch.Size  # of this rank's shard
     shard_dim: int
+    annotation: Annotation | None = None
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether modules see a DTensor."""
+        return self.unsharded is not None and self.annotation is None
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The sharded DTensor over ``local``, a shard or the gradient of one."""
@@ -49,17 +56,19 @@ class ParamSpec:
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """What modules see while the unit is unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
-        if self.unsharded is None:
+        if not self.is_wrapped:
             return local
         return torch_private.dtensor(local, torch_private.spec_with_dtype(self.unsharded, local.dtype))
 
 
+@skips_checks
 def make_gradient(spec: ParamSpec, local: torch.Tensor) -> DTensor:
     """The DTensor over the flat gradient rows ``local``; placement and shape are the parameter's."""
     with torch.no_grad():
         return spec.wrap(local.view(spec.local_shape))
 
 
+@skips_checks
 def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
     """Adds the flat gradient rows ``local`` to a ``.grad`` that somebody else assigned."""
     grad = param.grad
@@ -68,10 +77,11 @@ def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
         target.add_(local.view(target.shape))
 
 
+@skips_checks
 def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
     """The local tensor of a gradient that autograd made as a tensor subclass, with the parameter's placements."""
     with torch.no_grad():
-        if spec.unsharded is None:
+        if not spec.is_wrapped:
             gradient = torch_private.wait_if_async(gradient)
             if isinstance(gradient, DTensor):
                 return gradient.full_tensor()
@@ -111,6 +121,10 @@ def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int
         NotImplementedError: more than two model-parallel axes.
     """
     placement = _shard(shard_dim)
+    annotation = annotation_of(param, where, ranks)
+    if annotation is not None:
+        spec, full = _on_whole_mesh(annotation.dtensor(param), where, ranks, placement)
+        return replace(spec, annotation=annotation), full
     if ranks.spmd_mesh is not None:
         return _on_whole_mesh(param, where, ranks, placement)
     if isinstance(param, DTensor):
@@ -146,7 +160,7 @@ def _on_whole_mesh(
     if not isinstance(param, DTensor):
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
-            f"distribute_module). Got plain tensor for {where}."
+            f"distribute_module), or annotated by spmd_types. Got plain tensor for {where}."
         )
     whole = torch_private.spec_of(param)
     if whole.mesh != mesh:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import comms, torch_private, transforms
+from fsdp2x.runtime import annotations, comms, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
@@ -128,6 +128,7 @@ class UnitState(StateNames, torch_private.State):
         # The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
         weak = weakref.ref(self)
 
+        @annotations.skips_checks
         def lazy_init() -> None:
             weak().lazy_init()
 
@@ -139,15 +140,18 @@ class UnitState(StateNames, torch_private.State):
         self.hooks.set_marks(transforms.mark_inputs, transforms.mark_output)
         # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
         hooks = self.hooks
+        engine_pre_forward = hooks.pre_forward
+        if annotations.is_imported():
+            engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
 
         @torch_private.never_compiled
         def pre_forward(module, args, kwargs):
-            return hooks.pre_forward(module, args, kwargs)
+            return engine_pre_forward(module, args, kwargs)
 
         @torch_private.never_compiled
         def checked_pre_forward(module, args, kwargs):
             weak().check_pools()
-            return hooks.pre_forward(module, args, kwargs)
+            return engine_pre_forward(module, args, kwargs)
 
         if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
             pre_forward = checked_pre_forward

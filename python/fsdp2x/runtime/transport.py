@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.annotations import skips_checks
 from fsdp2x.runtime.explain import explain_collective
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
@@ -262,6 +263,7 @@ def _reduce_scatter_scaled(group: dist.ProcessGroup, output: torch.Tensor, sourc
     return True
 
 
+@skips_checks
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output``; returns the work."""
     # Looked up at each call, under the name upstream's FSDP2 of this torch uses: patches and counters must see it.
@@ -269,6 +271,7 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
     return gather(output, source, group=group, async_op=True)
 
 
+@skips_checks
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
     """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -276,11 +279,13 @@ def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch
     return scatter(output, source, op=op, group=group, async_op=True)
 
 
+@skips_checks
 def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> bool:
     dist.all_reduce(rows, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
     return True
 
 
+@skips_checks
 def wait(work) -> bool:
     """Waits for what a collective returned."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.
