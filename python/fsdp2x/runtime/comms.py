@@ -86,7 +86,7 @@ class _SlowGathers:
             for index, param in self._extended():
                 dtype = self._mp_policy.param_dtype or param.param.dtype
                 tensor = param.extension.finish(torch_private.local_tensor(param.param), dtype)
-                if param.extension.parameter is None:
+                if tensor is not None:
                     param.extension.parameter = unsharded_parameter(param, param.spec.wrap_unsharded(tensor))
                     group.engine.set_unsharded_param(index, param.extension.parameter)
         return True

@@ -62,7 +62,6 @@ class Extension:
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
-        self._unsharded: torch.Tensor | None = None
 
     def begin(self, local: torch.Tensor, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` asks for; none at world size 1.
@@ -97,25 +96,30 @@ class Extension:
             output.copy_(source.reshape(-1))
         return []
 
-    def finish(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The unsharded tensor of the shard ``local``, in the compute ``dtype``, once everything is gathered."""
+    def finish(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Unshards ``local`` in the compute ``dtype``, once everything is gathered.
+
+        Returns the tensor that ``parameter`` is to be made of; None when there is one, which then has the values.
+        """
         # The rows of all ranks one below the other, as the protocol wants them.
         outputs = tuple(
             out.view(-1, *source.shape[1:]) for out, source in zip(self._outputs, self._inputs, strict=True)
         )
-        if self._unsharded is None:
+        unsharded = None
+        if self.parameter is None:
             tensor, self._inner = local.fsdp_post_all_gather(outputs, self._metadata, dtype)
-            self._unsharded = torch.as_strided(tensor, self.size, self.stride, storage_offset=0)
+            unsharded = torch.as_strided(tensor, self.size, self.stride, storage_offset=0)
         else:
             for tensor in self._inner:
                 _allocate(tensor)
-            local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=self._unsharded)
+            # The very object that modules compute with: extensions also write what is beside its memory (a scale).
+            local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=self.parameter)
         self._inputs, self._metadata = [], None
         release = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
         if release is not None and release():
             for tensor in self._outputs:
                 tensor.untyped_storage().resize_(0)
-        return self._unsharded
+        return unsharded
 
     def free(self) -> None:
         """Gives the memory of the unsharded form back; the tensors stay."""

@@ -10,8 +10,13 @@ import torch
 
 from fsdp2x.runtime.transport import wait
 
-# Inputs of other dtypes travel as bytes, each from a multiple of this on.
+# Inputs of several dtypes travel as bytes, each from a multiple of this on.
 _ALIGN_BYTES = 16
+# What every backend transports by name; anything else (float8, int16) travels as bytes, too.
+_TRANSPORTED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+)
 
 Gather = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -23,11 +28,13 @@ def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch
         gather: the collective, asynchronous or not.
         pairs: contiguous tensors; an output holds ``world`` sources one after the other and has their dtype.
     """
-    if len(pairs) == 1:
-        return gather(*pairs[0])
     dtypes = {source.dtype for _, source in pairs}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    if dtype not in _TRANSPORTED:
+        dtype = torch.uint8
     columns = [(output.reshape(-1).view(dtype), source.reshape(-1).view(dtype)) for output, source in pairs]
+    if len(columns) == 1:
+        return gather(*columns[0])
     align = max(1, _ALIGN_BYTES // dtype.itemsize)
     starts, width = [], 0
     for _, source in columns:

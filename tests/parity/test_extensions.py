@@ -1,0 +1,137 @@
+"""All-gather extensions that keep more than memory: what they write onto ``out`` is what modules compute with."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from harness import distributed
+from models import inputs
+from reference import both_transports, full, only_fsdp2x, same, shard, shard_stock
+
+aten = torch.ops.aten
+
+
+class Scaled(torch.Tensor):
+    """What modules compute with: gathered integers and the scale that makes them a weight."""
+
+    @staticmethod
+    def __new__(cls, data, scale, dtype):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
+        )
+
+    def __init__(self, data, scale, dtype):
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, size, stride):
+        return Scaled(inner["data_"], inner["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (aten.detach.default, aten.as_strided.default, aten.view.default, aten.t.default):
+            held = args[0]
+            return Scaled(function(held.data_, *args[1:]), held.scale, held.dtype)
+        args, kwargs = pytree.tree_map_only(
+            Scaled, lambda held: held.data_.to(held.dtype) * held.scale, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+KEEPS_CLASS = {aten.detach.default, aten.clone.default, aten.split.Tensor, aten.view.default, aten.slice.Tensor}
+KEEPS_CLASS |= {aten.new_zeros.default, aten.as_strided.default, aten._to_copy.default, aten.empty_like.default}
+
+
+class Narrow(torch.Tensor):
+    """A shard that travels in ``sent``, a dtype of few values, with a scale of its own at each gather."""
+
+    @staticmethod
+    def __new__(cls, data, sent):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data, sent):
+        self.data_, self.sent = data, sent
+
+    def __tensor_flatten__(self):
+        return ["data_"], self.sent
+
+    @staticmethod
+    def __tensor_unflatten__(inner, sent, size, stride):
+        return Narrow(inner["data_"], sent)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        sent = next(one.sent for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Narrow))
+        plain, options = pytree.tree_map_only(Narrow, lambda one: one.data_, (args, kwargs or {}))
+        out = function(*plain, **options)
+        if function in KEEPS_CLASS:
+            return pytree.tree_map_only(torch.Tensor, lambda one: Narrow(one, sent), out)
+        return args[0] if function is aten.copy_.default else out
+
+    def fsdp_pre_all_gather(self, mesh):
+        largest = self.data_.abs().max().clamp(min=1e-6) if self.data_.numel() else torch.tensor(1e-6)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+        scale = largest / 100
+        return ((self.data_ / scale).add(100).round().to(self.sent),), scale
+
+    def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):
+        (gathered,) = outputs
+        if out is None:
+            return Scaled(gathered, scale, param_dtype), (gathered,)
+        assert isinstance(out, Scaled)
+        out.scale = scale
+        return None
+
+
+class Net(nn.Module):
+    """Blocks of a narrow weight, and a frozen fp32 row so that upstream's gathers are of bytes; ours need none."""
+
+    def __init__(self, sent, others=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+        for block in self.blocks:
+            block.weight = nn.Parameter(Narrow(block.weight.detach(), sent))
+            if others:
+                block.row = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+UNITS = ("blocks.0", "blocks.1", "blocks.2")
+SENT = [torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16]
+
+
+def train(ctx, model):
+    """Each step moves the weights so far that the scale of an earlier one would be seen."""
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for number in range(4):
+        loss = model(inputs(ctx.rank, number)).square().sum()
+        loss.backward()
+        results += [loss.detach(), *(full(block.weight.grad) for block in model.blocks)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("sent", SENT, ids=str)
+def test_a_scale_beside_the_memory_follows_each_gather(ctx, transport, others, sent):
+    """Whatever is sent, losses and gradients are stock's, all bits."""
+    if not others:
+        only_fsdp2x(ctx)  # gloo has no such dtypes
+    for reshard in (True, False, None):
+        expected = train(ctx, shard_stock(Net(sent), UNITS, reshard_after_forward=reshard))
+        sharded = shard(ctx, Net(sent, others), UNITS, transport=transport, reshard_after_forward=reshard)
+        same(train(ctx, sharded), expected, f"{reshard=}")
