@@ -87,10 +87,7 @@ class FSDPModule(_TorchFSDPModule):
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
-        state = self._get_fsdp_state()
-        (state.root_state() or state).is_last_backward = is_last_backward
-        if state.root is not None:
-            state.root.is_last_backward = is_last_backward
+        self._get_fsdp_state().set_is_last_backward(is_last_backward)
 
     @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -197,12 +194,7 @@ class FSDPModule(_TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.auto_reshard = False
-            state.post_forward_world = None
-            for group in state.groups:
-                if group.engine is not None:
-                    group.engine.clear_post_forward()
-            state.live_options().reshard_after_forward = reshard_after_forward
-            state.live_options().reshard_without_grad = False
+            state.set_reshard_after_forward(reshard_after_forward)
 
     @checked
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

@@ -18,8 +18,8 @@ from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding, even_placement, padding_in, padding_of
-from fsdp2x.runtime.params import GroupParams, keeps_dtype
-from fsdp2x.runtime.shapes import ParamFacts
+from fsdp2x.runtime.params import GroupParams
+from fsdp2x.runtime.shapes import ParamFacts, keeps_dtype
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.tree import unit_states
 from fsdp2x.wrap import AutoWrap, plan_units, should_auto_wrap

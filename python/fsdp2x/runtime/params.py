@@ -25,7 +25,7 @@ from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
-from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, layout_shapes
+from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, keeps_dtype, layout_shapes
 from fsdp2x.runtime.stale import MARKS, mark_gathered, mark_original
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
@@ -129,11 +129,12 @@ class GroupParams(GroupNames):
         self.pool: torch.Tensor | None = None
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
+        self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
         self.engine = None  # _C.Group, from lazy initialization on
         self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
         self._param_dtype: torch.dtype | None = None
         self._whole_chunks = False
-        self._reduce_dtype: torch.dtype | None = None
+        self._sum_dtype: torch.dtype | None = None
         self._offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
@@ -356,7 +357,7 @@ class GroupParams(GroupNames):
         if has_streams:
             self._check_offload()
         self._whole_chunks = has_streams
-        self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
+        self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
         self.engine = _C.Group(
             name,
@@ -405,7 +406,7 @@ class GroupParams(GroupNames):
         """
         shapes = [
             (*shape[:3], shape[4], shape[4], shape[4], shape[6])
-            for shape in self.shapes(self._param_dtype, self._reduce_dtype)
+            for shape in self.shapes(self._param_dtype, self._sum_dtype)
         ]
         layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
         pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=ranks.device)
@@ -465,22 +466,6 @@ def mark_aliases(groups: list[GroupParams]) -> None:
 
 def _user_attributes(param: nn.Parameter) -> dict:
     return {key: value for key, value in param.__dict__.items() if key not in _NOT_THE_USERS}
-
-
-def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
-    """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
-    override_fn = getattr(policy, "param_dtype_override_fn", None)
-    dtype = override_fn(param) if override_fn is not None else None
-    if dtype is None:
-        return False
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)}")
-    if dtype not in (policy.param_dtype, param.dtype):
-        raise ValueError(
-            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
-            f"{dtype} for a parameter with dtype {param.dtype} and param_dtype {policy.param_dtype}"
-        )
-    return dtype != policy.param_dtype
 
 
 def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:

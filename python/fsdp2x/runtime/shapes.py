@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
@@ -67,3 +69,19 @@ def layout_shapes(
             )
         shapes.append((*param.view, original, compute, reduce if castable else original, not param.is_wrapper))
     return shapes
+
+
+def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+    """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
+    override_fn = getattr(policy, "param_dtype_override_fn", None)
+    dtype = override_fn(param) if override_fn is not None else None
+    if dtype is None:
+        return False
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)}")
+    if dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+            f"{dtype} for a parameter with dtype {param.dtype} and param_dtype {policy.param_dtype}"
+        )
+    return dtype != policy.param_dtype

@@ -77,6 +77,8 @@ class UnitState(StateNames, torch_private.State):
     ) -> None:
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
         self.transport, self.timeout, self.groups = transport, timeout, groups
+        for group in groups:
+            group.unit_state = weakref.ref(self)
         self.auto_reshard = reshard_after_forward is None
         self.post_forward_world = self._smaller_world(reshard_after_forward)
         is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
@@ -116,6 +118,21 @@ class UnitState(StateNames, torch_private.State):
     def live_options(self):
         """The settings the engine reads: the unit's once it exists."""
         return self.options if self.unit is None else self.unit.options
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """From the next forward on; nothing is kept by fewer ranks any more."""
+        self.post_forward_world = None
+        for group in self.groups:
+            if group.engine is not None:
+                group.engine.clear_post_forward()
+        options = self.live_options()
+        options.reshard_after_forward, options.reshard_without_grad = reshard, False
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Of the whole root."""
+        (self.root_state() or self).is_last_backward = is_last_backward
+        if self.root is not None:
+            self.root.is_last_backward = is_last_backward
 
     @property
     def params(self) -> list[ShardedParam]:

@@ -23,7 +23,12 @@ from torch.distributed._composable_state import _State  # what contract() requir
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions  # whether a grouped gather blocks the host
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # the value of upstream's state attribute
+from torch.distributed.fsdp._fully_shard._fsdp_common import (  # the values of upstream's private attributes
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a local shard lies
@@ -58,6 +63,7 @@ __all__ = [
     "peer_sharer",
     "premultiplied_sum",
     "local_tensor",
+    "mesh_info",
     "is_replicated",
     "is_traceable_wrapper_subclass",
     "rebuild_tensor",
@@ -165,6 +171,15 @@ def unobserved():
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh whose axes are those of ``meshes``, cut out of one root mesh."""
     return DeviceMesh._concatenate(meshes)
+
+
+def mesh_info(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None, **spmd):
+    """Upstream's description of the data-parallel axes of ``mesh``."""
+    if replicate_axis is None:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=shard_axis, **spmd)
+    if shard_axis is None:
+        return DDPMeshInfo(mesh, replicate_mesh_dim=replicate_axis, **spmd)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=shard_axis, replicate_mesh_dim=replicate_axis, **spmd)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
