@@ -187,8 +187,8 @@ def _types_on_mesh(package: Any, types: dict, axes: list, data_axes: frozenset, 
             others[axis] = kind
         elif data is None or not axis <= data:
             raise ValueError(
-                f"fsdp2x.fully_shard: {where} is annotated by spmd_types on axis {axis}, which is neither an axis of the "
-                f"mesh {names} nor within its data-parallel ones"
+                f"fsdp2x.fully_shard: {where} is annotated by spmd_types on axis {axis}, which is neither an axis of "
+                f"the mesh {names} nor within its data-parallel ones"
             )
         elif kind is not package.R:
             raise ValueError(

@@ -125,7 +125,7 @@ class GroupNames:
     def post_forward_mesh_info(self, info: Any) -> None:
         if info is not None and not hasattr(info, "shard_mesh_size"):
             raise TypeError(
-                f"fsdp2x: post_forward_mesh_info is None or torch's FSDPMeshInfo, not {type(info).__name__}"
+                f"fsdp2x: post_forward_mesh_info is None or FSDPMeshInfo, not {type(info).__name__}"
             )
         state, world = self.unit_state(), None if info is None else info.shard_mesh_size
         if len(state.groups) > 1:
@@ -136,7 +136,7 @@ class GroupNames:
             )
         if world not in (None, self.ranks.world):
             raise AttributeError(
-                f"fsdp2x: unit '{state.name}' cannot be told by post_forward_mesh_info to keep its parameters on {world} "
+                f"fsdp2x: unit '{state.name}' cannot be told by post_forward_mesh_info to keep parameters on {world} "
                 f"of {self.ranks.world} ranks: pass reshard_after_forward={world} to fully_shard()"
             )
         state.set_reshard_after_forward(world is not None)
