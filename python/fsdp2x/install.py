@@ -23,6 +23,7 @@ from torch import nn
 
 import fsdp2x
 from fsdp2x.accelerate_on_cpu import FollowAccelerate
+from fsdp2x.arguments import checked
 
 logger = logging.getLogger("fsdp2x")
 
@@ -34,10 +35,11 @@ class Installation:
 
     Attributes:
         places: the globals that were rebound, as ``module.name``.
+        auto_wrap: what ``install`` was given.
     """
 
-    def __init__(self, replacements: dict[str, tuple[Callable, Callable]]) -> None:
-        self._replacements = replacements
+    def __init__(self, replacements: dict[str, tuple[Callable, Callable]], auto_wrap: bool) -> None:
+        self._replacements, self.auto_wrap = replacements, auto_wrap
         self._accelerate = FollowAccelerate()
         self.places = _rebind({id(old): new for old, new in replacements.values()})
 
@@ -63,7 +65,8 @@ class Installation:
         self.uninstall()
 
 
-def install() -> Installation:
+@checked
+def install(*, auto_wrap: bool = False) -> Installation:
     """Rebinds upstream's functions to ours in all loaded modules; modules imported later find ours by themselves.
 
     ``fully_shard`` then behaves as upstream's does in one respect where ``fsdp2x.fully_shard`` differs: it never splits
@@ -73,12 +76,26 @@ def install() -> Installation:
     On a CPU accelerate, and so transformers' Trainer, would take DDP where a script asks for FSDP: with a plugin of
     version 2 it takes its FSDP path there, too; with one of version 1 a warning says that nothing is sharded.
 
+    Args:
+        auto_wrap: for callers that shard a HuggingFace model by one call for the root alone: it is split into units as
+            ``fsdp2x.fully_shard(model)`` splits it. Calls for parts, for models with sharded parts, for lists and for
+            other modules are not changed.
+
     Returns:
         A handle with ``uninstall()``; the same one while installed.
+
+    Raises:
+        TypeError: ``auto_wrap`` is not a bool.
+        ValueError: it is installed already with another ``auto_wrap``.
     """
     global _active
+    if _active is not None and _active.auto_wrap != auto_wrap:
+        raise ValueError(
+            f"fsdp2x.install: it is installed with auto_wrap={_active.auto_wrap}, not {auto_wrap}: "
+            "call fsdp2x.uninstall() before"
+        )
     if _active is None:
-        _active = Installation(_replacements())
+        _active = Installation(_replacements(auto_wrap), auto_wrap)
         logger.log(_level(), "fsdp2x: installed in %s", ", ".join(_active.places))
     return _active
 
@@ -89,10 +106,10 @@ def uninstall() -> None:
         _active.uninstall()
 
 
-def _replacements() -> dict[str, tuple[Callable, Callable]]:
+def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
     """Name -> (upstream's function, what takes its place)."""
     pairs: dict[str, tuple[Callable, Callable]] = {
-        "fully_shard": (torch_fsdp.fully_shard, _shard_as_upstream(torch_fsdp.fully_shard))
+        "fully_shard": (torch_fsdp.fully_shard, _shard_as_upstream(torch_fsdp.fully_shard, auto_wrap))
     }
     for name in ("register_fsdp_forward_method", "share_comm_ctx"):
         ours = getattr(fsdp2x, name, None)
@@ -105,10 +122,10 @@ def _replacements() -> dict[str, tuple[Callable, Callable]]:
     return pairs
 
 
-def _shard_as_upstream(theirs: Callable) -> Callable:
+def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:
     @functools.wraps(fsdp2x.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **options: Any):
-        options.setdefault("auto_wrap", False)
+        options.setdefault("auto_wrap", None if auto_wrap else False)
         return fsdp2x.fully_shard(module, **options)
 
     def state(module: nn.Module):

@@ -2,6 +2,9 @@
 
     torchrun --nproc_per_node=2 -m fsdp2x.run train.py --lr 1e-3
     python -m fsdp2x.run -m package.train --lr 1e-3
+    torchrun --nproc_per_node=2 -m fsdp2x.run --auto-wrap train.py
+
+--auto-wrap: a HuggingFace model that the script shards by one call for the root alone is split into units.
 
 The script sees the ``sys.argv`` and ``sys.path[0]`` that ``python script.py args`` gives it, and its exit status and
 exceptions are those of the process. Processes that it spawns (not forks) start without fsdp2x.
@@ -15,7 +18,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-USAGE = "usage: python -m fsdp2x.run [-h] (SCRIPT | -m MODULE) [ARGS ...]"
+USAGE = "usage: python -m fsdp2x.run [-h] [--auto-wrap] (SCRIPT | -m MODULE) [ARGS ...]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] in (["-h"], ["--help"]):
         sys.stdout.write(f"{USAGE}\n\n{__doc__}")
         return 0
+    auto_wrap = words[:1] == ["--auto-wrap"]
+    words = words[1:] if auto_wrap else words
     as_module = words[:1] == ["-m"]
     words = words[1:] if as_module else words
     if not words or (words[0].startswith("-") and not as_module):
@@ -33,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if not as_module and not os.path.exists(words[0]):
         sys.stderr.write(f"fsdp2x.run: no such script: {words[0]}\n")
         return 2
-    _install_aloud()
+    _install_aloud(auto_wrap)
     sys.argv[:] = words
     if as_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -44,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _install_aloud() -> None:
+def _install_aloud(auto_wrap: bool) -> None:
     """Installs, and shows on the standard error stream that it did: the script has not set up its logging yet."""
     from fsdp2x import install
 
@@ -53,7 +58,7 @@ def _install_aloud() -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        install()
+        install(auto_wrap=auto_wrap)
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)

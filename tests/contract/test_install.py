@@ -168,3 +168,26 @@ def test_forward_methods_of_both_kinds(ctx):
             torch_fsdp.register_fsdp_forward_method(model, "encode")
             assert torch.equal(model.encode(x), plain.encode(x))
         torch_fsdp.register_fsdp_forward_method(plain, "encode")
+
+
+def num_units(model) -> int:
+    return sum(isinstance(module, fsdp2x.FSDPModule) for module in model.modules())
+
+
+@distributed(world_sizes=(1,))
+def test_auto_wrap_splits_what_is_sharded_by_one_call_for_the_root(ctx):
+    """Parts, other modules and models with sharded parts are left to the caller; so is everything by default."""
+    with fsdp2x.install():
+        assert num_units(torch_fsdp.fully_shard(build("llama"))) == 1
+    with fsdp2x.install(auto_wrap=True) as handle:
+        assert fsdp2x.install(auto_wrap=True) is handle
+        assert num_units(torch_fsdp.fully_shard(build("llama"))) > 2
+        assert num_units(torch_fsdp.fully_shard(build("llama"), auto_wrap=False)) == 1
+        assert num_units(torch_fsdp.fully_shard(Stack())) == 1
+        model = build("llama")
+        torch_fsdp.fully_shard(model.model.layers[0])
+        assert num_units(torch_fsdp.fully_shard(model)) == 2
+        with pytest.raises(ValueError, match=r"installed with auto_wrap=True.*fsdp2x\.uninstall\(\)"):
+            fsdp2x.install()
+    with fsdp2x.install():
+        assert num_units(torch_fsdp.fully_shard(build("llama"))) == 1

@@ -121,3 +121,14 @@ def test_under_torchrun(folder):
     done = _python(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.module"] * 2
+
+
+@pytest.mark.parametrize("words", [(), ("--auto-wrap",)])
+def test_auto_wrap_is_an_option_before_the_script(tmp_path, words):
+    (tmp_path / "show.py").write_text(
+        "import sys, fsdp2x; print(sys.argv, fsdp2x.install(auto_wrap=len(sys.argv) > 1))"
+    )
+    arguments = ("x",) if words else ()
+    done = _python("-m", "fsdp2x.run", *words, "show.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(["show.py", *arguments]))

@@ -161,7 +161,7 @@ NEEDS = {
     "fsdp2x.from_pretrained": lambda w: {"path_or_model_class": w.written(write_model, "hf")},
     "fsdp2x.full_tensors": lambda w: {"model": w.sharded()},
     "fsdp2x.fully_shard": lambda w: {"module": w.plain()},
-    "fsdp2x.install": lambda w: {},
+    "fsdp2x.install": lambda w: {"auto_wrap": False},
     "fsdp2x.load_adapter": lambda w: {"model": (m := w.adapter()), "folder": fsdp2x.save_adapter(m, w.folder / "a")},
     "fsdp2x.load_hf": lambda w: {"model": (m := w.hf()), "path": fsdp2x.save_hf(m, w.folder / "hf")},
     "fsdp2x.local_optimizer": lambda w: {"optimizer": torch.optim.Adam(w.sharded().parameters())},
