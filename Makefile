@@ -44,7 +44,7 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -53,6 +53,7 @@ help:
 	@echo "make lint      ruff and clang-format; format applies them"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
+	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
@@ -88,13 +89,13 @@ test-cpp: $(TOOLS)
 	$(CMAKE) --build build/cpp
 	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error
 
-# Without tests/ptx, which has a target of its own.
+# Without tests/ptx and tests/real, which have targets of their own.
 test: build test-cpp
-	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real $(PYTEST_ARGS)
 
 test-full: export FSDP2X_FULL := 1
 test-full: build test-cpp
-	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --full $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real --full $(PYTEST_ARGS)
 
 sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
@@ -115,6 +116,10 @@ test-ptx: cuda-compiler
 	$(CONFIGURE_GPU)
 	$(CMAKE) --build build/gpu --target ptx_programs
 	$(RUN_PYTHON) -m pytest tests/ptx $(PYTEST_ARGS)
+
+# Environments are kept in build/real; the first run downloads them.
+test-real: build
+	$(RUN_PYTHON) -m pytest tests/real -rs $(PYTEST_ARGS)
 
 # Both skip, with the reason, what this machine cannot run. The slow ones, compute-sanitizer's, can be left out:
 # `make gpu-test PYTEST_ARGS="-m 'not full'"`.
