@@ -2,13 +2,14 @@
 
 import sys
 
-import report
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+
+import report
 
 dist.init_process_group("gloo")
 if sys.argv[2] == "fsdp":

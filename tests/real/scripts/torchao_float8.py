@@ -2,12 +2,13 @@
 
 import sys
 
-import report
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+import report
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
