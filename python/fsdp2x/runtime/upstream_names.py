@@ -124,9 +124,7 @@ class GroupNames:
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: Any) -> None:
         if info is not None and not hasattr(info, "shard_mesh_size"):
-            raise TypeError(
-                f"fsdp2x: post_forward_mesh_info is None or FSDPMeshInfo, not {type(info).__name__}"
-            )
+            raise TypeError(f"fsdp2x: post_forward_mesh_info is None or FSDPMeshInfo, not {type(info).__name__}")
         state, world = self.unit_state(), None if info is None else info.shard_mesh_size
         if len(state.groups) > 1:
             way_out = "call set_reshard_after_forward() on its module"
