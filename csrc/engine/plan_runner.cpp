@@ -18,14 +18,23 @@ std::vector<UploadedPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans
   return uploaded;
 }
 
-// What a ReducePlan has of ours: packing for each combination of gradient dtypes seen, and the rows.
+// Combinations of gradient dtypes whose plans are kept. A model has one; gradients that come in several have few.
+constexpr size_t kMaxPacks = 8;
+
+// What a ReducePlan has of ours: packing for each combination of gradient dtypes, and the rows.
 struct Prepared {
+  // What each gradient had last. A missing one keeps it, so that plans do not depend on which gradients there are.
+  std::vector<DType> types;
   std::map<std::vector<DType>, std::vector<UploadedPlan<cuda::CopySegment>>> packs;
   std::vector<UploadedPlan<cuda::ReduceSegment>> rows;
 };
 
 Prepared& prepared_of(ReducePlan& plan) {
-  if (!plan.prepared) plan.prepared = std::make_shared<Prepared>();
+  if (!plan.prepared) {
+    const auto made = std::make_shared<Prepared>();
+    for (const ParamPlace& place : plan.layout->params()) made->types.push_back(place.shape.compute);
+    plan.prepared = made;
+  }
   return *static_cast<Prepared*>(plan.prepared.get());
 }
 
@@ -60,15 +69,14 @@ const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void
 std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer,
                                        cuda::Stream stream) const {
   const DeviceScope scope(device_);
-  std::vector<DType> types;
+  auto& [types, packs, rows] = prepared_of(plan);
   std::vector<PackItem> left_over;
-  for (const ParamPlace& place : plan.layout->params()) types.push_back(place.shape.reduce);
   for (const PackItem& item : items) {
     if (item.source != nullptr) types[item.param] = item.type;
     if (!cuda::computes(types[item.param], plan.layout->params()[item.param].shape.reduce)) left_over.push_back(item);
   }
-  auto& packs = prepared_of(plan).packs;
   if (!packs.contains(types)) {
+    if (packs.size() >= kMaxPacks) packs.clear();  // freed in the order of the compute lane, which reads them
     packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), device_));
   }
   for (const auto& part : packs.at(types)) {

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import streams
+from device_twins import Operations
 from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import full, only_fsdp2x, same, shard, shard_stock
@@ -134,3 +135,37 @@ def test_memory_that_an_optimizer_in_backward_gave_back(ctx):
     blocks = [{address for address, _ in entry[4]} for entry in entries if entry[0] in ("pack", "write_rows")]
     assert any(one & other for i, one in enumerate(blocks) for other in blocks[:i]), "no memory was used again"
     assert streams.races(entries) == []
+
+
+class Branches(nn.Module):
+    """A step uses some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for i in chosen:
+            x = self.layers[i](x)
+        return x
+
+
+@distributed(world_sizes=(1,))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plans_do_not_depend_on_which_gradients_there_are(ctx, policy):
+    """Where each step lacks others, none builds a plan and takes its memory again."""
+    only_fsdp2x(ctx)
+    streams.install()
+    model = shard(ctx, Branches(), transport="streams", mp_policy=POLICIES[policy])
+
+    def num_taken(chosen: tuple[int, ...]) -> int:
+        loss = model(inputs(0, width=WIDTH), chosen).square().mean()
+        with Operations() as operations:
+            loss.backward()
+        model.zero_grad()
+        return operations.counts["empty"]
+
+    num_taken((0, 1, 2, 3, 4))
+    steps = ((0, 1, 2), (1, 2, 3), (2, 3, 4), (0, 1, 2), (0, 2, 4))
+    counts = [num_taken(chosen) for chosen in steps]
+    assert counts == counts[:1] * len(steps), counts
