@@ -22,9 +22,8 @@ void bind_peers(py::module_& m) {
           },
           py::arg("output"), py::arg("source"))
       .def("all_gather_group", &PeerCollectives::all_gather, py::arg("outputs"), py::arg("sources"))
-      .def("reduce_scatter", &PeerCollectives::reduce_scatter, py::arg("output"), py::arg("source"), py::arg("average"))
-      .def("reduce_scatter_scaled", &PeerCollectives::reduce_scatter_scaled, py::arg("output"), py::arg("source"),
-           py::arg("factor"));
+      .def("reduce_scatter", &PeerCollectives::reduce_scatter, py::arg("output"), py::arg("source"),
+           py::arg("average"));
 }
 
 }  // namespace fsdp2x

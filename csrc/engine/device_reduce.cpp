@@ -103,7 +103,7 @@ void DeviceTransport::begin_reduce(Group& group) {
   if (running.segment >= 0) layer_->wait(running.lane, *segments_[running.segment].free);
   if (world > 1) {
     const LaneScope scope(*layer_, running.lane);
-    call_reduce_scatter(group, typed(running.rows, type, 0, plan.segment_bytes), input, running);
+    call_reduce_scatter(group, typed(running.rows, type, 0, plan.segment_bytes), input);
   }
   layer_->record(*buffer.ready, running.lane);
   running.number = ++num_reductions_;
@@ -119,36 +119,21 @@ void DeviceTransport::begin_reduce(Group& group) {
   retire_reductions(group, reductions_beside());
 }
 
-void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input,
-                                          Running& running) {
+void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input) {
   const ProfileRange range(group.unit->ranges.reduce_scatter);
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
   const bool is_custom = static_cast<bool>(group.calls.reduce_scatter);
   const bool is_separate = static_cast<bool>(group.calls.separate_reduce_scatter);
-  const PyRef& scaled = is_separate ? group.calls.separate_reduce_scatter_scaled : collectives_.reduce_scatter_scaled;
-  const bool scales = !is_custom && scaled && group.options().divide_factor && !group.options().force_sum_reduction &&
-                      group.reduce_type() != DType::f16;
-  PyRef done;
-  if (scales) {
-    const PyRef factor = PyRef::steal(PyFloat_FromDouble(1.0 / running.divisor));
-    running.divisor = 1.0;
-    done = PyRef::steal(
-        PyObject_CallFunctionObjArgs(scaled.get(), py_output.get(), py_input.get(), factor.get(), nullptr));
-  } else {
-    const PyRef& function = is_custom     ? group.calls.reduce_scatter
-                            : is_separate ? group.calls.separate_reduce_scatter
-                                          : collectives_.reduce_scatter;
-    done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
-                                                     group.averages() ? Py_True : Py_False, nullptr));
-  }
+  const PyRef& function = is_custom     ? group.calls.reduce_scatter
+                          : is_separate ? group.calls.separate_reduce_scatter
+                                        : collectives_.reduce_scatter;
+  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
+                                                               group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(group, group.calls.explain, "reduction");
   ++group.root().counters.python_calls;
-  note_rows(scales             ? "reduce_scatter (scaled)"
-            : group.averages() ? "reduce_scatter (average)"
-                               : "reduce_scatter (sum)",
-            group, input, output);
+  note_rows(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group, input, output);
 }
 
 void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {

@@ -20,11 +20,10 @@ namespace fsdp2x {
 
 // Python callables of the process groups. All are ordered by the current stream and return when they are enqueued.
 struct DeviceCollectives {
-  PyRef all_gather;             // (output, input)
-  PyRef all_gather_group;       // ([output], [input]): in one launch; null: gather in one piece, packed
-  PyRef reduce_scatter;         // (output, input, average: bool)
-  PyRef reduce_scatter_scaled;  // (output, input, factor): multiplies before it sums; null: divided afterwards
-  PyRef allocate;               // (bytes) -> memory registered with the process group; null: torch's allocator
+  PyRef all_gather;        // (output, input)
+  PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
+  PyRef reduce_scatter;    // (output, input, average: bool)
+  PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
 };
 
 class DeviceTransport final : public Transport {
@@ -170,7 +169,7 @@ class DeviceTransport final : public Transport {
 
   // Reducing and attaching (device_reduce.cpp).
   at::Tensor rows_for(Group& group, Running& running);
-  void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input, Running& running);
+  void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input);
   void reduce_over_replicas(Group& group, Running& running);
   void keep_partial(Group& group, Running& running);
   void close_scratch(Group& group);

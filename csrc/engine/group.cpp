@@ -322,7 +322,8 @@ DType Group::reduce_type() const {
 
 bool Group::averages() const {
   // fp16 sums overflow early, so they are divided in two halves around the collective.
-  return !options().divide_factor && !options().force_sum_reduction && reduce_type() != DType::f16;
+  if (options().force_sum_reduction || reduce_type() == DType::f16) return false;
+  return divisor() == static_cast<double>(layout.world() * replicas_);
 }
 
 double Group::divisor() const {

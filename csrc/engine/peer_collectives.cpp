@@ -179,16 +179,8 @@ cuda::ReduceList PeerCollectives::reduce_list(DType type, int64_t numel, at::Dev
   return made.first->second.list();
 }
 
-void PeerCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input, bool average) {
-  reduce(output, input, average ? cuda::divide_by(world_) : cuda::Scale());
-}
-
-void PeerCollectives::reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor) {
-  reduce(output, input, cuda::multiply_by(factor));
-}
-
 // By torch: the kernels compute in fp32.
-void PeerCollectives::reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, cuda::Scale scale) const {
+void PeerCollectives::reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, bool average) const {
   at::Tensor sum;
   for (const void* base : std::span(peers.base).first(static_cast<size_t>(world_))) {
     void* const part = static_cast<double*>(const_cast<void*>(base)) + rank_ * output.numel();
@@ -196,12 +188,11 @@ void PeerCollectives::reduce_in_f64(const at::Tensor& output, const cuda::PeerTa
         part, {output.numel()}, [](void*) {}, output.options(), output.device());
     sum = sum.defined() ? sum.add_(rows) : rows.clone();
   }
-  if (scale.mode == cuda::ScaleMode::multiply) sum.mul_(scale.value);
-  if (scale.mode == cuda::ScaleMode::divide) sum.div_(scale.value);
+  if (average) sum.div_(world_);
   output.view({-1}).copy_(sum);
 }
 
-void PeerCollectives::reduce(const at::Tensor& output, const at::Tensor& input, cuda::Scale scale) {
+void PeerCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input, bool average) {
   check();
   const DType type = engine_dtype(input.scalar_type());
   if (output.scalar_type() != input.scalar_type() || input.numel() != output.numel() * world_ || type == DType::byte) {
@@ -219,13 +210,13 @@ void PeerCollectives::reduce(const at::Tensor& output, const at::Tensor& input, 
   cuda::TargetTable target;
   target.base[0] = output.data_ptr();
   cuda::ReduceArgs args;
-  args.scale = scale;
+  if (average) args.scale = cuda::divide_by(world_);
   const ReleaseGil released;
   barrier(memory, scope.stream());
   if (has_kernel) {
     kernels_->reduce(list, peers, target, args, scope.stream());
   } else {
-    reduce_in_f64(output, peers, scale);
+    reduce_in_f64(output, peers, average);
   }
   barrier(memory, scope.stream());
 }

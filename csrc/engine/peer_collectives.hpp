@@ -38,8 +38,6 @@ class PeerCollectives {
   // output = this rank's part of the sum of every rank's `input`, or of their mean: in rank order, in fp32 (f64: in
   // f64), rounded once. `input` lies in allocated memory, `output` anywhere.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, bool average);
-  // The sum times `factor`.
-  void reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor);
 
  private:
   struct Memory {
@@ -56,8 +54,7 @@ class PeerCollectives {
   cuda::PeerTable table_of(const Memory& memory, size_t offset) const;
   cuda::CopyList gather_list(const std::vector<Piece>& pieces, at::Device device);
   cuda::ReduceList reduce_list(DType type, int64_t numel, at::Device device);
-  void reduce(const at::Tensor& output, const at::Tensor& input, cuda::Scale scale);
-  void reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, cuda::Scale scale) const;
+  void reduce_in_f64(const at::Tensor& output, const cuda::PeerTable& peers, bool average) const;
   // Throws Error when a barrier has given up.
   void check() const;
 

@@ -92,7 +92,8 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             reduces_aside=comms.reduce_scatter is not None
             or comms.all_reduce_hook is not None
             or common.registers_memory,
-            averages=options.divide_factor is None and not options.force_sum_reduction,
+            averages=not options.force_sum_reduction
+            and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
     )
 

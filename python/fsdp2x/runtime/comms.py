@@ -15,7 +15,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
-from fsdp2x.runtime.transport import all_gather, device_reductions, reduce_scatter, wait
+from fsdp2x.runtime.transport import all_gather, device_reduction, reduce_scatter, wait
 
 
 def connect(group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
@@ -124,11 +124,10 @@ class CustomComms:
                 gather = gather or functools.partial(all_gather, group.ranks.group)
                 gather = functools.partial(group.slow_gathers.all_gather, gather)
             engine.all_gather = gather
-            engine.separate_reduce_scatter = engine.separate_reduce_scatter_scaled = None
+            engine.separate_reduce_scatter = None
             if engine.has_streams and self.separate_reduction and self.reduce_scatter is None:
                 engine.reduce_scatter = None
-                separate = device_reductions(reduction_group(group.ranks))
-                engine.separate_reduce_scatter, engine.separate_reduce_scatter_scaled = separate
+                engine.separate_reduce_scatter = device_reduction(reduction_group(group.ranks))
             else:
                 engine.reduce_scatter = self._reduction_of(group)
 

@@ -61,7 +61,6 @@ __all__ = [
     "never_compiled",
     "local_shape_and_offset",
     "peer_sharer",
-    "premultiplied_sum",
     "local_tensor",
     "mesh_info",
     "is_replicated",
@@ -253,13 +252,6 @@ def has_symmetric_pool() -> bool:
     import torch.distributed._symmetric_memory as symmetric
 
     return hasattr(symmetric, "get_mem_pool")
-
-
-def premultiplied_sum(factor: float):
-    """NCCL's operation that multiplies by ``factor`` before it sums."""
-    # Newer versions have made the name of the operation callable instead.
-    make = getattr(dist, "_make_nccl_premul_sum", None) or dist.ReduceOp.PREMUL_SUM
-    return make(factor)
 
 
 def start_memory_history() -> None:

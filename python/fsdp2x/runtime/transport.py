@@ -187,18 +187,15 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
             all_gather=peers.all_gather,
             all_gather_group=peers.all_gather_group,
             reduce_scatter=peers.reduce_scatter,
-            reduce_scatter_scaled=peers.reduce_scatter_scaled,
             allocate=peers.allocate,
             layer=layer,
             pack_below_bytes=0,  # one launch reads parameters of any number: packing would only add a copy
         )
     backend = "" if group is None else dist.get_backend_config(group)
-    reduce, reduce_scaled = device_reductions(group)
     return _C.DeviceTransport(
         all_gather=functools.partial(_all_gather_now, group),
         all_gather_group=functools.partial(_all_gather_group, group) if groups_gathers(backend) else None,
-        reduce_scatter=reduce,
-        reduce_scatter_scaled=reduce_scaled,
+        reduce_scatter=device_reduction(group),
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=PACK_BELOW_BYTES,
@@ -215,11 +212,13 @@ def peer_collectives(group: dist.ProcessGroup, device: torch.device):
     )
 
 
-def device_reductions(group: dist.ProcessGroup | None) -> tuple:
-    """Reduce-scatters in stream order: of (output, source, average), and of (output, source, factor) or None."""
-    backend = "" if group is None else dist.get_backend_config(group)
-    scaled = functools.partial(_reduce_scatter_scaled, group) if scales_sums(backend) else None
-    return functools.partial(_reduce_scatter_now, group), scaled
+def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:
+    """A reduce-scatter in stream order, of (output, source, average).
+
+    What is divided by another number than the ranks' is summed first: NCCL's premultiplied sum costs no pass, but takes
+    the factor of bf16 for zero before torch 2.15, and a pass over reduced rows is short.
+    """
+    return functools.partial(_reduce_scatter_now, group)
 
 
 # Parameters smaller than this are gathered together; the reasons are where the engine defines it.
@@ -228,11 +227,6 @@ PACK_BELOW_BYTES = _C.PACK_BELOW_BYTES
 
 def groups_gathers(backend: str) -> bool:
     """Whether a backend runs many all-gathers as one operation: one launch of NCCL. Others would run them in turn."""
-    return "nccl" in backend
-
-
-def scales_sums(backend: str) -> bool:
-    """Whether a backend can multiply before it sums, so that dividing costs no pass of its own."""
     return "nccl" in backend
 
 
@@ -254,12 +248,6 @@ def _all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sou
 def _reduce_scatter_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool) -> bool:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, source, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
-    return True
-
-
-def _reduce_scatter_scaled(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, factor: float) -> bool:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, source, op=torch_private.premultiplied_sum(factor), group=group)
     return True
 
 
