@@ -21,9 +21,19 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-# One build for Ampere, Hopper and Blackwell, with PTX of the newest for what comes after, unless others are asked for.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+  include("${CMAKE_CURRENT_LIST_DIR}/cuda_architectures.cmake")
+  fsdp2x_choose_cuda_architectures("${CMAKE_CUDA_COMPILER}" CMAKE_CUDA_ARCHITECTURES fsdp2x_why_not)
+  if(fsdp2x_why_not)
+    if(FSDP2X_CUDA STREQUAL ON)
+      message(FATAL_ERROR "FSDP2X_CUDA is ON but ${fsdp2x_why_not}: use another nvcc (CUDACXX), name architectures "
+                          "(CUDAARCHS), or use FSDP2X_CUDA=OFF.")
+    endif()
+    message(WARNING "fsdp2x: ${fsdp2x_why_not}; the kernels of csrc/cuda are left out, and torch's operations run in "
+                    "their place. Use another nvcc (CUDACXX) or name architectures (CUDAARCHS).")
+    unset(CMAKE_CUDA_ARCHITECTURES)
+    return()
+  endif()
 endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)

@@ -241,6 +241,75 @@ def test_the_compiler_is_found_or_its_packages_are_named(tmp_path, cuda_wheels):
     assert cuda_wheels.find_nvcc(torch, [str(tmp_path / "empty"), str(tmp_path)]) == nvcc
 
 
+# --- architectures ----------------------------------------------------------------------------------------------------
+
+
+def fake_nvcc(tmp_path: Path, version: str, known: tuple[int, ...]) -> Path:
+    """An nvcc that tells its version and what it compiles for."""
+    known = "\n".join(f"compute_{number}" for number in known)
+    path = tmp_path / "nvcc"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in --version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
+        f'--list-gpu-arch) echo "{known}";; *) exit 1;; esac\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def architectures_of(nvcc: Path) -> tuple[list[str], str]:
+    """What the build compiles the kernels for by default with an nvcc, and why it leaves them out."""
+    program = nvcc.parent / "choose.cmake"
+    program.write_text(
+        f'include("{ROOT}/cmake/cuda_architectures.cmake")\n'
+        f'fsdp2x_choose_cuda_architectures("{nvcc}" chosen why_not)\n'
+        'execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "${chosen}|${why_not}")\n'
+    )
+    cmake = Path(sys.executable).parent / "cmake"
+    cmake = str(cmake) if cmake.exists() else shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    output = subprocess.run([cmake, "-P", str(program)], capture_output=True, text=True, timeout=60, check=True).stdout
+    chosen, why_not = output.strip().split("|")
+    return [one for one in chosen.split(";") if one], why_not
+
+
+@pytest.mark.parametrize(
+    ("version", "known", "expected"),
+    [
+        ("12.0", (50, 70, 75, 80, 86, 87, 89, 90), ["80-real", "90"]),
+        ("12.6", (50, 70, 75, 80, 86, 87, 89, 90), ["80-real", "90"]),
+        ("12.8", (50, 70, 75, 80, 86, 87, 89, 90, 100, 101, 120), ["80-real", "90-real", "100"]),
+        ("13.2", (75, 80, 86, 87, 88, 89, 90, 100, 110, 103, 120, 121), ["80-real", "90-real", "100"]),
+        ("15.0", (100, 103, 120), ["100"]),
+    ],
+)
+def test_kernels_are_compiled_for_what_nvcc_knows(tmp_path, version, known, expected):
+    assert architectures_of(fake_nvcc(tmp_path, version, known)) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("version", "known", "reason"),
+    [
+        ("11.8", (50, 80, 90), "is of CUDA 11.8; C\\+\\+20 needs 12.0 or later"),
+        ("16.1", (120, 130), "of CUDA 16.1 knows none of sm_80, sm_90 and sm_100"),
+    ],
+)
+def test_an_nvcc_that_cannot_compile_the_kernels_is_told(tmp_path, version, known, reason):
+    chosen, why_not = architectures_of(fake_nvcc(tmp_path, version, known))
+    assert chosen == []
+    assert re.search(reason, why_not)
+
+
+def test_the_real_nvcc_knows_what_is_chosen(tmp_path):
+    nvcc("--version")  # skips where there is none
+    found = shutil.which(os.environ.get("CUDACXX", "nvcc")) or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    (tmp_path / "nvcc").symlink_to(found)
+    chosen, why_not = architectures_of(tmp_path / "nvcc")
+    assert chosen and why_not == ""
+    assert {one.removesuffix("-real") for one in chosen} <= set(re.findall(r"\d+", nvcc("--list-gpu-arch").stdout))
+
+
 # --- what nvcc makes of the kernels ----------------------------------------------------------------------------------
 
 
