@@ -53,6 +53,7 @@ def needs_kernels() -> None:
     """Skips where the extension was built without nvcc: torch's operations stand in for its kernels, piece by piece."""
     if not _C.has_device_kernels():
         pytest.skip("fsdp2x was built without CUDA kernels: build it where nvcc is, with CUDA=ON")
+    assert _C.can_run_kernels(torch.device("cuda", torch.cuda.current_device()))
 
 
 def needs_memory(num_bytes: float) -> None:

@@ -26,7 +26,10 @@ std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 void bind_device(py::module_& m) {
+  // Whether fsdp2x was built with them, and whether a device can run them.
   m.def("has_device_kernels", [] { return DeviceKernels(/*with_twins=*/false).exist(); });
+  m.def(
+      "can_run_kernels", [](at::Device device) { return kernels_on(device) != nullptr; }, py::arg("device"));
   py::enum_<Lane>(m, "Lane")
       .value("compute", Lane::compute)
       .value("copy_in", Lane::copy_in)

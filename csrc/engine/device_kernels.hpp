@@ -14,6 +14,10 @@
 
 namespace fsdp2x {
 
+// Those of a CUDA device; null: built without nvcc, or the driver cannot run them there, which a warning says once.
+// Needs the GIL.
+const cuda::Kernels* kernels_on(at::Device device);
+
 // Those of CUDA devices; with their twins the "device" is the CPU, for tests.
 class DeviceKernels {
  public:
@@ -22,7 +26,7 @@ class DeviceKernels {
 
   // False: built without nvcc.
   bool exist() const { return table_ != nullptr; }
-  bool serve(at::Device device) const { return exist() && (with_twins_ ? device.is_cpu() : device.is_cuda()); }
+  bool serve(at::Device device) const { return with_twins_ ? device.is_cpu() : kernels_on(device) != nullptr; }
   const cuda::Kernels* operator->() const { return table_; }
 
  private:
@@ -43,7 +47,7 @@ class DeviceScope {
 };
 
 // The plans of launches that are the same from call to call, by number of the launch: built and uploaded again where
-// segments have changed.
+// segments have changed, as in steps with other gradients. The host waits for none of it.
 template <class Segment>
 class KeptPlans {
  public:
@@ -51,7 +55,7 @@ class KeptPlans {
     if (kept_.size() <= launch) kept_.resize(launch + 1);
     std::unique_ptr<Kept>& kept = kept_[launch];
     if (kept == nullptr || kept->plan.memory.device() != device || kept->segments != segments) {
-      kept.reset(new Kept{segments, {cuda::make_plan(segments), device}});
+      kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}});
       ++num_built_;
     }
     return kept->plan.list();

@@ -5,6 +5,7 @@
 
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
+#include "engine/device_kernels.hpp"
 #include "engine/gil.hpp"
 #include "engine/plan_runner.hpp"
 
@@ -121,9 +122,7 @@ struct TorchEvent final : DeviceEvent {
 
 }  // namespace
 
-TorchLayer::TorchLayer(at::Device device)
-    : DeviceLayer(device, device.is_cuda() ? cuda::device_kernels() : nullptr),
-      kernels_(device.is_cuda() ? cuda::device_kernels() : nullptr) {
+TorchLayer::TorchLayer(at::Device device) : DeviceLayer(device, kernels_on(device)), kernels_(kernels_on(device)) {
   if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams; its transports do without");
   const c10::impl::VirtualGuardImpl guard(device.type());
   for (size_t lane = 1; lane < kNumLanes; ++lane) {

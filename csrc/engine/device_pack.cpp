@@ -11,6 +11,7 @@
 #include "engine/device_transport.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
+#include "engine/uploaded_plan.hpp"
 
 namespace fsdp2x {
 
@@ -144,12 +145,11 @@ const at::Tensor& DeviceTransport::flags_of(const Group& group) {
   pattern.resize(plan.flags_numel);
   if (const auto found = flags_.find(pattern); found != flags_.end()) return found->second;
   if (flags_.size() >= kMaxFlagPatterns) flags_.clear();  // freed in the order of the compute lane, which reads them
-  const std::vector<float> values(pattern.begin(), pattern.end());
-  const at::Tensor flags =
-      at::from_blob(const_cast<float*>(values.data()), {static_cast<int64_t>(values.size())}, at::kFloat);
-  return flags_
-      .emplace(std::move(pattern), flags.to(layer_->device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true))
-      .first->second;
+  const at::Device device = layer_->device();
+  const at::Tensor values = host_memory_for(device, at::kFloat, pattern.size());
+  std::copy(pattern.begin(), pattern.end(), values.mutable_data_ptr<float>());
+  // In the order of the compute lane, which reads them.
+  return flags_.emplace(std::move(pattern), values.to(device, at::kFloat, /*non_blocking=*/true)).first->second;
 }
 
 }  // namespace fsdp2x

@@ -10,12 +10,23 @@
 
 namespace fsdp2x {
 
+// Host memory for what goes to `device`: page-locked for one with streams, so that the host need not wait for the copy.
+inline at::Tensor host_memory_for(at::Device device, at::ScalarType type, size_t numel) {
+  const auto options = at::TensorOptions().dtype(type).pinned_memory(device.is_cuda());
+  return at::empty({static_cast<int64_t>(numel)}, options);
+}
+
+enum class Arrival {
+  now,       // the host waits: for plans that are made once and read by any stream
+  in_order,  // of the current stream, whose work reads it next
+};
+
 template <class Segment>
 struct UploadedPlan {
-  UploadedPlan(cuda::Plan<Segment> made, at::Device device) : plan(std::move(made)) {
-    at::Tensor image = at::empty({static_cast<int64_t>(std::max<size_t>(plan.image_bytes(), 1))}, at::kByte);
+  UploadedPlan(cuda::Plan<Segment> made, at::Device device, Arrival arrival = Arrival::now) : plan(std::move(made)) {
+    at::Tensor image = host_memory_for(device, at::kByte, std::max<size_t>(plan.image_bytes(), 1));
     plan.write_image(image.data_ptr());
-    memory = image.to(device);  // once; returns when it has arrived
+    memory = image.to(device, at::kByte, /*non_blocking=*/arrival == Arrival::in_order);
   }
   cuda::List<Segment> list() const { return plan.list(memory.const_data_ptr()); }
 

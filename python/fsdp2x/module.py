@@ -295,7 +295,7 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             ValueError: another backend.
             NotImplementedError: the model is on the CPU, this torch has no pool of symmetric memory, or ``"CUDA"`` and
-                fsdp2x was built without CUDA kernels.
+                the device cannot run fsdp2x's kernels, or fsdp2x was built without.
             RuntimeError: called during forward or backward; from a later forward or backward, a peer that did not come
                 to a collective within the process group's timeout.
         """
@@ -307,10 +307,11 @@ class FSDPModule(_TorchFSDPModule):
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        if backend == "CUDA" and not _C.has_device_kernels():
+        if backend == "CUDA" and not _C.can_run_kernels(state.ranks.device):
+            why = "its driver cannot run them" if _C.has_device_kernels() else "fsdp2x was built without nvcc"
             raise NotImplementedError(
-                "fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels, and fsdp2x was built "
-                "without nvcc; build it with -DFSDP2X_CUDA=ON, or use 'NCCL'"
+                f"fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels on {state.ranks.device}, "
+                f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
             )
         state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")

@@ -276,9 +276,11 @@ def test_the_setter(ctx):
     model.zero_grad()
     state = model._get_fsdp_state()
     state.ranks = dataclasses.replace(state.ranks, device=torch.device("cuda", 0))
-    with mock.patch.object(_C, "has_device_kernels", lambda: False):
-        with pytest.raises(NotImplementedError, match="built without nvcc"):
-            model.set_symm_mem_for_comm("CUDA")
+    with mock.patch.object(_C, "can_run_kernels", lambda device: False):
+        for is_built, why in ((False, "built without nvcc"), (True, "its driver cannot run them")):
+            with mock.patch.object(_C, "has_device_kernels", lambda is_built=is_built: is_built):
+                with pytest.raises(NotImplementedError, match=f"on cuda:0, and .*{why}"):
+                    model.set_symm_mem_for_comm("CUDA")
     state.ranks = dataclasses.replace(state.ranks, device=torch.device("cpu"))
     assert state.comm_memory is None
 

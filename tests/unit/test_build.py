@@ -371,6 +371,37 @@ def test_no_kernel_spills(tmp_path, source, architecture):
         assert max(int(num) for num in re.findall(r"Used (\d+) registers", report)) <= 64, report
 
 
+PROBE = """
+import warnings, torch
+from fsdp2x.runtime.native import _C
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    can = [_C.can_run_kernels(torch.device("cuda", index)) for index in (0, 0, 1)]
+print(_C.has_device_kernels(), *can)
+for warning in caught:
+    print(warning.message)
+"""
+
+
+def test_kernels_that_the_driver_cannot_run_are_not_used():
+    """One warning for each device. Without a driver they could not be launched either."""
+    import torch
+
+    output = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+    said, *warnings = output.stdout.splitlines()
+    if said.startswith("False"):
+        assert (said, warnings) == ("False False False False", [])
+        pytest.skip("fsdp2x was built without CUDA kernels")
+    if torch.cuda.is_available():
+        assert said.startswith("True True True") and not any("cuda:0" in warning for warning in warnings)
+        return
+    assert said == "True False False False"
+    assert [re.match(r"fsdp2x: its kernels cannot run on (cuda:\d): .*driver", w)[1] for w in warnings] == [
+        "cuda:0",
+        "cuda:1",
+    ]
+
+
 def test_the_extension_links_no_driver_and_no_nccl():
     from fsdp2x.runtime import native
 
