@@ -1,7 +1,8 @@
 """``sleep`` and ``wake``: a model and its optimizer give their device memory away for a while and get it back.
 
 For reinforcement learning, where training and generation take turns on one device. The values wait in pinned host
-memory that is kept for the next time; parameters, gradients and optimizer state keep their Python objects.
+memory that is kept for the next time; parameters, gradients and optimizer state keep their Python objects. Torch's
+allocator gives what is free to the driver, for whoever else uses the device.
 """
 
 from __future__ import annotations
@@ -24,21 +25,63 @@ from fsdp2x.runtime.tree import unit_states
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
 
 
+# Of host memory; a power of two, because torch rounds page-locked memory up to one.
+BLOCK_BYTES = 64 * 2**20
+_ALIGNMENT = 64
+
+
+class _HostBytes:
+    """Host memory that grows by blocks: bytes from 0 on, of which copies may lie in several blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._used = 0
+
+    def take(self, memory: torch.Tensor) -> int:
+        """Copies bytes behind those that are there, in the order of the current stream; returns where they begin."""
+        offset = self._used
+        self._used += -(-memory.numel() // _ALIGNMENT) * _ALIGNMENT
+        while len(self._blocks) * BLOCK_BYTES < self._used:
+            is_pinned = memory.device.type == "cuda"
+            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned))
+        for host, part in self._pieces(memory, offset):
+            host.copy_(part, non_blocking=True)
+        return offset
+
+    def give(self, memory: torch.Tensor, offset: int) -> None:
+        """Copies the bytes from ``offset`` on to ``memory``, likewise."""
+        for host, part in self._pieces(memory, offset):
+            part.copy_(host, non_blocking=True)
+
+    def forget(self) -> None:
+        """Nothing is there any more; the blocks stay for the next bytes."""
+        self._used = 0
+
+    def _pieces(self, memory: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        done = 0
+        while done < memory.numel():
+            block, begin = divmod(offset + done, BLOCK_BYTES)
+            num = min(BLOCK_BYTES - begin, memory.numel() - done)
+            yield self._blocks[block][begin : begin + num], memory[done : done + num]
+            done += num
+
+
 @dataclass
 class _Parked:
-    """One storage: a tensor over it, whose memory is away, and the host's copy of its bytes."""
+    """One storage: a tensor over it, whose memory is away, and where its bytes are in the host's."""
 
     tensor: torch.Tensor
-    host: torch.Tensor
+    offset: int
+    num_bytes: int
     users: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # tensors in a pool, and their offsets
 
 
 @dataclass
 class _Sleeper:
-    """What a model keeps between its sleeps: host memory by size."""
+    """What a model keeps between its sleeps."""
 
     parked: list[_Parked] = field(default_factory=list)
-    free: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    host: _HostBytes = field(default_factory=_HostBytes)
     is_asleep: bool = False
 
 
@@ -49,7 +92,8 @@ _sleepers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Moves the shards of ``model`` and the state of ``optimizer`` to host memory and frees their device memory.
 
-    Also frees the memory the engine keeps between steps: gather slots, reduction buffers, gradient pools. Using a
+    Also frees the memory the engine keeps between steps: gather slots, reduction buffers, gradient pools. What torch's
+    allocator has free then, goes to the driver: other processes and allocators can have it. Using a
     parameter meanwhile raises an error that says so. On a CPU mesh it works alike, and saves nothing. Not collective,
     but every rank should do it.
 
@@ -82,9 +126,9 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
                 if group.offloads:
                     continue  # its shards are in host memory as it is
                 users = group.pooled_tensors()
-                sleeper.parked.append(_Parked(group.pool, _to_host(sleeper, group.pool), users))
+                _park(sleeper, group.pool, group.pool, users)
         for tensor in _state_tensors(optimizer, device):
-            sleeper.parked.append(_Parked(tensor, _to_host(sleeper, _storage_bytes(tensor))))
+            _park(sleeper, tensor, _storage_bytes(tensor), [])
     _synchronize(device)
     for parked in sleeper.parked:
         freed += parked.tensor.untyped_storage().nbytes()
@@ -92,6 +136,7 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
             _C.detach_memory(user, _MESSAGE)
         _C.detach_memory(parked.tensor, _MESSAGE)
     sleeper.is_asleep = True
+    _give_to_driver(device)
     return freed
 
 
@@ -113,13 +158,13 @@ def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
     with torch.no_grad():
         while sleeper.parked:
             parked = sleeper.parked.pop()
-            memory = torch.empty(parked.host.numel(), dtype=torch.uint8, device=device)
-            memory.copy_(parked.host, non_blocking=True)
+            memory = torch.empty(parked.num_bytes, dtype=torch.uint8, device=device)
+            sleeper.host.give(memory, parked.offset)
             _C.attach_to_pool(parked.tensor, memory, 0)
             for user, offset in parked.users:
                 _C.attach_to_pool(user, parked.tensor, offset)
-            sleeper.free.setdefault(parked.host.numel(), []).append(parked.host)
     _synchronize(device)
+    sleeper.host.forget()
     sleeper.is_asleep = False
 
 
@@ -168,12 +213,13 @@ def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _to_host(sleeper: _Sleeper, memory: torch.Tensor) -> torch.Tensor:
-    kept = sleeper.free.get(memory.numel())
-    host = kept.pop() if kept else None
-    if host is None:
-        host = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=memory.device.type == "cuda")
-    return host.copy_(memory, non_blocking=True)
+def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: list) -> None:
+    sleeper.parked.append(_Parked(tensor, sleeper.host.take(memory), memory.numel(), users))
+
+
+def _give_to_driver(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _synchronize(device: torch.device) -> None:
