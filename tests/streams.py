@@ -35,8 +35,8 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = 
     check = api.check_transport
     as_group = {"streams": "process_group"}
     mock.patch.object(api, "check_transport", lambda name: check(as_group.get(name, name))).start()
-    mock.patch.object(transport, "PACK_BELOW_BYTES", pack_below_bytes).start()
-    mock.patch.object(transport, "groups_gathers", lambda backend: grouped).start()
+    pack_below = pack_below_bytes if grouped else None
+    mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: pack_below).start()
     return recorder
 
 

@@ -66,9 +66,10 @@ def as_nccl() -> Iterator[None]:
     The fake group gathers, but its reductions may leave memory as it was, and in it is who has used which parameter.
     """
     from fsdp2x.runtime import transport
+    from fsdp2x.runtime.native import _C
 
     with (
-        mock.patch.object(transport, "groups_gathers", lambda backend: True),
+        mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: _C.PACK_BELOW_BYTES),
         bench_host.collectives(None, bench_host.reduce_alike),
     ):
         yield

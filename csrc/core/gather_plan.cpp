@@ -1,17 +1,39 @@
 // Chooses which parameters of a group a collective gathers in place.
 #include "core/gather_plan.hpp"
 
+#include <algorithm>
+
 namespace fsdp2x {
 namespace {
 
 size_t num_bytes(int64_t numel, DType dtype) { return static_cast<size_t>(numel) * dtype_bytes(dtype); }
 
-bool is_direct(const Layout& layout, const ParamPlace& place, size_t pack_below_bytes) {
+// More collectives than these cost the host more than packing costs the device.
+constexpr size_t kMaxDirect = 8;
+// NCCL makes one kernel of grouped collectives whose sizes are within this factor of each other.
+constexpr size_t kMaxSkew = 4;
+
+bool can_be_direct(const Layout& layout, const ParamPlace& place) {
   const ParamShape& shape = place.shape;
   const bool has_room = layout.has_whole_chunks() || shape.dim % layout.world() == 0;
-  return shape.outer == 1 && has_room && shape.numel() > 0 &&
-         num_bytes(place.padded_shard_numel, shape.compute) % kCollectiveAlignBytes == 0 &&
-         num_bytes(shape.numel(), shape.compute) >= pack_below_bytes;
+  return shape.in_slot && shape.outer == 1 && has_room && shape.numel() > 0 &&
+         num_bytes(place.padded_shard_numel, shape.compute) % kCollectiveAlignBytes == 0;
+}
+
+// Few large parameters of similar size; of many, none.
+std::vector<bool> choose_direct(const Layout& layout, size_t pack_below_bytes) {
+  std::vector<size_t> bytes;
+  for (const ParamPlace& place : layout.params()) {
+    bytes.push_back(can_be_direct(layout, place) ? num_bytes(place.shape.numel(), place.shape.compute) : 0);
+  }
+  const size_t largest = bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
+  const bool is_limited = pack_below_bytes > 0;
+  const size_t least = std::max(pack_below_bytes, is_limited ? largest / kMaxSkew : 1);
+  std::vector<bool> direct;
+  for (const size_t num : bytes) direct.push_back(num >= least);
+  const auto num_direct = static_cast<size_t>(std::count(direct.begin(), direct.end(), true));
+  if (is_limited && num_direct > kMaxDirect) direct.assign(direct.size(), false);
+  return direct;
 }
 
 }  // namespace
@@ -19,11 +41,12 @@ bool is_direct(const Layout& layout, const ParamPlace& place, size_t pack_below_
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   GatherPlan plan;
   std::vector<size_t> segment_offsets(layout.params().size());
+  const std::vector<bool> is_direct = choose_direct(layout, pack_below_bytes);
   for (size_t i = 0; i < layout.params().size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     const ParamShape& shape = place.shape;
     if (!shape.in_slot) continue;
-    const bool direct = is_direct(layout, place, pack_below_bytes);
+    const bool direct = is_direct[i];
     if (direct) {
       plan.direct.push_back({i, place.slot_offset, num_bytes(place.padded_shard_numel, shape.compute)});
     } else {

@@ -16,9 +16,9 @@ namespace fsdp2x {
 // NCCL leaves its 16-byte loads and stores where a rank's chunk does not start on such a boundary.
 inline constexpr size_t kCollectiveAlignBytes = 16;
 
-// Parameters below this many bytes, whole, are packed. Packing costs their bytes once more in and out of device memory:
-// 1 MiB is 2 MiB of traffic, about 1 us at 2-3 TB/s, on a stream of its own. One more collective in the launch costs
-// about as much on the host and on the device, whatever its size. An estimate; it was not measured on several GPUs.
+// Below this many bytes, whole, they are packed where a launch takes many collectives. Packing costs them once more in
+// and out of device memory: of 1 MiB about 1 us at 2-3 TB/s, on a stream of its own. One more collective in the launch
+// costs about as much on the host and on the device, whatever its size. An estimate, not measured on several GPUs.
 inline constexpr size_t kPackBelowBytes = size_t{1} << 20;
 
 // One parameter gathered by a collective of its own: rank r's chunk lies at slot_offset + r * chunk_bytes.
@@ -37,7 +37,7 @@ struct GatherPlan {
 };
 
 // A parameter is gathered directly when its shards follow each other in the slot (Shard(0)), the chunks are aligned,
-// the slot has room for all of them, and it is large enough; otherwise it is packed.
+// the slot has room for all, and it is one of few large ones; otherwise it is packed. With pack_below_bytes 0: any.
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
 
 }  // namespace fsdp2x

@@ -80,7 +80,8 @@ def fully_shard(
         transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``: what the environment
             variable ``FSDP2X_TRANSPORT`` says, else the former where it is possible and no dispatch mode
             (CommDebugMode) is active at the root's first forward, since shared memory has no collectives to be seen.
-        timeout: limit of every wait for a peer; default the process group's.
+        timeout: limit of every wait for a peer, on the CPU; default the process group's. On a device nobody waits, and
+            the process group ends what hangs: give the timeout to it.
         buffer_dtype: floating-point buffers of the sharded modules are converted to it, once and in place.
 
     Returns:
@@ -116,7 +117,7 @@ def fully_shard(
         "offload": offload_of(offload_policy),
         "ignored_params": ignored_params or set(),
         "transport": transport,
-        "timeout": timeout,
+        "timeout": _check_timeout(timeout, ranks),
     }
     for plan in plans:
         part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
@@ -124,6 +125,19 @@ def fully_shard(
         reshard = plan.reshard_after_forward if plan.reshard_after_forward is not None else reshard_after_forward
         _shard_or_undo(part, list(plan.modules), reshard_after_forward=reshard, keeps_for_backward=keeps, **common)
     return _shard_or_undo(module, modules, reshard_after_forward=reshard_after_forward, **common)
+
+
+def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:
+    if timeout is None:
+        return None
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ValueError(f"fully_shard: timeout must be a positive datetime.timedelta, got {timeout!r}")
+    if ranks.device.type != "cpu":
+        raise ValueError(
+            f"fully_shard: timeout={timeout} acts on CPU meshes alone, and this mesh is on {ranks.device.type}: "
+            "there the process group ends collectives that hang; give the timeout to init_process_group or new_group"
+        )
+    return timeout
 
 
 def _check_modules(modules: list[nn.Module]) -> None:

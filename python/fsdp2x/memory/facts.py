@@ -40,7 +40,7 @@ class Ranks:
     replicas: int = 1
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
-    groups_gathers: bool = True  # many gathers are one operation, on a device; otherwise one gathers all, packed
+    gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
     registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
     max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
 
@@ -159,7 +159,7 @@ def _count(
     rows_are_pool = len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes)
     reduced_bytes = _pool_bytes([_moved(shape, 5) for shape in trained], ranks)
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
-    packs_all = collectives.gathers_packed or not ranks.groups_gathers
+    pack_below = None if collectives.gathers_packed else transport.pack_below_bytes(ranks.gathers, ranks.world)
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -177,8 +177,7 @@ def _count(
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, segment_bytes if ranks.has_streams else 0),
-        staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if packs_all else transport.PACK_BELOW_BYTES)
-        * ranks.world,
+        staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if pack_below is None else pack_below) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
         reduced_bytes=reduced_bytes,

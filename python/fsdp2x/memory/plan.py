@@ -15,6 +15,7 @@ from fsdp2x.memory.facts import Ranks
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.wrap import AutoWrap
 
@@ -76,7 +77,8 @@ def plan_memory(
 
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
         if device == "cuda":
-            return Ranks(key, world, 0, "process_group", copies, has_streams=True)
+            gathers = torch_private.gathers_of_nccl()
+            return Ranks(key, world, 0, "process_group", copies, has_streams=True, gathers=gathers)
         share = copies > 1 and on_one_host
         return Ranks(key, world, 0, "local" if world == 1 else transport, copies, replicas_share=share)
 

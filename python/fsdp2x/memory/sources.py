@@ -7,13 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, group_facts
 from fsdp2x.moe.parallel import cuts_columns, spreadable
-from fsdp2x.runtime import collect, transport
+from fsdp2x.runtime import collect, torch_private, transport
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
@@ -92,8 +91,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             reduces_aside=comms.reduce_scatter is not None
             or comms.all_reduce_hook is not None
             or common.registers_memory,
-            averages=not options.force_sum_reduction
-            and options.divide_factor in (None, ranks.world * ranks.replicas),
+            averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
     )
 
@@ -107,7 +105,6 @@ def _ranks(
     replicas_share: bool = False,
 ) -> Ranks:
     name, has_streams = _transport_of(state, group), _has_streams(group)
-    backend = "" if ranks.group is None else dist.get_backend_config(ranks.group)
     return Ranks(
         ranks.group,
         ranks.world,
@@ -116,7 +113,7 @@ def _ranks(
         replicas,
         has_streams,
         replicas_share,
-        groups_gathers=transport.groups_gathers(backend),
+        gathers=torch_private.gathers_of(ranks.group, ranks.device),
         registers_memory=common.registers_memory,
         max_reduce_buffers=common.max_reduce_buffers,
     )

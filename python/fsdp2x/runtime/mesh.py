@@ -97,7 +97,7 @@ def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
         # Replicas make only the group of their own shards, so nobody else may be waited for.
         _reduction_groups[ranks.group] = dist.new_group(
             dist.get_process_group_ranks(ranks.group),
-            timeout=torch_private.group_timeout(ranks.group),
+            timeout=torch_private.group_timeout(ranks.group, ranks.device),
             use_local_synchronization=True,
             group_desc="fsdp_reduce_scatter",
         )

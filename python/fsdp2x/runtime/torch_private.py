@@ -5,6 +5,7 @@ Owns no state. Each name says why the public surface does not do.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from datetime import timedelta
 
@@ -54,6 +55,8 @@ __all__ = [
     "dtensor",
     "dtensor_spec",
     "flatten_mesh",
+    "gathers_of",
+    "gathers_of_nccl",
     "forget_contract",
     "group_timeout",
     "has_symmetric_pool",
@@ -199,22 +202,48 @@ def all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sour
         work.wait()
 
 
+def gathers_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """How the backend of ``device`` runs many all-gathers: ``"grouped"``, in one launch; ``"in turn"``; ``"unknown"``.
+
+    "nccl" names another class from torch 2.15 on, unless TORCH_DIST_USE_NCCL2 is 0, and that one loops over them.
+    """
+    try:
+        name = "" if group is None else type(group._get_backend(device)).__name__
+    except RuntimeError:  # none for this device
+        return "unknown"
+    if name == "ProcessGroupNCCL":
+        return "grouped"
+    return "in turn" if name.startswith("ProcessGroupNCCL") else "unknown"
+
+
+def gathers_of_nccl() -> str:
+    """Likewise, of the class that this torch makes for "nccl", which a torch without CUDA lacks."""
+    is_new = hasattr(dist.distributed_c10d, "_create_nccl2_process_group")
+    return "in turn" if is_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "grouped"
+
+
+def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL has one from the first collective of a device on; memory is registered with it. Collective."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def comm_allocator(kind: str | None, group: dist.ProcessGroup, device: torch.device):
     """A function of a number of bytes that allocates memory for collectives of ``group``; None: torch's allocator.
 
     ``"process_group"``: what the backend registers with its network, None where it has no such memory. ``"symmetric"``:
-    torch's pool of symmetric memory; the function is collective then.
+    torch's pool of symmetric memory; the function is collective then. Collective.
     """
     if kind == "process_group":
         backend = group._get_backend(device)
         if not backend.supports_tensor_alloc(device):
             return None
+        _make_communicator(group, device)
         return lambda num_bytes: backend.allocate_tensor(num_bytes, dtype=torch.uint8, device=device)
     if kind == "symmetric":
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric.set_backend("NCCL")
-        dist.barrier(group=group)  # the communicator must exist before memory is exchanged over it
+        _make_communicator(group, device)
         pool = symmetric.get_mem_pool(device)
 
         def allocate(num_bytes: int) -> torch.Tensor:
@@ -270,11 +299,12 @@ def accelerator_type() -> str:
     return torch._C._get_accelerator().type
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout a process group was made with; 30 minutes where its backend does not tell."""
-    for device in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return timedelta(minutes=30)
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout of a process group's collectives on ``device``; 30 minutes where its backend does not tell.
+
+    The backends of a group differ in it: by default NCCL has 10 minutes, gloo beside it 30.
+    """
+    try:
+        return group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return timedelta(minutes=30)

@@ -93,7 +93,7 @@ class TransportChoice:
             if known is not None:
                 known.require_same_training()  # each replica's gradients are as many bytes
             self._all_reduces[group] = (
-                functools.partial(_all_reduce, group) if shared is None else _C.HostAllReduce(shared)
+                functools.partial(_all_reduce, group, self._timeout) if shared is None else _C.HostAllReduce(shared)
             )
         return self._all_reduces[group]
 
@@ -139,7 +139,9 @@ class TransportChoice:
         if layer is not None:
             return _device_transport(layer, ranks.group, self._comm_memory)
         return _C.group_transport(
-            functools.partial(all_gather, ranks.group), functools.partial(reduce_scatter, ranks.group), wait
+            functools.partial(all_gather, ranks.group),
+            functools.partial(reduce_scatter, ranks.group),
+            wait if self._timeout is None else functools.partial(wait, timeout=self._timeout),
         )
 
     def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
@@ -159,7 +161,7 @@ class TransportChoice:
         shared, fault = None, known.fault
         reason = known.why_not_shared
         if reason is None:
-            shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group))
+            shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group, device))
             reason = fault
         if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
             warnings.warn(
@@ -191,14 +193,15 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
             layer=layer,
             pack_below_bytes=0,  # one launch reads parameters of any number: packing would only add a copy
         )
-    backend = "" if group is None else dist.get_backend_config(group)
+    world = 1 if group is None else dist.get_world_size(group)
+    pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
     return _C.DeviceTransport(
         all_gather=functools.partial(_all_gather_now, group),
-        all_gather_group=functools.partial(_all_gather_group, group) if groups_gathers(backend) else None,
+        all_gather_group=None if pack_below is None else functools.partial(_all_gather_group, group),
         reduce_scatter=device_reduction(group),
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
-        pack_below_bytes=PACK_BELOW_BYTES,
+        pack_below_bytes=pack_below or 0,
     )
 
 
@@ -208,7 +211,7 @@ def peer_collectives(group: dist.ProcessGroup, device: torch.device):
         dist.get_rank(group),
         dist.get_world_size(group),
         torch_private.peer_sharer(group, device),
-        torch_private.group_timeout(group).total_seconds(),
+        torch_private.group_timeout(group, device).total_seconds(),
     )
 
 
@@ -221,13 +224,21 @@ def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:
     return functools.partial(_reduce_scatter_now, group)
 
 
-# Parameters smaller than this are gathered together; the reasons are where the engine defines it.
-PACK_BELOW_BYTES = _C.PACK_BELOW_BYTES
+# Where every gather is a launch of its own, a parameter goes alone if its transfer outlasts the host's part, tens of
+# microseconds, and if its steps around a ring outlast their latency. Estimates: not measured on several GPUs.
+_ALONE_BYTES = 16 * 2**20
+_ALONE_BYTES_OF_A_RANK = 2**20
 
 
-def groups_gathers(backend: str) -> bool:
-    """Whether a backend runs many all-gathers as one operation: one launch of NCCL. Others would run them in turn."""
-    return "nccl" in backend
+def pack_below_bytes(gathers: str, world: int) -> int | None:
+    """Parameters of fewer bytes are gathered together, in one packed collective; None: all are.
+
+    ``gathers``: how the backend runs many gathers, as ``torch_private.gathers_of`` says. Of parameters that are large
+    enough the engine gathers few alone, and none where they are many (csrc/core/gather_plan.hpp).
+    """
+    if gathers == "grouped":
+        return _C.PACK_BELOW_BYTES
+    return max(_ALONE_BYTES, world * _ALONE_BYTES_OF_A_RANK) if gathers == "in turn" else None
 
 
 # The following are ordered by the current stream and return when they are enqueued: a synchronous collective of NCCL
@@ -268,15 +279,18 @@ def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch
 
 
 @skips_checks
-def _all_reduce(group: dist.ProcessGroup, rows: torch.Tensor, average: bool) -> bool:
-    dist.all_reduce(rows, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
-    return True
+def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if timeout is None:
+        dist.all_reduce(rows, op=op, group=group)
+        return True
+    return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
 
 
 @skips_checks
-def wait(work) -> bool:
-    """Waits for what a collective returned."""
+def wait(work, timeout: timedelta | None = None) -> bool:
+    """Waits for what a collective returned; ``timeout``: as long as this, in place of its process group's."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.
     if work is not None and hasattr(work, "wait"):
-        work.wait()
+        work.wait() if timeout is None else work.wait(timeout)
     return True

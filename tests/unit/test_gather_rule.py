@@ -1,0 +1,55 @@
+"""Which parameters are gathered alone and which together, by how a backend runs many gathers; plans count by it."""
+
+import pytest
+import torch
+
+from fsdp2x.runtime import transport
+from fsdp2x.runtime.native import _C
+
+MIB = 2**20
+HIDDEN = 4096
+
+
+def unit(*sizes: tuple[int, int]) -> list[tuple]:
+    """Weights of these rows and columns in bf16, and the vectors of two norms."""
+    types = (torch.float32, torch.bfloat16, torch.float32)
+    return [(1, rows, columns, *types, True) for rows, columns in (*sizes, (HIDDEN, 1), (HIDDEN, 1))]
+
+
+# Llama 3 8B: 416 MiB, q, o and the MLP 400 of them. Experts of Qwen3 30B as modules of their own, 1152 MiB, and as two
+# weights of 768 and 384 MiB. A weight that towers over six of 8 MiB.
+DENSE = unit((HIDDEN, HIDDEN), (1024, HIDDEN), (1024, HIDDEN), (HIDDEN, HIDDEN), *[(14336, HIDDEN)] * 3)
+EXPERTS = unit(*[(768, 2048), (768, 2048), (2048, 768)] * 128)
+FUSED = unit((128 * 1536, 2048), (128 * 2048, 768))
+TOWER = unit((128256, HIDDEN), *[(1024, HIDDEN)] * 6)
+UNITS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED, "tower": TOWER}
+# Of 768 rows 512 ranks have two each: the packed segments have room for as many.
+EXPERTS_MIB = {2: 1152, 8: 1152, 64: 1152, 512: 1408}
+
+
+def packed_mib(shapes: list[tuple], gathers: str, world: int) -> int:
+    """What travels in one collective for all; every other parameter has one of its own."""
+    below = transport.pack_below_bytes(gathers, world)
+    layout = _C.Layout(shapes, world, 0, True)
+    return _C.packed_segment_bytes(layout, 2**63 if below is None else below) * world // MIB
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 512])
+def test_grouped_gathers_are_few_large_ones_and_the_rest(world):
+    """One launch for all of them, whatever the world."""
+    packed = {name: packed_mib(shapes, "grouped", world) for name, shapes in UNITS.items()}
+    assert packed == {"dense": 16, "experts": EXPERTS_MIB[world], "fused": 0, "tower": 48}
+
+
+@pytest.mark.parametrize(("world", "dense", "fused"), [(2, 16, 0), (8, 16, 0), (64, 80, 0), (512, 416, 384)])
+def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
+    """And the latency of as many ranks: of a dense layer nothing goes alone at 512."""
+    packed = {name: packed_mib(shapes, "in turn", world) for name, shapes in UNITS.items()}
+    assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": 48}
+
+
+@pytest.mark.parametrize("world", [2, 512])
+def test_others_gather_in_one_piece(world):
+    assert transport.pack_below_bytes("unknown", world) is None
+    packed = {name: packed_mib(shapes, "unknown", world) for name, shapes in UNITS.items()}
+    assert packed == {"dense": 416, "experts": EXPERTS_MIB[world], "fused": 1152, "tower": 1050}
