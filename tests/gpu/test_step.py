@@ -206,3 +206,39 @@ def test_sleep_gives_the_memory_back(ctx):
     assert asleep < 0.05 * awake, (asleep, awake)
     fsdp2x.wake(model, optimizer)
     assert model(x).square().mean().item() < losses[-1] < losses[0]
+
+
+class Branches(nn.Module):
+    """A step uses some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for i in chosen:
+            x = self.layers[i](x)
+        return x
+
+
+@distributed(world_sizes=(1,), timeout=300)
+def test_the_host_does_not_wait_where_each_step_lacks_other_gradients(ctx):
+    """No upload blocks it: of packing there is none, of the optimizer's plans it is in the order of the stream."""
+    only_fsdp2x(ctx)
+    one_gpu.needs_kernels()
+    model = shard(ctx, Branches(), mesh=on_gpu(ctx), mp_policy=POLICIES["bf16"])
+    optimizer = fsdp2x.optim.AdamW(model.parameters())
+    x = inputs(ctx.rank, rows=16, width=WIDTH).cuda()
+
+    def step(chosen: tuple[int, ...]) -> None:
+        model(x, chosen).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step((0, 1, 2, 3, 4))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for chosen in ((0, 1, 2), (1, 2, 3), (0, 2, 4), (0, 1, 2), (3,)):
+            step(chosen)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
