@@ -178,3 +178,30 @@ def test_a_buffer_of_another_dtype_is_left_to_torch():
     same_bits(on_cpu, on_device)
     assert on_device._on_device.num_plans == built == 1
     assert ours[0].dtype is torch.float32
+
+
+class OnDevice(torch.Tensor):
+    """A count that says it is a device's."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def cpu(self) -> torch.Tensor:
+        return torch.tensor(float(self.as_subclass(torch.Tensor)))
+
+
+def test_counts_of_torchs_fused_adamw_come_to_the_host():
+    """Else every parameter is stepped by torch's functions, each of which reads its count from the device."""
+    params = parameters(torch.float32)
+    saved = torch.optim.AdamW(params)
+    step(0, saved)
+    state = copy.deepcopy(saved.state_dict())
+    for one in state["state"].values():
+        one["step"] = one["step"].as_subclass(OnDevice)
+    ours = AdamW(copy.deepcopy(params))
+    ours.load_state_dict(state)
+    counts = [one["step"] for one in ours.state.values()]
+    assert len(counts) == len(params)
+    for count in counts:
+        assert type(count) is torch.Tensor and count.device.type == "cpu" and count == 1

@@ -170,6 +170,11 @@ class AdamW(torch.optim.AdamW):
                 if name in self.state.get(param, {}):
                     value = state_dict["state"][index][name].to(self._moments_dtype_of(param), copy=True)
                     self.state[param][name] = value.to(param.device)
+        # Torch's fused steps count on the device, and its loading takes the counts there; read there, each would make
+        # the host wait in every step.
+        for state in self.state.values():
+            if isinstance(state.get("step"), Tensor) and state["step"].device.type != "cpu":
+                state["step"] = state["step"].cpu()
         if kept:
             self._host_moments.take_in(self.state, on_host)
 
