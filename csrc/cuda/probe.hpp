@@ -1,4 +1,5 @@
-// Whether a device can run the kernels: drivers may be older than nvcc was, and devices other than those it compiled for.
+// Whether a device can run the kernels: drivers may be older than nvcc was, and devices other than those it compiled
+// for.
 #pragma once
 
 #include <string>

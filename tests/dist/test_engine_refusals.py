@@ -1,5 +1,5 @@
-"""The system refuses the engine a call, an allocation or memory, once on one rank: all ranks go on with right losses, or
-all of them end soon and tell of it. Nothing hangs, crashes or stays open."""
+"""The system refuses the engine a call, an allocation or memory, once on one rank: all ranks go on with right losses,
+or all of them end soon and tell of it. Nothing hangs, crashes or stays open."""
 
 import contextlib
 import gc
