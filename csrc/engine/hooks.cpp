@@ -84,6 +84,10 @@ UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_ini
   for (const py::object& module : modules) modules_.push_back(module.ptr());
 }
 
+UnitHooks::~UnitHooks() {
+  if (unit_ && unit_->root) unit_->root->drop_raised_reductions();
+}
+
 UnitHooks::Handled UnitHooks::Handled::now() {
   const py::object exception = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
   if (!exception || exception.is_none()) return {};

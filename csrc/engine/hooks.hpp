@@ -36,6 +36,9 @@ class UnitHooks {
   // references to the dicts of backward hooks that may look at the unit's gradients.
   UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain, py::object is_running,
             std::vector<py::object> backward_hooks);
+  ~UnitHooks();
+  UnitHooks(const UnitHooks&) = delete;
+  UnitHooks& operator=(const UnitHooks&) = delete;
 
   // What stands for the autograd nodes inside torch.func's transforms, which follow functions of Python only:
   // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one

@@ -150,10 +150,15 @@ void Root::begin_backward() {
   });
 }
 
-void Root::abandon_backward() {
+void Root::drop_raised_reductions() {
+  if (!backward_has_raised()) return;
   // Of a manual finalization, reductions of earlier backwards go on.
   std::erase_if(pending_,
                 [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+}
+
+void Root::abandon_backward() {
+  drop_raised_reductions();
   for (const auto& unit : units()) unit->abandon_backward();
   const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
     const auto unit = weak.lock();

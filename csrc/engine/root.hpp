@@ -66,6 +66,9 @@ class Root : public std::enable_shared_from_this<Root> {
   bool backward_has_raised() const { return callback_queued_ && callback_.expired(); }
   // After that: as if it had not begun, but for gradients that it has put into `.grad`.
   void abandon_backward();
+  // Its reductions hold their units, and those hold this: nothing would be freed when the model goes before another
+  // backward comes.
+  void drop_raised_reductions();
   // Gradients of earlier backwards are gone with those of one that raised: every forward and backward raises from now
   // on, until reset().
   void lose(const std::string& name);
