@@ -104,11 +104,11 @@ def skips_checks(function: Callable) -> Callable:
     """``function``, which the engine calls, unseen by spmd_types."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not is_checking():
-            return function(*args)
+            return function(*args, **kwargs)
         with unchecked():
-            return function(*args)
+            return function(*args, **kwargs)
 
     return call
 
