@@ -31,9 +31,14 @@ constexpr uint64_t kTag = 7;
 
 // What the ranks of a run share.
 struct World {
-  explicit World(int num_ranks) : map(num_ranks, size_t{1} << 30), control(map.control_bytes()) {}
+  explicit World(int num) : num_ranks(num), map(num, size_t{1} << 30), control(map.control_bytes() / sizeof(Line)) {}
+  std::byte* bytes() const { return const_cast<std::byte*>(control.data()->bytes); }
+  struct alignas(128) Line {
+    std::byte bytes[128] = {};
+  };
+  int num_ranks;
   cpu::ShmMap map;
-  std::vector<std::byte> control;
+  std::vector<Line> control;
   // [slot][rank]: rows; [rank][slot]: scratches.
   std::array<std::array<Cell, 4>, 4> slots;
   std::array<std::array<Cell, 4>, 4> scratches;
@@ -46,7 +51,7 @@ class Rank {
     cpu::ShmOptions options;
     options.rank = rank;
     options.world = num_ranks;
-    protocol_ = std::make_unique<ShmProtocol>(options, world.map, world.control.data());
+    protocol_ = std::make_unique<ShmProtocol>(options, world.map, world.bytes());
   }
   ShmProtocol& protocol() { return *protocol_; }
   int rank() const { return protocol_->rank(); }
@@ -183,10 +188,11 @@ class Rank {
 };
 
 using Program = std::function<void(Rank&)>;
+using Judge = std::function<void(const Ends&)>;
 
 // Names of the words in a trace.
 std::string name_of(const World& world, int num_ranks, const void* address) {
-  auto* const control = const_cast<std::byte*>(world.control.data());
+  auto* const control = world.bytes();
   for (int rank = 0; rank < num_ranks; ++rank) {
     const cpu::RankState& state = world.map.state(control, rank);
     const std::string of = " of rank " + std::to_string(rank);
@@ -218,63 +224,261 @@ std::string name_of(const World& world, int num_ranks, const void* address) {
   return "";
 }
 
-model::Result explore(int num_ranks, bool buffered, const Program& program,
-                      const std::function<void(const Ends&)>& end) {
-  auto world = std::make_unique<World>(num_ranks);
-  std::vector<std::unique_ptr<Rank>> ranks;
-  model::Options options;
-  options.world = num_ranks;
-  options.buffered = buffered;
-  options.name = [&](const void* address) { return name_of(*world, num_ranks, address); };
-  const auto begin = [&] {
-    ranks.clear();
-    for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(*world, rank, num_ranks));
-  };
-  const auto run = [&](int rank) { program(*ranks[static_cast<size_t>(rank)]); };
-  model::Result result = model::explore(options, begin, run, end);
-  testing::Test::RecordProperty("states", std::to_string(result.num_states));
-  return result;
-}
+// Ranks, and how they are explored.
+struct Setting {
+  int num_ranks = 2;
+  bool buffered = false;
+  int max_switches = -1;
+};
 
 void all_end_well(const Ends& ends) {
   for (const std::string& end : ends) require(end.empty(), "no error, got: " + end);
 }
-
-void all_hear_of_it(const Ends& ends) {
-  for (const std::string& end : ends) require(!end.empty(), "an error on every rank");
+Judge all_hear_of(const std::string& text) {
+  return [text](const Ends& ends) {
+    for (const std::string& end : ends) require(end.find(text) != end.npos, "'" + text + "' on every rank: " + end);
+  };
 }
 
-void expect_no_violation(const model::Result& result) {
-  EXPECT_EQ(result.violation, "");
-  EXPECT_TRUE(result.is_complete) << result.num_states << " states";
-  EXPECT_GT(result.num_ends, 0U);
-  std::printf("[          ] %llu states, %llu runs, %llu ends\n", static_cast<unsigned long long>(result.num_states),
-              static_cast<unsigned long long>(result.num_runs), static_cast<unsigned long long>(result.num_ends));
+// `faults` may name words: it is made when they have addresses.
+model::Result explore(const Setting& setting, const Program& program, const Judge& end = all_end_well,
+                      const std::function<model::Faults(const World&)>& faults = nullptr) {
+  const auto world = std::make_unique<World>(setting.num_ranks);
+  std::vector<std::unique_ptr<Rank>> ranks;
+  model::Options options;
+  options.world = setting.num_ranks;
+  options.buffered = setting.buffered;
+  options.max_switches = setting.max_switches;
+  options.max_states = 400'000;
+  options.name = [&](const void* address) { return name_of(*world, setting.num_ranks, address); };
+  if (faults) options.faults = faults(*world);
+  const auto begin = [&] {
+    ranks.clear();
+    for (int rank = 0; rank < setting.num_ranks; ++rank) {
+      ranks.push_back(std::make_unique<Rank>(*world, rank, setting.num_ranks));
+    }
+  };
+  model::Result result = model::explore(
+      options, begin, [&](int rank) { program(*ranks[static_cast<size_t>(rank)]); }, end);
+  testing::Test::RecordProperty("states", std::to_string(result.num_states));
+  std::printf("[          ] %llu states, %llu runs\n", static_cast<unsigned long long>(result.num_states),
+              static_cast<unsigned long long>(result.num_runs));
+  return result;
 }
 
-// Ranks, and the memory model.
-struct Setting {
-  int num_ranks;
-  bool buffered;
-};
 class ShmModel : public testing::TestWithParam<Setting> {
  protected:
-  void explore_well(const Program& program) {
-    expect_no_violation(explore(GetParam().num_ranks, GetParam().buffered, program, all_end_well));
+  static void holds(const Program& program, const Judge& end = all_end_well) {
+    const model::Result result = explore(GetParam(), program, end);
+    EXPECT_EQ(result.violation, "");
+    EXPECT_TRUE(result.is_complete) << "more than " << result.num_states << " states";
+    EXPECT_GT(result.num_ends, 0U);
   }
 };
 
-// Three gathers through one slot: it is not written while a peer reads it.
-TEST_P(ShmModel, ASlotIsUsedAgain) {
-  explore_well([](Rank& rank) {
-    for (uint32_t unit = 0; unit < 3; ++unit) rank.gather(unit);
-  });
+// --- programs ---
+
+// One slot, used again by each gather.
+void gather_in_turn(Rank& rank) {
+  for (uint32_t unit = 0; unit < 2; ++unit) rank.gather(unit);
+}
+// The next gather is begun before this one ends; entries of the ring are used again.
+void gather_ahead(Rank& rank) {
+  Rank::Gather last = rank.begin_gather(0);
+  for (uint32_t unit = 1; unit < 5; ++unit) {
+    const Rank::Gather next = rank.begin_gather(unit);
+    rank.finish_gather(last);
+    rank.release_gather(last);
+    last = next;
+  }
+  rank.finish_gather(last);
+  rank.release_gather(last);
+}
+// What was gathered ahead is given up without a look, and its slot used again.
+void cancel_gather(Rank& rank) {
+  rank.release_gather(rank.begin_gather(0));
+  rank.gather(1);
+}
+// A step: unit 1 is reduced, then unit 0; the second reduction is posted before the first is joined. `num_steps` of
+// them use scratches and records again.
+void reduce(Rank& rank, int num_steps) {
+  uint64_t position = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    std::deque<Rank::Reduction> pending;
+    for (const uint32_t unit : {1U, 0U}) {
+      const Rank::Reduction reduction = rank.post_reduction(unit, ++position);
+      if (!pending.empty() && rank.finish_reduction(pending.back(), false)) pending.pop_back();
+      pending.push_back(reduction);
+    }
+    rank.flush(++position, pending);
+  }
+}
+// Rank 0 does not use unit 1 in its backward: it posts it when it flushes, and nobody waits for it before.
+void reduce_without_a_unit(Rank& rank) {
+  std::deque<Rank::Reduction> pending;
+  if (rank.rank() != 0) {
+    pending.push_back(rank.post_reduction(1, 1));
+    if (rank.finish_reduction(pending.back(), false)) pending.pop_back();
+  }
+  pending.push_back(rank.post_reduction(0, 2));
+  if (rank.rank() == 0) pending.push_back(rank.post_reduction(1, 2));
+  rank.flush(3, pending);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false}),
+TEST_P(ShmModel, ASlotIsUsedAgain) { holds(gather_in_turn); }
+
+TEST_P(ShmModel, TheRingGoesRound) { holds(gather_ahead); }
+
+TEST_P(ShmModel, AGatherIsCanceled) { holds(cancel_gather); }
+
+TEST_P(ShmModel, UnitsAreReduced) {
+  holds([](Rank& rank) { reduce(rank, 1); });
+}
+
+TEST_P(ShmModel, AUnitIsReducedInTheFlush) { holds(reduce_without_a_unit); }
+
+// Rank 0 cannot go on, in the middle of a gather that the others wait for.
+TEST_P(ShmModel, ARankFails) {
+  holds(
+      [](Rank& rank) {
+        if (rank.rank() != 0) return rank.gather(0);
+        rank.protocol().fail("no memory");
+        throw Error("no memory");
+      },
+      all_hear_of("no memory"));
+}
+
+TEST_P(ShmModel, ARankLeaves) {
+  holds(
+      [](Rank& rank) {
+        if (rank.rank() != 0) return rank.gather(0);
+        rank.protocol().close();
+        throw Error("it has closed its shared-memory group");
+      },
+      all_hear_of("closed its shared-memory group"));
+}
+
+TEST_P(ShmModel, UnitsRunInDifferentOrder) {
+  holds([](Rank& rank) { rank.gather(static_cast<uint32_t>(rank.rank())); }, all_hear_of("in different order"));
+}
+
+// All orders of two ranks under both memory models; of three ranks, those with few switches.
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 3}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + (info.param.buffered ? "buffered" : "");
                          });
+
+// --- planted faults: each must be found ---
+
+class ShmModelFault : public testing::TestWithParam<int> {
+ protected:
+  static Setting in_order() { return {GetParam(), false, GetParam() == 2 ? -1 : 3}; }
+};
+
+template <class Get>
+std::function<bool(const void*)> words(const World& world, const Get& get) {
+  return [&world, get](const void* address) {
+    auto* const control = world.bytes();
+    for (int rank = 0; rank < cpu::kMaxRanks && rank < world.num_ranks; ++rank) {
+      if (get(world.map, control, rank) == address) return true;
+    }
+    return false;
+  };
+}
+std::function<bool(const void*)> num_posted(const World& world) {
+  return words(world, [](const auto& map, auto* control, int rank) { return &map.state(control, rank).num_posted; });
+}
+std::function<bool(const void*)> released(const World& world) {
+  return words(world, [](const auto& map, auto* control, int rank) { return &map.released(control, rank, 0); });
+}
+std::function<bool(const void*)> posted(const World& world) {
+  return words(world, [](const auto& map, auto* control, int rank) { return &map.unit(control, rank, 1).posted; });
+}
+std::function<bool(const void*)> consumed(const World& world) {
+  return words(world, [](const auto& map, auto* control, int rank) { return &map.unit(control, rank, 1).consumed; });
+}
+model::Faults relaxing(std::function<bool(const void*)> words) {
+  model::Faults faults;
+  faults.relaxes = std::move(words);
+  return faults;
+}
+model::Faults muting(std::function<bool(const void*)> words) {
+  model::Faults faults;
+  faults.mutes = std::move(words);
+  return faults;
+}
+model::Faults one_early(std::function<bool(const void*)> words) {
+  model::Faults faults;
+  faults.changes = [words = std::move(words)](const void* word, uint64_t value) { return words(word) ? value + 1 : value; };
+  return faults;
+}
+void expect_found(const model::Result& result, const std::string& text) {
+  EXPECT_NE(result.violation.find(text), result.violation.npos) << "got: " << result.violation;
+}
+
+// Rank 0 releases its use of the slot, rows and all, before it has read the peers' rows.
+void release_before_reading(Rank& rank) {
+  const Rank::Gather gather = rank.begin_gather(0);
+  if (rank.rank() == 0) rank.release_gather(gather);
+  rank.finish_gather(gather);
+  if (rank.rank() != 0) rank.release_gather(gather);
+  rank.gather(1);
+}
+
+TEST_P(ShmModelFault, APostIsNoRelease) {
+  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return relaxing(num_posted(w)); }),
+               "race: rank");
+}
+TEST_P(ShmModelFault, AReleaseOfASlotIsNoRelease) {
+  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return relaxing(released(w)); }),
+               "race: rank");
+}
+TEST_P(ShmModelFault, APostOfAReductionIsNoRelease) {
+  const auto program = [](Rank& rank) { reduce(rank, 1); };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return relaxing(posted(w)); }),
+               "race: rank");
+}
+TEST_P(ShmModelFault, APostWakesNobody) {
+  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return muting(num_posted(w)); }),
+               "deadlock");
+}
+TEST_P(ShmModelFault, AReleaseOfASlotWakesNobody) {
+  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return muting(released(w)); }),
+               "deadlock");
+}
+TEST_P(ShmModelFault, AConsumedReductionWakesNobody) {
+  const auto program = [](Rank& rank) { reduce(rank, 2); };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return muting(consumed(w)); }),
+               "deadlock");
+}
+TEST_P(ShmModelFault, ASlotIsReleasedOneUseEarly) {
+  const auto program = [](Rank& rank) {
+    for (uint32_t unit = 0; unit < 3; ++unit) rank.gather(unit);
+  };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return one_early(released(w)); }),
+               "race: rank");
+}
+TEST_P(ShmModelFault, ASlotIsReleasedBeforeItIsRead) {
+  expect_found(explore(in_order(), release_before_reading), "race: rank");
+}
+TEST_P(ShmModelFault, AnEpochIsConsumedOneEarly) {
+  const auto program = [](Rank& rank) { reduce(rank, 2); };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return one_early(consumed(w)); }),
+               "race: rank");
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmModelFault, testing::Values(2, 3),
+                         [](const auto& info) { return std::to_string(info.param); });
+
+// A store and the look for sleepers pass each other: only the buffered model shows it.
+TEST(ShmModelFence, NoFullFenceLosesAWakeUp) {
+  const auto faults = [](const World&) {
+    model::Faults none;
+    none.no_full_fences = true;
+    return none;
+  };
+  expect_found(explore({2, true}, gather_in_turn, all_end_well, faults), "deadlock");
+}
 
 }  // namespace
 }  // namespace fsdp2x

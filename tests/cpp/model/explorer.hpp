@@ -8,12 +8,11 @@
 // are no steps; the search finds out which these are, and begins again when it was wrong.
 //
 // Two memory models:
-//   in order   every access takes effect at once, and happens-before is kept by vector clocks as C++ defines it, so
-//   that
-//              a store that should have been a release shows as a race on the plain data it publishes
-//   buffered   stores wait in their rank's buffer and take effect in any order that fences and releases leave open:
-//   what
-//              a wake-up may be lost to
+//   in order  every access takes effect at once, and happens-before is kept by vector clocks as C++ defines it: a store
+//             that should have been a release shows as a race on the plain data it publishes
+//   buffered  stores wait in their rank's buffer and take effect in any order that fences and releases leave open: a
+//             wake-up that is lost to that shows as a deadlock
+// Loads take effect in the order of the program in both, and a relaxed load reads the newest value.
 #pragma once
 
 #include <atomic>
@@ -27,11 +26,11 @@ namespace fsdp2x::model {
 
 // --- what checked words call, on a rank's stack ---
 uint64_t load(const void* word, std::memory_order order);
-void store(void* word, uint64_t value, std::memory_order order);
-uint64_t fetch_add(void* word, uint64_t value);
+void store(const void* word, uint64_t value, std::memory_order order);
+uint64_t fetch_add(const void* word, uint64_t value);
 void fence(std::memory_order order);
-void sleep_on(void* word, uint64_t value);
-void wake(void* word);
+void sleep_on(const void* word, uint64_t value);
+void wake(const void* word);
 
 // Plain memory that several ranks use: every access is checked against the others' by happens-before. Accesses are no
 // steps: two that are not ordered are a race in whatever order they come.
@@ -51,10 +50,22 @@ void forget(uint64_t state);
 // For checks inside a rank: ends the run as a violation.
 void require(bool condition, const std::string& what);
 
+// Planted: what the explored code would do wrong if a line of it were another.
+struct Faults {
+  std::function<bool(const void*)> relaxes;  // the word's loads and stores are relaxed
+  std::function<bool(const void*)> mutes;    // after a store to the word nobody is woken
+  bool no_full_fences = false;
+  std::function<uint64_t(const void*, uint64_t)> changes;  // what is stored in a word instead of a value
+};
+
 struct Options {
   int world = 2;
   bool buffered = false;
   uint64_t max_states = 20'000'000;
+  // How often a run may switch away from a rank that could go on; -1: as often as it likes. Few switches show most of
+  // what goes wrong, and three ranks have too many orders for all of them.
+  int max_switches = -1;
+  Faults faults;
   // Names a word in the trace of a violation.
   std::function<std::string(const void*)> name;
 };
