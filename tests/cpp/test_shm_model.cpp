@@ -228,7 +228,8 @@ std::string name_of(const World& world, int num_ranks, const void* address) {
 struct Setting {
   int num_ranks = 2;
   bool buffered = false;
-  int max_switches = -1;
+  int max_delays = -1;
+  int num_limits = 0;
 };
 
 void all_end_well(const Ends& ends) {
@@ -248,8 +249,9 @@ model::Result explore(const Setting& setting, const Program& program, const Judg
   model::Options options;
   options.world = setting.num_ranks;
   options.buffered = setting.buffered;
-  options.max_switches = setting.max_switches;
-  options.max_states = 400'000;
+  options.max_delays = setting.max_delays;
+  options.num_limits = setting.num_limits;
+  options.max_states = 3'000'000;
   options.name = [&](const void* address) { return name_of(*world, setting.num_ranks, address); };
   if (faults) options.faults = faults(*world);
   const auto begin = [&] {
@@ -268,8 +270,10 @@ model::Result explore(const Setting& setting, const Program& program, const Judg
 
 class ShmModel : public testing::TestWithParam<Setting> {
  protected:
-  static void holds(const Program& program, const Judge& end = all_end_well) {
-    const model::Result result = explore(GetParam(), program, end);
+  static void holds(const Program& program, const Judge& end = all_end_well, int num_limits = 0) {
+    Setting setting = GetParam();
+    setting.num_limits = num_limits;
+    const model::Result result = explore(setting, program, end);
     EXPECT_EQ(result.violation, "");
     EXPECT_TRUE(result.is_complete) << "more than " << result.num_states << " states";
     EXPECT_GT(result.num_ends, 0U);
@@ -337,7 +341,8 @@ TEST_P(ShmModel, UnitsAreReduced) {
 
 TEST_P(ShmModel, AUnitIsReducedInTheFlush) { holds(reduce_without_a_unit); }
 
-// Rank 0 cannot go on, in the middle of a gather that the others wait for.
+// Rank 0 cannot go on, in the middle of a gather that the others wait for. They look for that after each sleep only, so
+// that the limit of a sleep (50 ms) may have to end it.
 TEST_P(ShmModel, ARankFails) {
   holds(
       [](Rank& rank) {
@@ -345,7 +350,7 @@ TEST_P(ShmModel, ARankFails) {
         rank.protocol().fail("no memory");
         throw Error("no memory");
       },
-      all_hear_of("no memory"));
+      all_hear_of("no memory"), 2);
 }
 
 TEST_P(ShmModel, ARankLeaves) {
@@ -355,15 +360,16 @@ TEST_P(ShmModel, ARankLeaves) {
         rank.protocol().close();
         throw Error("it has closed its shared-memory group");
       },
-      all_hear_of("closed its shared-memory group"));
+      all_hear_of("closed its shared-memory group"), 2);
 }
 
 TEST_P(ShmModel, UnitsRunInDifferentOrder) {
   holds([](Rank& rank) { rank.gather(static_cast<uint32_t>(rank.rank())); }, all_hear_of("in different order"));
 }
 
-// All orders of two ranks under both memory models; of three ranks, those with few switches.
-INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 3}),
+// All orders of two ranks under both memory models; of three ranks, in order and with two delays only: all orders of
+// three are millions of states already for one gather.
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 2}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + (info.param.buffered ? "buffered" : "");
                          });
@@ -372,7 +378,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Set
 
 class ShmModelFault : public testing::TestWithParam<int> {
  protected:
-  static Setting in_order() { return {GetParam(), false, GetParam() == 2 ? -1 : 3}; }
+  static Setting in_order() { return {GetParam(), false, GetParam() == 2 ? -1 : 2}; }
 };
 
 template <class Get>
@@ -387,6 +393,17 @@ std::function<bool(const void*)> words(const World& world, const Get& get) {
 }
 std::function<bool(const void*)> num_posted(const World& world) {
   return words(world, [](const auto& map, auto* control, int rank) { return &map.state(control, rank).num_posted; });
+}
+// Either alone is enough for a peer that reads both.
+std::function<bool(const void*)> num_posted_or_entry(const World& world) {
+  return [&world, is_num_posted = num_posted(world)](const void* address) {
+    const auto is_sequence = [&](uint64_t i) {
+      return words(world, [i](const auto& map, auto* control, int rank) {
+        return &map.entry(control, rank, i).sequence;
+      })(address);
+    };
+    return is_num_posted(address) || is_sequence(0) || is_sequence(1) || is_sequence(2) || is_sequence(3);
+  };
 }
 std::function<bool(const void*)> released(const World& world) {
   return words(world, [](const auto& map, auto* control, int rank) { return &map.released(control, rank, 0); });
@@ -426,7 +443,7 @@ void release_before_reading(Rank& rank) {
 }
 
 TEST_P(ShmModelFault, APostIsNoRelease) {
-  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return relaxing(num_posted(w)); }),
+  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return relaxing(num_posted_or_entry(w)); }),
                "race: rank");
 }
 TEST_P(ShmModelFault, AReleaseOfASlotIsNoRelease) {
@@ -438,16 +455,27 @@ TEST_P(ShmModelFault, APostOfAReductionIsNoRelease) {
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return relaxing(posted(w)); }),
                "race: rank");
 }
+// What rings later makes up for a missing wake-up, so the programs end where it matters.
 TEST_P(ShmModelFault, APostWakesNobody) {
-  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return muting(num_posted(w)); }),
+  const auto program = [](Rank& rank) { rank.finish_gather(rank.begin_gather(0)); };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return muting(num_posted(w)); }),
                "deadlock");
 }
 TEST_P(ShmModelFault, AReleaseOfASlotWakesNobody) {
-  expect_found(explore(in_order(), gather_in_turn, all_end_well, [](const World& w) { return muting(released(w)); }),
+  const auto program = [](Rank& rank) {
+    rank.gather(0);
+    if (rank.rank() == 0) rank.begin_gather(1);
+  };
+  expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return muting(released(w)); }),
                "deadlock");
 }
 TEST_P(ShmModelFault, AConsumedReductionWakesNobody) {
-  const auto program = [](Rank& rank) { reduce(rank, 2); };
+  const auto program = [](Rank& rank) {
+    const Rank::Reduction reduction = rank.post_reduction(1, 1);
+    rank.finish_reduction(reduction, true);
+    rank.forget();
+    rank.protocol().wait_consumed(reduction.unit, reduction.epoch);
+  };
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return muting(consumed(w)); }),
                "deadlock");
 }
@@ -456,10 +484,10 @@ TEST_P(ShmModelFault, ASlotIsReleasedOneUseEarly) {
     for (uint32_t unit = 0; unit < 3; ++unit) rank.gather(unit);
   };
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return one_early(released(w)); }),
-               "race: rank");
+               "rows");
 }
 TEST_P(ShmModelFault, ASlotIsReleasedBeforeItIsRead) {
-  expect_found(explore(in_order(), release_before_reading), "race: rank");
+  expect_found(explore(in_order(), release_before_reading), "rows");
 }
 TEST_P(ShmModelFault, AnEpochIsConsumedOneEarly) {
   const auto program = [](Rank& rank) { reduce(rank, 2); };
@@ -477,7 +505,7 @@ TEST(ShmModelFence, NoFullFenceLosesAWakeUp) {
     none.no_full_fences = true;
     return none;
   };
-  expect_found(explore({2, true}, gather_in_turn, all_end_well, faults), "deadlock");
+  expect_found(explore({2, true, 3}, [](Rank& rank) { rank.finish_gather(rank.begin_gather(0)); }, all_end_well, faults), "deadlock");
 }
 
 }  // namespace

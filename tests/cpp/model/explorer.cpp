@@ -31,6 +31,7 @@ struct Violation : std::runtime_error {
 struct Rank {
   bool is_done = false;
   int sleeps_on = -1;            // a place, while asleep
+  int num_limits = 0;            // sleeps that their limit ended
   bool drains = false;           // waits until its buffer is empty
   uint64_t history = 0;          // hash of all it has read since it forgot
   uint64_t base = 0;             // and what it was then
@@ -311,24 +312,30 @@ class Explorer {
     return !it.is_done && it.sleeps_on < 0 && !(it.drains && !it.buffer.empty());
   }
 
-  // In the order in which the search tries them: the rank that ran last first.
+  // In the order in which the search tries them: the rank that ran last first, then those behind it.
   std::vector<int> enabled() const {
     std::vector<int> actors;
-    const bool may_go_on = last_rank_ >= 0 && can_run(last_rank_);
-    if (may_go_on) actors.push_back(last_rank_);
-    const bool may_switch = !may_go_on || options_.max_switches < 0 || num_switches_ < options_.max_switches;
-    for (int rank = 0; rank < options_.world && may_switch; ++rank) {
-      if (rank != last_rank_ && can_run(rank)) actors.push_back(rank);
+    for (int i = 0; i < options_.world; ++i) {
+      const int rank = (last_rank_ + i) % options_.world;
+      if (can_run(rank)) actors.push_back(rank);
     }
     for (int rank = 0; rank < options_.world; ++rank) {
       for (const size_t i : ranks_[static_cast<size_t>(rank)].buffer.ready()) actors.push_back(flush_actor(rank, i));
     }
+    for (int rank = 0; rank < options_.world && actors.empty(); ++rank) {
+      const Rank& it = ranks_[static_cast<size_t>(rank)];
+      if (it.sleeps_on >= 0 && it.num_limits < options_.num_limits) actors.push_back(rank);
+    }
+    if (options_.max_delays >= 0 && num_delays_ >= options_.max_delays && !actors.empty()) actors.resize(1);
     return actors;
   }
 
   void act(int actor) {
+    if (options_.max_delays >= 0 && enabled().front() != actor) ++num_delays_;
     if (actor < options_.world) {
-      if (last_rank_ >= 0 && actor != last_rank_ && can_run(last_rank_)) ++num_switches_;
+      Rank& rank = ranks_[static_cast<size_t>(actor)];
+      if (rank.sleeps_on >= 0) ++rank.num_limits;
+      rank.sleeps_on = -1;
       last_rank_ = actor;
       fibers_.resume(actor);
       if (!violation_.empty()) throw Violation(std::exchange(violation_, ""));
@@ -350,12 +357,12 @@ class Explorer {
     for (const Rank& rank : ranks_) {
       uint64_t own = mix(mix(rank.history, rank.last_store), memory_.hash(rank.fence_released));
       own = mix(own, memory_.hash(rank.fence_acquirable));
-      own = mix(own, (rank.is_done ? 1 : 0) + (rank.sleeps_on >= 0 ? 2 : 0) + (rank.drains ? 4 : 0));
+      own = mix(own, (rank.is_done ? 1U : 0U) + (rank.sleeps_on >= 0 ? 2 : 0) + (rank.drains ? 4 : 0) + 8 * static_cast<uint64_t>(rank.num_limits));
       own = mix(own, rank.buffer.hash(memory_));
       hash = mix(hash, own);
     }
-    // Where switches are counted, states with less left to them are others.
-    return options_.max_switches < 0 ? hash : mix(hash, static_cast<uint64_t>(last_rank_ * 1000 + num_switches_));
+    // Where delays are counted, states with fewer left to them are others.
+    return options_.max_delays < 0 ? hash : mix(hash, static_cast<uint64_t>(last_rank_ * 1000 + num_delays_));
   }
 
   // Runs the path, then goes on until the end or a known state. True when all ranks ended.
@@ -363,8 +370,8 @@ class Explorer {
     memory_.clear();
     ranks_.assign(static_cast<size_t>(options_.world), Rank());
     position_ = 0;
-    last_rank_ = -1;
-    num_switches_ = 0;
+    last_rank_ = 0;
+    num_delays_ = 0;
     trace_.clear();
     begin_();
     for (int rank = 0; rank < options_.world; ++rank) fibers_.make(rank);
@@ -448,8 +455,8 @@ class Explorer {
 
   std::vector<Choice> path_;
   size_t position_ = 0;
-  int last_rank_ = -1;
-  int num_switches_ = 0;  // away from a rank that could have gone on
+  int last_rank_ = 0;
+  int num_delays_ = 0;  // choices of another actor than the first
   std::unordered_set<uint64_t> seen_;
   bool is_tracing_ = false;
   std::vector<std::string> trace_;

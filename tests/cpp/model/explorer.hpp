@@ -62,9 +62,13 @@ struct Options {
   int world = 2;
   bool buffered = false;
   uint64_t max_states = 20'000'000;
-  // How often a run may switch away from a rank that could go on; -1: as often as it likes. Few switches show most of
-  // what goes wrong, and three ranks have too many orders for all of them.
-  int max_switches = -1;
+  // How often a run may go on with another rank, or store that takes effect, than the one whose turn it is: ranks run
+  // in turn, each until it waits. -1: as often as it likes. Few such delays show most of what goes wrong, and three
+  // ranks have too many orders for all of them.
+  int max_delays = -1;
+  // How many sleeps of a rank end by themselves when everybody sleeps. 0: a wake-up that only the limit of a sleep would
+  // make up for is a deadlock.
+  int num_limits = 0;
   Faults faults;
   // Names a word in the trace of a violation.
   std::function<std::string(const void*)> name;

@@ -24,7 +24,7 @@ using Word = CheckedWord<uint64_t>;
 using Doorbell = CheckedWord<uint32_t>;
 
 inline void fence(std::memory_order order) { model::fence(order); }
-// Without the limit: a wake-up that only the limit would make up for is a deadlock here.
+// The limit is the explorer's: Options::num_limits.
 inline void sleep_on(Doorbell& bell, uint32_t value, std::chrono::nanoseconds) { model::sleep_on(&bell, value); }
 inline void wake(Doorbell& bell) { model::wake(&bell); }
 
