@@ -40,9 +40,12 @@ class StoreBuffer {
     std::vector<size_t> ready;
     for (size_t i = 0; i < entries_.size(); ++i) {
       const Pending& entry = entries_[i];
-      const auto overtakes = [&entry](const Pending& before) { return before.is_barrier || before.place == entry.place; };
+      const auto overtakes = [&entry](const Pending& before) {
+        return before.is_barrier || before.place == entry.place;
+      };
       const bool is_held = entry.releases || entry.is_barrier;
-      if (i == 0 || (!is_held && std::none_of(entries_.begin(), entries_.begin() + static_cast<ptrdiff_t>(i), overtakes))) {
+      if (i == 0 ||
+          (!is_held && std::none_of(entries_.begin(), entries_.begin() + static_cast<ptrdiff_t>(i), overtakes))) {
         ready.push_back(i);
       }
     }

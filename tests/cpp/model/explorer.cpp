@@ -68,15 +68,15 @@ class Explorer {
       } catch (const Violation& violation) {
         wrong = violation.what();
       }
-      if (!wrong.empty()) {
-        result.violation = wrong + trace_again();
-        break;
-      }
-      if (memory_.has_learned()) {
+      if (memory_.has_learned()) {  // steps are others now, so that a violation must be found again
         seen_.clear();
         path_.clear();
         result.num_ends = 0;
         continue;
+      }
+      if (!wrong.empty()) {
+        result.violation = wrong + trace_again();
+        break;
       }
       if (seen_.size() > options_.max_states) break;
       if (!next_branch()) {
@@ -225,9 +225,7 @@ class Explorer {
     const Knowledge& known = memory_.known(place);
     return known.is_shared() && (order != std::memory_order_relaxed || known.is_contended);
   }
-  bool counts(int place) const {
-    return memory_.known(place).has_relaxed_stores && !memory_.known(place).is_contended;
-  }
+  bool counts(int place) const { return memory_.known(place).has_relaxed_stores && !memory_.known(place).is_contended; }
   void note_read(int place) {
     if (!counts(place)) return;
     if (memory_.unordered_write(place, running()) >= 0) return memory_.learn(place, &Knowledge::is_contended);
@@ -342,7 +340,8 @@ class Explorer {
       return;
     }
     const int rank = (actor - options_.world) / 64;
-    const Pending entry = ranks_[static_cast<size_t>(rank)].buffer.take(static_cast<size_t>(actor - options_.world) % 64);
+    const Pending entry =
+        ranks_[static_cast<size_t>(rank)].buffer.take(static_cast<size_t>(actor - options_.world) % 64);
     if (entry.is_barrier) return;
     apply(entry);
     if (is_tracing_) {
@@ -357,7 +356,8 @@ class Explorer {
     for (const Rank& rank : ranks_) {
       uint64_t own = mix(mix(rank.history, rank.last_store), memory_.hash(rank.fence_released));
       own = mix(own, memory_.hash(rank.fence_acquirable));
-      own = mix(own, (rank.is_done ? 1U : 0U) + (rank.sleeps_on >= 0 ? 2 : 0) + (rank.drains ? 4 : 0) + 8 * static_cast<uint64_t>(rank.num_limits));
+      own = mix(own, (rank.is_done ? 1U : 0U) + (rank.sleeps_on >= 0 ? 2 : 0) + (rank.drains ? 4 : 0) +
+                         8 * static_cast<uint64_t>(rank.num_limits));
       own = mix(own, rank.buffer.hash(memory_));
       hash = mix(hash, own);
     }

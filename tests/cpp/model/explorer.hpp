@@ -66,8 +66,8 @@ struct Options {
   // in turn, each until it waits. -1: as often as it likes. Few such delays show most of what goes wrong, and three
   // ranks have too many orders for all of them.
   int max_delays = -1;
-  // How many sleeps of a rank end by themselves when everybody sleeps. 0: a wake-up that only the limit of a sleep would
-  // make up for is a deadlock.
+  // How many sleeps of a rank end by themselves when everybody sleeps. 0: a wake-up that only the limit of a sleep
+  // would make up for is a deadlock.
   int num_limits = 0;
   Faults faults;
   // Names a word in the trace of a violation.
