@@ -3,7 +3,7 @@
 // what was meant, nobody waits for ever, and whoever does something else than his peers hears of it.
 #include <gtest/gtest.h>
 
-#include <array>
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -11,218 +11,20 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "core/slots.hpp"
 #include "cpu/shm_map.hpp"
-#include "cpu/shm_protocol.hpp"
 #include "model/explorer.hpp"
+#include "model/shm_ranks.hpp"
 
 namespace fsdp2x {
 namespace {
 
-using cpu::GatherPost;
-using cpu::Joined;
-using cpu::ShmProtocol;
-using model::Cell;
 using model::Ends;
 using model::require;
-
-constexpr size_t kSlotBytes = 64;  // what a unit takes, and the pages of the ledgers
-constexpr uint64_t kTag = 7;
-
-// What the ranks of a run share.
-struct World {
-  explicit World(int num) : num_ranks(num), map(num, size_t{1} << 30), control(map.control_bytes() / sizeof(Line)) {}
-  std::byte* bytes() const { return const_cast<std::byte*>(control.data()->bytes); }
-  struct alignas(128) Line {
-    std::byte bytes[128] = {};
-  };
-  int num_ranks;
-  cpu::ShmMap map;
-  std::vector<Line> control;
-  // [slot][rank]: rows; [rank][slot]: scratches.
-  std::array<std::array<Cell, 4>, 4> slots;
-  std::array<std::array<Cell, 4>, 4> scratches;
-};
-
-// One rank: what the engine does with a transport (engine/host_transport.cpp), without the tensors.
-class Rank {
- public:
-  Rank(World& world, int rank, int num_ranks) : world_(world), gathers_(kSlotBytes), scratches_(kSlotBytes) {
-    cpu::ShmOptions options;
-    options.rank = rank;
-    options.world = num_ranks;
-    protocol_ = std::make_unique<ShmProtocol>(options, world.map, world.bytes());
-  }
-  ShmProtocol& protocol() { return *protocol_; }
-  int rank() const { return protocol_->rank(); }
-
-  // Before each call of the protocol: what this rank knows is where it stands in its program, and its ledgers.
-  void forget() {
-    uint64_t state = ++num_calls_;
-    const auto add = [&state](uint64_t value) { state = (state ^ value) * 0x100000001b3ULL; };
-    for (const SlotLedger* ledger : {&gathers_, &scratches_}) {
-      for (const char letter : ledger->owners()) add(static_cast<uint64_t>(letter));
-      for (size_t id = 0; id < ledger->num_slots(); ++id) add(ledger->slot(static_cast<int>(id)).num_uses);
-    }
-    for (const Reduction& reduction : closing_) add(reduction.unit * 1000 + reduction.epoch);
-    for (const uint64_t epoch : epochs_) add(epoch);
-    add(sequence_);
-    add(num_later_);
-    model::forget(state);
-  }
-
-  // --- gathers ---
-  struct Gather {
-    Slot slot;
-    GatherPost post;
-  };
-  Gather begin_gather(uint32_t unit) {
-    Gather gather{gathers_.acquire(kSlotBytes, "unit"), {}};
-    gather.post = {++sequence_, unit, static_cast<uint32_t>(gather.slot.id), gather.slot.offset, kSlotBytes};
-    forget();
-    protocol_->acquire_slot(gather.post, gather.slot.num_uses);
-    forget();
-    cell(gather).write(value(gather.post, rank()));
-    protocol_->post_gather(gather.post);
-    return gather;
-  }
-  void finish_gather(const Gather& gather) {
-    forget();
-    protocol_->join_gather(gather.post);
-    forget();
-    for (int other = 0; other < protocol_->world(); ++other) {
-      require(world_.slots[gather.post.slot][static_cast<size_t>(other)].read() == value(gather.post, other),
-              "rank " + std::to_string(rank()) + " reads the rows of rank " + std::to_string(other) + " in gather #" +
-                  std::to_string(gather.post.sequence));
-    }
-  }
-  void release_gather(const Gather& gather) {
-    forget();
-    protocol_->release_slot(gather.post.slot, gather.slot.num_uses);
-    gathers_.release(gather.slot.id);
-  }
-  void gather(uint32_t unit) {
-    const Gather it = begin_gather(unit);
-    finish_gather(it);
-    release_gather(it);
-  }
-
-  // --- reductions ---
-  struct Reduction {
-    uint32_t unit;
-    uint64_t epoch;
-    uint64_t position;
-    Slot slot;
-  };
-  Reduction post_reduction(uint32_t unit, uint64_t position, uint64_t tag = kTag) {
-    forget();
-    sweep();
-    if (!closing_.empty()) {  // one scratch at a time, where that is sure to come
-      const Reduction& last = closing_.back();
-      forget();
-      protocol_->wait_consumed_in_order(last.unit, last.epoch, last.position);
-      sweep();
-    }
-    Reduction reduction{unit, ++epochs_[unit], position, scratches_.acquire(kSlotBytes, "unit")};
-    world_.scratches[static_cast<size_t>(rank())][static_cast<size_t>(reduction.slot.id)].write(
-        gradient(reduction, rank()));
-    forget();
-    protocol_->post_reduction(unit, reduction.epoch, tag, static_cast<uint64_t>(reduction.slot.id));
-    forget();
-    protocol_->publish_progress(position);
-    return reduction;
-  }
-  bool finish_reduction(const Reduction& reduction, bool flush, uint64_t tag = kTag) {
-    forget();
-    if (protocol_->join_reduction(reduction.unit, reduction.epoch, tag, reduction.position, flush) == Joined::later) {
-      num_later_ = num_later_ * 2 + 1;
-      return false;
-    }
-    num_later_ *= 2;
-    forget();
-    for (int other = 0; other < protocol_->world(); ++other) {
-      const auto slot = protocol_->peer_scratch_offset(reduction.unit, other);
-      require(world_.scratches[static_cast<size_t>(other)][slot].read() == gradient(reduction, other),
-              "rank " + std::to_string(rank()) + " sums the gradient of rank " + std::to_string(other) + " for unit " +
-                  std::to_string(reduction.unit));
-    }
-    consume(reduction);
-    return true;
-  }
-  void consume(const Reduction& reduction) {
-    forget();
-    protocol_->consume_reduction(reduction.unit, reduction.epoch);
-    closing_.push_back(reduction);
-  }
-  void flush(uint64_t position, std::deque<Reduction>& pending) {
-    forget();
-    protocol_->publish_progress(position);
-    for (const Reduction& reduction : pending) require(finish_reduction(reduction, true), "a flush waits");
-    pending.clear();
-  }
-
- private:
-  Cell& cell(const Gather& gather) { return world_.slots[gather.post.slot][static_cast<size_t>(rank())]; }
-  static uint64_t value(const GatherPost& post, int rank) {
-    return post.sequence * 100 + post.unit * 10 + static_cast<uint64_t>(rank);
-  }
-  static uint64_t gradient(const Reduction& reduction, int rank) {
-    return reduction.epoch * 100 + reduction.unit * 10 + static_cast<uint64_t>(rank) + 1000;
-  }
-  void sweep() {
-    while (!closing_.empty() && protocol_->reduction_is_consumed(closing_.front().unit, closing_.front().epoch)) {
-      scratches_.release(closing_.front().slot.id);
-      closing_.pop_front();
-    }
-  }
-
-  World& world_;
-  SlotLedger gathers_;
-  SlotLedger scratches_;
-  std::unique_ptr<ShmProtocol> protocol_;
-  uint64_t sequence_ = 0;
-  uint64_t num_calls_ = 0;
-  uint64_t num_later_ = 0;  // which joins were left for the flush
-  std::array<uint64_t, 8> epochs_{};
-  std::deque<Reduction> closing_;
-};
+using model::World;
+using Rank = model::ModelRank;
 
 using Program = std::function<void(Rank&)>;
 using Judge = std::function<void(const Ends&)>;
-
-// Names of the words in a trace.
-std::string name_of(const World& world, int num_ranks, const void* address) {
-  auto* const control = world.bytes();
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const cpu::RankState& state = world.map.state(control, rank);
-    const std::string of = " of rank " + std::to_string(rank);
-    const std::vector<std::pair<const void*, std::string>> fields = {{&state.closed, "closed"},
-                                                                     {&state.failed, "failed"},
-                                                                     {&state.num_posted, "num_posted"},
-                                                                     {&state.progress, "progress"},
-                                                                     {&state.wanted_gather, "wanted_gather"},
-                                                                     {&state.wanted_slot, "wanted_slot"},
-                                                                     {&state.doorbell, "doorbell"},
-                                                                     {&state.sleeping, "sleeping"}};
-    for (const auto& [word, name] : fields) {
-      if (word == address) return name + of;
-    }
-    for (uint64_t i = 0; i < cpu::kRingEntries; ++i) {
-      const cpu::RingEntry& entry = world.map.entry(control, rank, i);
-      if (address >= &entry && address < &entry + 1) return "ring entry " + std::to_string(i) + of;
-    }
-    for (uint32_t i = 0; i < cpu::kMaxSlots; ++i) {
-      if (address == &world.map.released(control, rank, i)) return "released " + std::to_string(i) + of;
-      const cpu::UnitRecord& record = world.map.unit(control, rank, i);
-      if (address >= &record && address < &record + 1) return "unit record " + std::to_string(i) + of;
-    }
-    for (size_t i = 0; i < 4; ++i) {
-      if (address == &world.slots[i][static_cast<size_t>(rank)]) return "rows in slot " + std::to_string(i) + of;
-      if (address == &world.scratches[static_cast<size_t>(rank)][i]) return "scratch " + std::to_string(i) + of;
-    }
-  }
-  return "";
-}
 
 // Ranks, and how they are explored.
 struct Setting {
@@ -252,7 +54,7 @@ model::Result explore(const Setting& setting, const Program& program, const Judg
   options.max_delays = setting.max_delays;
   options.num_limits = setting.num_limits;
   options.max_states = 3'000'000;
-  options.name = [&](const void* address) { return name_of(*world, setting.num_ranks, address); };
+  options.name = [&](const void* address) { return model::name_of(*world, setting.num_ranks, address); };
   if (faults) options.faults = faults(*world);
   const auto begin = [&] {
     ranks.clear();
@@ -270,9 +72,10 @@ model::Result explore(const Setting& setting, const Program& program, const Judg
 
 class ShmModel : public testing::TestWithParam<Setting> {
  protected:
-  static void holds(const Program& program, const Judge& end = all_end_well, int num_limits = 0) {
+  static void holds(const Program& program, const Judge& end = all_end_well, int num_limits = 0, int max_delays = 2) {
     Setting setting = GetParam();
     setting.num_limits = num_limits;
+    setting.max_delays = std::min(setting.max_delays, max_delays);
     const model::Result result = explore(setting, program, end);
     EXPECT_EQ(result.violation, "");
     EXPECT_TRUE(result.is_complete) << "more than " << result.num_states << " states";
@@ -331,7 +134,7 @@ void reduce_without_a_unit(Rank& rank) {
 
 TEST_P(ShmModel, ASlotIsUsedAgain) { holds(gather_in_turn); }
 
-TEST_P(ShmModel, TheRingGoesRound) { holds(gather_ahead); }
+TEST_P(ShmModel, TheRingGoesRound) { holds(gather_ahead, all_end_well, 0, 1); }
 
 TEST_P(ShmModel, AGatherIsCanceled) { holds(cancel_gather); }
 
@@ -367,8 +170,8 @@ TEST_P(ShmModel, UnitsRunInDifferentOrder) {
   holds([](Rank& rank) { rank.gather(static_cast<uint32_t>(rank.rank())); }, all_hear_of("in different order"));
 }
 
-// All orders of two ranks under both memory models; of three ranks, in order and with two delays only: all orders of
-// three are millions of states already for one gather.
+// All orders of two ranks under both memory models; of three ranks, in order and with two delays only (the ring: one),
+// for all orders of three are millions of states already for one gather.
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 2}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + (info.param.buffered ? "buffered" : "");
@@ -508,3 +311,8 @@ TEST(ShmModelBuffer, NoFullFenceLosesAWakeUp) {
 
 }  // namespace
 }  // namespace fsdp2x
+
+#if defined(__SANITIZE_ADDRESS__)
+// A run that meets a known state is dropped where it stands, and with it what its stacks own.
+extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0"; }
+#endif
