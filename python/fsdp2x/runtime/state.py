@@ -6,6 +6,7 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -25,9 +26,6 @@ from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
 from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.tree import check_tree, find_tree, set_names
 from fsdp2x.runtime.upstream_names import StateNames
-
-# Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL.
-_initializing = threading.RLock()
 
 
 class UnitState(StateNames, torch_private.State):
@@ -54,6 +52,9 @@ class UnitState(StateNames, torch_private.State):
         self.comms = comms.CustomComms()  # the user's collectives and hooks
         self.root_state = lambda: None  # weak reference to the state of the root
         # Read on the root only.
+        # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
+        # that are threads of one process have a model each.
+        self._initializing = threading.RLock()
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
@@ -196,14 +197,17 @@ class UnitState(StateNames, torch_private.State):
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
             ValueError: two units claim one parameter.
         """
-        with _initializing:
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._initializing)
             if self.is_root is None:
-                self._become_root()
+                self._become_root(held)
 
-    def _become_root(self) -> None:
+    def _become_root(self, held: contextlib.ExitStack) -> None:
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         tree = find_tree(self)
+        for state in tree:
+            held.enter_context(state._initializing)
         # Names, ties and replaced parameters are read from what modules register while they are sharded.
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
         set_names(self, tree)
@@ -226,7 +230,7 @@ class UnitState(StateNames, torch_private.State):
 
         Which module is the root shows at the first forward.
         """
-        with _initializing:
+        with self._initializing:
             if self.unit is None:
                 set_names(self, [self])
                 self._prepare([self])
