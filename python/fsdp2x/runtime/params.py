@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import spec as specs
@@ -27,6 +27,7 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
 from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, keeps_dtype, layout_shapes
 from fsdp2x.runtime.stale import MARKS, mark_gathered, mark_original
+from fsdp2x.runtime.tied import is_sharded, tie_again
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
 
 
@@ -217,9 +218,10 @@ class GroupParams(GroupNames):
         for sharded in self.params:
             module, name = sharded.owners[0]
             current = module._parameters.get(name)
-            is_new = isinstance(current, DTensor) and isinstance(current, nn.Parameter)
-            if is_new and current is not sharded.param:
+            before = sharded.param
+            if is_sharded(current) and current is not before:
                 sharded.param = current
+            tie_again(sharded, before)
 
     def refresh_aliases(self) -> None:
         """Copies the rows of parameters that lie in another group's pool."""
