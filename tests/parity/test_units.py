@@ -34,7 +34,9 @@ WAYS_TO_CUT = {
 
 
 def train(ctx, model, num=3):
-    model.reshard()  # an optimizer of gathered parameters steps nothing
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # an optimizer of gathered parameters steps nothing
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results = []
     for step in range(num):

@@ -286,7 +286,7 @@ def _join_extras(parts: list[dict[str, torch.Tensor]], lengths: list[int], num_p
 
 @checked
 def micro_batches(
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[Any],
     max_tokens: int,
     *,
     group: Group = None,
@@ -300,7 +300,7 @@ def micro_batches(
     Collective at the first item. Ranks with fewer rows end with empty ones: a row of padding without labels, which
     takes part in every collective of a forward and backward and adds nothing. Arguments as
     :func:`pack_by_budget` and :func:`pack_samples`; ``prepare`` is applied to each row:
-    ``lambda row: row.to("cuda")``.
+    ``lambda row: row.to("cuda")``. A sample that is no mapping is an error on every rank.
     """
     problem, lengths = None, []
     try:
