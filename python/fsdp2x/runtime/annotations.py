@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils import _pytree as pytree
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 
 # What the package keeps on its tensors.
@@ -137,7 +137,7 @@ def is_imported() -> bool:
 
 
 def _carry_over(before: Any, after: Any) -> None:
-    for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True):
+    for old, new in zip(torch_private.tree_leaves(before), torch_private.tree_leaves(after), strict=True):
         if isinstance(new, torch.Tensor) and new is not old:
             new.__dict__.update({name: old.__dict__[name] for name in ATTRIBUTES if name in old.__dict__})
 

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import (  # whether somebody watches the colle
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,  # tensors that have inner tensors instead of memory
 )
+from torch.utils._pytree import tree_leaves  # noqa: F401 (order of a call's inputs, as the engine walks them)
 
 __all__ = [
     "DTensorSpec",
