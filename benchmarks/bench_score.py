@@ -58,24 +58,6 @@ QUICK = {name: replace(case, tokens=512, vocab=4096, width=256) for name, case i
 SIDES = ("logits", "logits_fp32", "softmax", "chunks", "score")
 
 
-class CpuTimer(harness.PhaseTimer):
-    """Phases by this process's CPU time: one thread, so what else runs on the machine matters little."""
-
-    def __init__(self, samples: harness.Samples, counted: bool) -> None:
-        self._samples, self._counted = samples, counted
-        self._start = self._last = time.process_time()
-
-    def mark(self, phase: str) -> None:
-        now = time.process_time()
-        if self._counted:
-            self._samples.add(phase, now - self._last)
-        self._last = now
-
-    def stop(self) -> None:
-        if self._counted:
-            self._samples.add("step", time.process_time() - self._start)
-
-
 class Problem:
     """Operands of a case, and what the log-probabilities and entropies are weighed with."""
 
@@ -191,7 +173,9 @@ def run_case(case: Case, steps: int) -> dict:
         return step
 
     sides = SIDES if case.dtype != "float32" else tuple(side for side in SIDES if side != "logits_fp32")
-    samples = harness.alternate({side: step_of(side) for side in sides}, warmup=1, count=steps, make_timer=CpuTimer)
+    # This process's CPU time: one thread, so what else runs on the machine matters little.
+    clock = time.process_time
+    samples = harness.alternate({side: step_of(side) for side in sides}, warmup=1, count=steps, clock=clock)
     # After the timing: with this allocator every large tensor is a fresh mapping.
     if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES) != 1:
         raise OSError("mallopt(M_MMAP_THRESHOLD) failed: freed memory would stay in the peak")

@@ -44,21 +44,24 @@ class Samples:
 
 
 class PhaseTimer:
-    """Splits a step into phases; the last call of ``mark`` before ``stop`` ends the step."""
+    """Splits a step into phases; the last call of ``mark`` before ``stop`` ends the step.
 
-    def __init__(self, samples: Samples, counted: bool) -> None:
-        self._samples, self._counted = samples, counted
-        self._start = self._last = time.perf_counter()
+    ``clock``: seconds from any beginning.
+    """
+
+    def __init__(self, samples: Samples, counted: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._samples, self._counted, self._clock = samples, counted, clock
+        self._start = self._last = clock()
 
     def mark(self, phase: str) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self._counted:
             self._samples.add(phase, now - self._last)
         self._last = now
 
     def stop(self) -> None:
         if self._counted:
-            self._samples.add("step", time.perf_counter() - self._start)
+            self._samples.add("step", self._clock() - self._start)
 
 
 def launch(script: str, world: int, timeout_s: float) -> int:
@@ -99,18 +102,18 @@ def alternate(
     count: int,
     *,
     before: Callable[[], None] = start_together,
-    make_timer: Callable[[Samples, bool], PhaseTimer] = PhaseTimer,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Samples]:
     """Runs the steps of all implementations in turn, so that drift of the machine hits all alike.
 
-    ``before`` runs in front of each step, and ``make_timer`` makes its clock of where to and whether it counts.
+    ``before`` runs in front of each step; ``clock`` is its timer's.
     """
     samples = {name: Samples() for name in steps}
     for index in range(warmup + count):
         names = list(steps) if index % 2 == 0 else list(reversed(steps))
         for name in names:
             before()
-            timer = make_timer(samples[name], index >= warmup)
+            timer = PhaseTimer(samples[name], index >= warmup, clock)
             steps[name](timer)
             timer.stop()
     return samples

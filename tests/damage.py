@@ -374,6 +374,19 @@ _FIELDS = {
 }
 
 
+def change_header(rng: random.Random, path: Path) -> Change:
+    """One change of what the header of a safetensors file says."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, done = change(rng, json.loads(content[8 : 8 + size]), json_only=True)
+    try:
+        text = json.dumps(header).encode()
+    except RecursionError:
+        text = b"[" * 100_000
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    return done
+
+
 def change_file(rng: random.Random, path: Path, others: list[Path]) -> Change:
     """Another thing in the place of a file, or another of the files."""
     size = path.stat().st_size

@@ -131,6 +131,19 @@ class Twice(nn.Module):
         return self.block(self.other(self.block(x)))
 
 
+class Branches(nn.Module):
+    """Five layers, of which a step uses some."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for i in chosen:
+            x = self.layers[i](x)
+        return x
+
+
 def inputs(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> torch.Tensor:
     """Another input for each rank and step."""
     generator = torch.Generator().manual_seed(100 * step + rank + 1)

@@ -130,7 +130,7 @@ def fully_shard(
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:
     if timeout is None:
         return None
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+    if timeout <= timedelta(0):
         raise ValueError(f"fully_shard: timeout must be a positive datetime.timedelta, got {timeout!r}")
     if ranks.device.type != "cpu":
         raise ValueError(

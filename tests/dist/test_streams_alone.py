@@ -11,7 +11,7 @@ import fsdp2x
 import streams
 from device_twins import Operations
 from harness import distributed
-from models import STACK_UNITS, inputs
+from models import STACK_UNITS, Branches, inputs
 from reference import full, only_fsdp2x, same, shard, shard_stock
 from streams import WIDTH, Experts, record_of_steps, step, wide
 
@@ -137,26 +137,13 @@ def test_memory_that_an_optimizer_in_backward_gave_back(ctx):
     assert streams.races(entries) == []
 
 
-class Branches(nn.Module):
-    """A step uses some of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
-        for i in chosen:
-            x = self.layers[i](x)
-        return x
-
-
 @distributed(world_sizes=(1,))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plans_do_not_depend_on_which_gradients_there_are(ctx, policy):
     """Where each step lacks others, none builds a plan and takes its memory again."""
     only_fsdp2x(ctx)
     streams.install()
-    model = shard(ctx, Branches(), transport="streams", mp_policy=POLICIES[policy])
+    model = shard(ctx, Branches(WIDTH), transport="streams", mp_policy=POLICIES[policy])
 
     def num_taken(chosen: tuple[int, ...]) -> int:
         loss = model(inputs(0, width=WIDTH), chosen).square().mean()

@@ -16,7 +16,7 @@ import fsdp2x
 import one_gpu
 from fsdp2x.runtime.native import _C
 from harness import distributed
-from models import STACK_UNITS, Mlp, Stack, inputs
+from models import STACK_UNITS, Branches, Mlp, Stack, inputs
 from one_gpu import CLOSE, POLICIES, on_gpu
 from reference import only_fsdp2x, same, shard, shard_stock
 
@@ -208,25 +208,12 @@ def test_sleep_gives_the_memory_back(ctx):
     assert model(x).square().mean().item() < losses[-1] < losses[0]
 
 
-class Branches(nn.Module):
-    """A step uses some of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
-        for i in chosen:
-            x = self.layers[i](x)
-        return x
-
-
 @distributed(world_sizes=(1,), timeout=300)
 def test_the_host_does_not_wait_where_each_step_lacks_other_gradients(ctx):
     """No upload blocks it: of packing there is none, of the optimizer's plans it is in the order of the stream."""
     only_fsdp2x(ctx)
     one_gpu.needs_kernels()
-    model = shard(ctx, Branches(), mesh=on_gpu(ctx), mp_policy=POLICIES["bf16"])
+    model = shard(ctx, Branches(WIDTH), mesh=on_gpu(ctx), mp_policy=POLICIES["bf16"])
     optimizer = fsdp2x.optim.AdamW(model.parameters())
     x = inputs(ctx.rank, rows=16, width=WIDTH).cuda()
 

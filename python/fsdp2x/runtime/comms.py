@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams, unsharded_parameter
@@ -70,14 +71,9 @@ class _SlowGathers:
 
     def _wait(self) -> None:
         work, self._work = self._work, None
-        try:
+        group = self._group()
+        with explained(group.ranks.group, f"all-gather of unit '{group.engine.name}'"):
             wait(work)
-        except Exception as error:
-            engine = self._group().engine
-            told = error if engine.explain is None else engine.explain(error, f"all-gather of unit '{engine.name}'")
-            if told is error:
-                raise
-            raise told  # noqa: B904 (it has its cause)
 
     def finish(self) -> bool:
         group = self._group()

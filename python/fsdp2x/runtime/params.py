@@ -374,7 +374,6 @@ class GroupParams(GroupNames):
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
         )
         self._watch_shards()
-        return self.engine
 
     def forget_engine(self) -> None:
         """Undoes ``make_engine_group``."""

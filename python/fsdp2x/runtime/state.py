@@ -51,10 +51,10 @@ class UnitState(StateNames, torch_private.State):
         self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
         self.comms = comms.CustomComms()  # the user's collectives and hooks
         self.root_state = lambda: None  # weak reference to the state of the root
-        # Read on the root only.
         # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
         # that are threads of one process have a model each.
         self._initializing = threading.RLock()
+        # Read on the root only.
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False

@@ -11,25 +11,22 @@ Both sums have terms of one sign, so nothing cancels. Callers own all memory; ti
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
+@dataclass(slots=True, eq=False)
 class RowSums:
     """Running statistics of rows: enough for log-probabilities, entropies and a backward that recomputes the scores.
 
     ``highest``, ``total``, ``label_score`` and, for entropies, ``weighted``: one value a row, in the scores' dtype.
     """
 
-    __slots__ = ("highest", "total", "weighted", "label_score")
-
-    def __init__(
-        self,
-        highest: torch.Tensor,
-        total: torch.Tensor,
-        weighted: torch.Tensor | None,
-        label_score: torch.Tensor,
-    ) -> None:
-        self.highest, self.total, self.weighted, self.label_score = highest, total, weighted, label_score
+    highest: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor | None
+    label_score: torch.Tensor
 
     @classmethod
     def start(cls, num_rows: int, like: torch.Tensor, dtype: torch.dtype, *, entropy: bool) -> RowSums:
@@ -77,6 +74,7 @@ class RowSums:
         return self.total.log() - self.weighted / self.total
 
 
+@dataclass(slots=True, eq=False)
 class RowGradients:
     """What turns scores into their gradient: a few numbers a row, made once from the gradients of the results.
 
@@ -84,16 +82,10 @@ class RowGradients:
     logits where scores are logits times ``scale``.
     """
 
-    __slots__ = ("highest", "constant", "slope", "of_label")
-
-    def __init__(
-        self,
-        highest: torch.Tensor,
-        constant: torch.Tensor,
-        slope: torch.Tensor | None,
-        of_label: torch.Tensor | None,
-    ) -> None:
-        self.highest, self.constant, self.slope, self.of_label = highest, constant, slope, of_label
+    highest: torch.Tensor
+    constant: torch.Tensor
+    slope: torch.Tensor | None
+    of_label: torch.Tensor | None
 
     @classmethod
     def of(
