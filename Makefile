@@ -5,7 +5,8 @@ PYTHON ?= python3
 TORCH_VERSION ?= 2.15.0
 CUDA ?= AUTO
 WERROR ?= OFF
-JOBS ?= $(shell nproc)
+# nproc obeys OMP_NUM_THREADS.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 PYTEST_ARGS ?=
 OFFLINE ?= OFF
 
@@ -87,21 +88,24 @@ demo: build
 test-cpp: $(TOOLS)
 	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/cpp
-	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
-# Without tests/ptx and tests/real, which have targets of their own.
+# Without tests/ptx and tests/real, which have targets of their own. Several processes, a file to each, where pytest-xdist
+# is there.
+PYTEST = $(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real \
+  $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile")' 2>/dev/null)
 test: build test-cpp
-	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-full: export FSDP2X_FULL := 1
 test-full: build test-cpp
-	$(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real --full $(PYTEST_ARGS)
+	$(PYTEST) --full $(PYTEST_ARGS)
 
 sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
 	  -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/sanitize
-	$(CTEST) --test-dir build/sanitize --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/sanitize --output-on-failure --no-tests=error --parallel $(JOBS)
 
 # Programs that run the kernels on a device, and the same on translated PTX: compiled where nvcc is. Those of a device
 # are run where a GPU is.

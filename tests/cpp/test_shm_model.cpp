@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,9 @@ struct Setting {
   int max_delays = -1;
   int num_limits = 0;
 };
+std::ostream& operator<<(std::ostream& out, const Setting& setting) {
+  return out << setting.num_ranks << (setting.buffered ? "buffered" : "");
+}
 
 void all_end_well(const Ends& ends) {
   for (const std::string& end : ends) require(end.empty(), "no error, got: " + end);
@@ -173,9 +177,7 @@ TEST_P(ShmModel, UnitsRunInDifferentOrder) {
 // All orders of two ranks under both memory models; of three ranks, in order and with two delays only (the ring: one),
 // for all orders of three are millions of states already for one gather.
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 2}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.num_ranks) + (info.param.buffered ? "buffered" : "");
-                         });
+                         testing::PrintToStringParamName());
 
 // --- planted faults: each must be found ---
 

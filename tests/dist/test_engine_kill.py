@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,8 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_killed(ctx, moment, victim, transport):
+def train_until_killed(ctx, moment, victim, transport, folder):
+    tempfile.tempdir = folder
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport, timeout=timedelta(seconds=TIMEOUT_S))
     model(inputs(ctx.rank)).square().mean().backward()
     if ctx.rank == victim:
@@ -38,31 +40,29 @@ def train_until_killed(ctx, moment, victim, transport):
     return "no error", 0.0
 
 
-def left_behind():
-    folders = [Path("/dev/shm"), Path("/tmp")]
-    return {
-        path for folder in folders for path in folder.iterdir() if "fsdp2x" in path.name and "build" not in path.name
-    }
+def in_shared_memory():
+    return {path for path in Path("/dev/shm").iterdir() if "fsdp2x" in path.name}
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "between"])
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (3, 1)])
-def test_kill_with_shared_memory(moment, world, victim):
-    before = left_behind()
-    outcomes = dist_run(
-        train_until_killed, world, moment, victim, "shm", timeout=60, expect_exit={victim: -signal.SIGKILL}
-    )
+def test_kill_with_shared_memory(tmp_path, moment, world, victim):
+    before = in_shared_memory()
+    arguments = (moment, victim, "shm", str(tmp_path))
+    outcomes = dist_run(train_until_killed, world, *arguments, timeout=60, expect_exit={victim: -signal.SIGKILL})
     for outcome in outcomes:
         if outcome.rank != victim:
             message, seconds = outcome.value
             assert f"rank {victim}" in message, message
             assert seconds < TIMEOUT_S, f"a dead process is seen at once, not after {seconds:.1f} s"
-    assert left_behind() <= before
+    assert in_shared_memory() <= before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_kill_with_the_process_group(moment):
+def test_kill_with_the_process_group(tmp_path, moment):
     """Here the backend notices; the survivors must end as well."""
-    outcomes = dist_run(train_until_killed, 2, moment, 1, "process_group", timeout=60, expect_exit={1: -signal.SIGKILL})
+    arguments = (moment, 1, "process_group", str(tmp_path))
+    outcomes = dist_run(train_until_killed, 2, *arguments, timeout=60, expect_exit={1: -signal.SIGKILL})
     message, seconds = outcomes[0].value
     assert message != "no error" and seconds < 40
