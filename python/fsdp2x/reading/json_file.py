@@ -13,10 +13,10 @@ from .regular import open_regular
 MOST_BYTES = 1 << 30
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = False) -> str:
     """A UTF-8 file of at most so many bytes; raises `CheckpointError`, or `Damaged` for what is no such text."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open(path if may_be_pipe else open_regular(path), "rb") as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None

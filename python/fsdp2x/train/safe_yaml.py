@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..reading.errors import CheckpointError
+from ..reading.json_file import read_text
 from .config import ConfigError
 
 MOST_BYTES = 1 << 20
@@ -19,18 +21,11 @@ _LARGEST = 2**64
 
 def load_yaml_file(path: Path) -> Any:
     """The value of a file, which may be a pipe; raises `ConfigError`."""
-    what = f"config file {path}"
     try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{what}: {error.strerror or error}") from None
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"{what}: it has more than {MOST_BYTES} bytes")
-    try:
-        return load_yaml(content.decode("utf-8"), what)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what}: not UTF-8 text ({error})") from None
+        text = read_text(path, MOST_BYTES, may_be_pipe=True)
+    except CheckpointError as error:
+        raise ConfigError(f"config file {error}") from None
+    return load_yaml(text, f"config file {path}")
 
 
 def load_yaml(text: str, what: str) -> Any:
