@@ -101,7 +101,7 @@ def test_whether_it_fits(config, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.json", "--world-size", "2"], "there is no file"),
+        (["missing.json", "--world-size", "2"], "missing.json: no such file"),
         (["CONFIG", "a.b=1", "--world-size", "2"], "key=value settings go with a training YAML"),
         (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
         (["CONFIG", "--world-size", "0"], "world_size: got 0, expected at least 1"),

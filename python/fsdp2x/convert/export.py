@@ -18,10 +18,10 @@ from fsdp2x.checkpoint.directory import resolve
 from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
 from fsdp2x.convert.inverse import undo_loading, values_of
 from fsdp2x.convert.stored import open_dcp
+from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
 from fsdp2x.hf.layout import plan_layout
 from fsdp2x.hf.names import TensorSpec, source_families
-from fsdp2x.hf.pretrained import empty_model
 from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, find_targets
 from fsdp2x.hf.writer import Writer, make_files

@@ -19,9 +19,9 @@ from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
 from fsdp2x.convert.to_hf import copy_assets
+from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
-from fsdp2x.hf.pretrained import empty_model
 from fsdp2x.hf.recipes import make_recipes
 from fsdp2x.hf.targets import find_targets
 from fsdp2x.reading.tensors import Source

@@ -20,11 +20,11 @@ from fsdp2x.convert.inverse import Undone, undo_loading, values_of
 from fsdp2x.convert.names import match, without_groups
 from fsdp2x.convert.stored import open_dcp, open_ranks
 from fsdp2x.hf.config import read_config
+from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
 from fsdp2x.hf.layout import Layout, layout_of
 from fsdp2x.hf.names import TensorSpec
-from fsdp2x.hf.pretrained import empty_model
 from fsdp2x.hf.targets import Target, find_targets
 from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.reading.regular import OpenFiles

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +11,9 @@ from torch import nn
 
 from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
-from fsdp2x.hf.config import read_config
-from fsdp2x.hf.files import Checkpoint
+from fsdp2x.checkpoint.agree import on_rank_0, together
+from fsdp2x.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.hf.load import load_hf
-from fsdp2x.reading.errors import first_line
 from fsdp2x.reading.json_file import read_json
 
 
@@ -71,11 +67,11 @@ def from_pretrained(
     what = f"loading {folder}"
 
     def describe() -> tuple[Any, torch.dtype, Any]:
-        with _told(folder):
-            return describe_folder(folder, config, dtype)
+        with told_of(folder):
+            return _describe(folder, config, dtype)
 
     def build() -> nn.Module:
-        with _told(folder):
+        with told_of(folder):
             return build_empty(model_class, *described[:2], attn_implementation)
 
     # Rank 0 alone may see the folder.
@@ -98,88 +94,13 @@ def from_pretrained(
     return model.eval()
 
 
-def empty_model(folder: Path) -> nn.Module:
-    """The model of a folder's config, on the meta device, with parameters of the config's dtype or that of the files.
-
-    Raises:
-        CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
-    """
-    with _told(folder):
-        config, dtype, _ = describe_folder(folder, None, "auto")
-        if getattr(config, "quantization_config", None) is not None:
-            raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
-        return build_empty(None, config, dtype, None)
-
-
-@contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises about what a folder says is told as one sentence."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        if error.strerror is None:
-            raise CheckpointError(f"{folder}: {first_line(error)}") from None
-        raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"{folder / 'config.json'}: transformers cannot build the model: {reason}") from None
-
-
-def describe_folder(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:
+def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:
     """Config, dtype and generation config (or None) of a folder."""
-    import transformers
+    from transformers import GenerationConfig
 
-    options = {"local_files_only": True}
-    if config is None:
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                2, "no such file; a local HuggingFace folder is needed", str(folder / "config.json")
-            )
-        read_config(folder / "config.json")
-        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **options)
+    config = read_hf_config(folder) if config is None else config
     generation = None
     if (folder / "generation_config.json").is_file():
         read_json(folder / "generation_config.json", unique=False)
-        generation = transformers.GenerationConfig.from_pretrained(str(folder), **options)
-    return config, (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else dtype, generation
-
-
-def build_empty(
-    model_class: type | None, config: Any, dtype: torch.dtype, attn_implementation: str | None
-) -> nn.Module:
-    """A model on the meta device; without a class the one that the config names."""
-    import transformers
-
-    if model_class is None:
-        names = config.architectures or []
-        found = (getattr(transformers, name, None) for name in names if isinstance(name, str))
-        is_model = lambda one: isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)  # noqa: E731
-        model_class = next(filter(is_model, found), None)
-        model_class = model_class or transformers.AutoModelForCausalLM
-    options: dict[str, Any] = {"dtype": dtype}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    make = getattr(model_class, "from_config", None) or model_class._from_config
-    with torch.device("meta"):
-        model = make(config, **options)
-    _keep_in_float32(model, dtype)
-    return model
-
-
-def _dtype_of_files(folder: Path) -> torch.dtype:
-    with Checkpoint([folder]) as files:
-        floating = (source.dtype for source in files.tensors.values() if source.dtype.is_floating_point)
-        return next(floating, torch.float32)
-
-
-def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights that the model's class wants in float32 whatever the dtype."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern = re.compile("|".join(f"(?:{key.replace('*', '.*')})" for key in plan))
-    for name, param in model.named_parameters():
-        if pattern.search(name):
-            param.data = param.data.to(torch.float32)
+        generation = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return config, (config.dtype or dtype_of_files(folder)) if dtype == "auto" else dtype, generation

@@ -128,9 +128,8 @@ def make_plan(request: Request) -> Plan:
     if path.is_dir() or path.suffix == ".json":
         if request.overrides:
             raise PlanError(f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}")
-        config = _read_hf_config(path)
-        request = _filled(request, {"dtype": _dtype_name(getattr(config, "dtype", None))})
-        model = _build_on_meta(config, getattr(torch, request.dtype or "float32"))
+        model = _build(path, request.dtype)
+        request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
         from fsdp2x.memory.training import read_training
 
@@ -178,44 +177,14 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * factor)
 
 
-def _read_hf_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    from fsdp2x.hf.config import read_config
+def _build(path: Path, dtype: str | None) -> nn.Module:
+    """The model of a config.json without weights, in the dtype that is asked for or that it says."""
+    from fsdp2x.hf.empty import build_empty, read_hf_config, told_of
     from fsdp2x.reading.errors import CheckpointError
 
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise PlanError(f"config {path}: there is no file {file}")
     try:
-        read_config(file)
-        # A name of a file, never of a hub's repository; code that a config names is not run.
-        return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        with told_of(path):
+            config = read_hf_config(path)
+            return build_empty(None, config, getattr(torch, dtype) if dtype else config.dtype or torch.float32)
     except CheckpointError as error:
         raise PlanError(f"config {error}") from None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise PlanError(f"config {file}: transformers cannot read it: {reason}") from None
-
-
-def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
-    import transformers
-
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    try:
-        with torch.device("meta"):
-            if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
-                return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
-            try:
-                return named(config)
-            finally:
-                torch.set_default_dtype(before)
-    except (ValueError, TypeError, ImportError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise PlanError(f"config of {type(config).__name__}: no model can be built: {text}") from None
-
-
-def _dtype_name(dtype: Any) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

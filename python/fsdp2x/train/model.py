@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..hf.config import plain_config, read_config
+from ..hf.empty import build_empty, read_hf_config
 from ..hf.files import Checkpoint
-from ..hf.pretrained import build_empty
 from ..reading.errors import CheckpointError
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from .optional import part, said_of
@@ -82,19 +82,15 @@ def build_on_meta(
     Raises:
         ConfigError: no model comes of the settings.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with _built_by_transformers(config):
         if config.path is None:
-            options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
             made = make_hf_config(config.config, tokenizer)
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False, **options)
-        folder = find_folder(config)
-        made = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            return build_empty(AutoModelForCausalLM, made, dtype, attn_implementation, keeps_float32=False)
         # Rows are read into the class that the folder names.
         model_class = None if config.load == "rows" else AutoModelForCausalLM
-        return build_empty(model_class, made, dtype, attn_implementation)
+        return build_empty(model_class, read_hf_config(find_folder(config)), dtype, attn_implementation)
 
 
 @contextlib.contextmanager
