@@ -53,7 +53,7 @@ def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_p
     died = {victim: -signal.SIGKILL}
     outcomes = dist_run(train_and_die, 2, config, module, owner, name, victim, expect_exit=died)
     said = outcomes[1 - victim].value
-    assert f"saving checkpoint {tmp_path / 'run/checkpoints/step-000002'}: lost rank {victim} (process " in said
+    assert f"saving checkpoint {tmp_path / 'run/checkpoints/step-000002'}: lost rank {victim} (pid " in said
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000001\n"
     # This very process, alone, goes on from there, and cleans up.
     resumed = run({**config, "checkpoint": {"resume_from": str(tmp_path / "run")}})

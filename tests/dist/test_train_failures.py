@@ -50,7 +50,7 @@ def test_a_rank_killed_while_training_is_named(tmp_path, moment):
     config = settings(write_text(tmp_path / "text"), tmp_path / "run")
     outcomes = dist_run(train_and_die, 2, config, moment, expect_exit={1: -signal.SIGKILL})
     said, seconds = outcomes[0].value
-    assert "training step 3: lost rank 1 (process " in said
+    assert "training step 3: lost rank 1 (pid " in said
     assert seconds < 30  # parallel.timeout_s
 
 

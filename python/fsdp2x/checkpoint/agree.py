@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.processes import Process, ended_ranks, own_host
+from fsdp2x.runtime.processes import Process, name_ended, own_host
 
 T = TypeVar("T")
 
@@ -124,8 +124,7 @@ class LostRanks:
     """
 
     def __init__(self) -> None:
-        mine = Process.own()
-        self.processes = _exchange(mine, None)
+        self.processes = _exchange(Process.own(), None)
 
     @property
     def pids(self) -> list[int]:
@@ -137,18 +136,13 @@ class LostRanks:
         here = own_host()
         return [process.pid for process in self.processes if process.host == here]
 
-    def find(self, wait_s: float = 1.0) -> list[int]:
-        """Ranks of this host whose process has ended; sockets close before processes end, so it looks for `wait_s`."""
-        return ended_ranks(self.processes, wait_s)
-
     @contextlib.contextmanager
     def named(self, during: str) -> Iterator[None]:
         """Errors of the block become one that names the lost ranks, when there are any."""
         try:
             yield
         except Exception as error:
-            lost = self.find() if isinstance(error, RuntimeError) else []
+            lost = name_ended(dict(enumerate(self.processes))) if isinstance(error, RuntimeError) else ""
             if not lost:
                 raise
-            ranks = ", ".join(f"{rank} (process {self.processes[rank].pid})" for rank in lost)
-            raise RuntimeError(f"{during}: lost rank {ranks}, which ended while the others waited for it") from error
+            raise RuntimeError(f"{during}: lost {lost}, which ended while the others waited for it") from error

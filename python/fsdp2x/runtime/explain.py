@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.runtime.processes import ended_ranks, introduced, own_host
+from fsdp2x.runtime.processes import introduced, name_ended, own_host
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
@@ -40,11 +40,8 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
         error.add_note(f"fsdp2x: {where}")
         return error
     known = introduced()
-    ranks = list(known)
-    ended = [ranks[index] for index in ended_ranks(list(known.values()))]
-    if ended:
-        names = ", ".join(f"rank {rank} (pid {known[rank].pid})" for rank in ended)
-        said = f"{names} ended meanwhile: its own output says why; restart all ranks"
+    if ended := name_ended(known):
+        said = f"{ended} ended meanwhile: its own output says why; restart all ranks"
     else:
         here = own_host()
         said = "no rank of this host has ended"

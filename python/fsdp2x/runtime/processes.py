@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -53,21 +54,21 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def ended_ranks(processes: list[Process], wait_s: float = 1.0) -> list[int]:
-    """Indices of the processes of this host that have ended; those elsewhere are never reported.
+def name_ended(processes: Mapping[int, Process], wait_s: float = 1.0) -> str:
+    """The ranks of this host, of these, whose process has ended: "rank 1 (pid 7), rank 3 (pid 9)", or nothing.
 
-    Sockets close before processes end, so it looks for ``wait_s`` until it finds one.
+    Those elsewhere are never reported. Sockets close before processes end: it looks for ``wait_s`` until it finds one.
     """
     here = own_host()
     deadline = time.monotonic() + wait_s
     while True:
         ended = [
-            index
-            for index, process in enumerate(processes)
+            f"rank {rank} (pid {process.pid})"
+            for rank, process in processes.items()
             if process.host == here and start_time(process.pid) != process.start
         ]
         if ended or time.monotonic() > deadline:
-            return ended
+            return ", ".join(ended)
         time.sleep(_LOOK_S)
 
 
