@@ -11,6 +11,7 @@ namespace fsdp2x {
 
 void bind_accounting(py::module_& m) {
   m.attr("ALIGN_BYTES") = kAlignBytes;
+  m.def("align_up", &align_up, py::arg("num_bytes"));
   m.def("size_class", &size_class, py::arg("num_bytes"));
   py::class_<SlotLedger>(m, "SlotLedger")
       .def(py::init<size_t>(), py::arg("page_bytes"))

@@ -123,6 +123,11 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
       .def_property_readonly("slot_bytes", &Layout::slot_bytes)
       .def_property_readonly("scratch_bytes", &Layout::scratch_bytes)
+      .def_property_readonly("wide_scratch_bytes", &Layout::wide_scratch_bytes)
+      .def_property_readonly("gather_segment_bytes", &Layout::gather_segment_bytes)
+      .def_property_readonly("reduce_segment_bytes", &Layout::reduce_segment_bytes)
+      .def_property_readonly("flagged_segment_bytes", &Layout::flagged_segment_bytes)
+      .def("training", &Layout::training, py::arg("trains"))
       .def_property_readonly("shard_offsets", [](const Layout& layout) {
         std::vector<size_t> offsets;
         for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);
@@ -222,29 +227,27 @@ void bind_group(py::module_& m) {
       .value("everything", Offload::everything);
   py::class_<Group, std::shared_ptr<Group>> group(m, "Group");
   group
-      .def(py::init([](const std::string& name, const Layout& layout, const at::Tensor& pool,
-                       const std::vector<ParamTuple>& params, const py::object& make_gradient,
-                       const py::object& add_to_foreign, const py::object& plain_gradient, int replicas,
-                       at::Device device, Offload offload) {
+      .def(py::init([](const Layout& layout, const at::Tensor& pool, const std::vector<ParamTuple>& params,
+                       const py::object& make_gradient, const py::object& add_to_foreign,
+                       const py::object& plain_gradient, int replicas, at::Device device, Offload offload) {
              GroupCalls calls;
              calls.make_gradient = own(make_gradient);
              calls.add_to_foreign = own(add_to_foreign);
              calls.plain_gradient = own(plain_gradient);
-             return std::make_shared<Group>(name, layout, pool, params_of(params), std::move(calls), replicas, device,
+             return std::make_shared<Group>(layout, pool, params_of(params), std::move(calls), replicas, device,
                                             offload);
            }),
-           py::arg("name"), py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"),
-           py::arg("add_to_foreign"), py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"),
-           py::arg("offload"))
+           py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"), py::arg("add_to_foreign"),
+           py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"), py::arg("offload"))
       .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
       .def("set_post_forward",
-           [](Group& self, const std::string& name, const Layout& layout, const at::Tensor& pool,
-              const std::vector<py::object>& sharded, const py::object& explain) {
+           [](Group& self, const Layout& layout, const at::Tensor& pool, const std::vector<py::object>& sharded,
+              const py::object& explain) {
              std::vector<PyRef> params;
              for (const py::object& param : sharded) params.push_back(own(param));
              GroupCalls calls;
              calls.explain = own_unless_none(explain);
-             self.set_post_forward(std::make_shared<Group>(name, layout, pool, std::vector<Param>(), std::move(calls),
+             self.set_post_forward(std::make_shared<Group>(layout, pool, std::vector<Param>(), std::move(calls),
                                                            /*replicas=*/1, self.device, Offload::nothing),
                                    std::move(params));
            })

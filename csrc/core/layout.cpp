@@ -149,6 +149,15 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
   }
 }
 
+Layout Layout::training(const std::vector<bool>& trains) const {
+  std::vector<ParamShape> shapes;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    shapes.push_back(params_[i].shape);
+    shapes[i].trainable = shapes[i].trainable && trains.at(i);
+  }
+  return Layout(std::move(shapes), world_, rank_, whole_chunks_);
+}
+
 std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
   if (source_rank < 0 || source_rank >= world_) {
     throw Error("layout: segment of rank " + std::to_string(source_rank) + " asked for in a world of " +

@@ -97,6 +97,10 @@ class Layout {
   size_t wide_scratch_bytes() const { return wide_scratch_bytes_; }
   size_t gather_segment_bytes() const { return gather_segment_bytes_; }
   size_t reduce_segment_bytes() const { return reduce_segment_bytes_; }
+  // A rank's reduce segment, then one flag per parameter in the reduce dtype (> 0: some rank has a gradient).
+  size_t flagged_segment_bytes() const { return reduce_segment_bytes_ + align_up(params_.size() * sizeof(double)); }
+  // The same parameters, of which those alone are trainable that were and that `trains` names too.
+  Layout training(const std::vector<bool>& trains) const;
 
   // This rank's shard pool -> its rows in the gather slot, with the cast. Empty shards are left out.
   const std::vector<Copy>& shard_to_slot() const { return shard_to_slot_; }

@@ -93,7 +93,7 @@ void DeviceTransport::register_group(Group& group) {
   group.gradients.set_blocks_stay(group.offloads());
   offloads_ = offloads_ || group.offloads();
   // A segment may be the pool itself, with the flags behind it.
-  group.gradients.reserve(Group::segment_bytes(group.layout));
+  group.gradients.reserve(group.layout.flagged_segment_bytes());
 }
 
 at::Tensor DeviceTransport::allocate(size_t bytes) {

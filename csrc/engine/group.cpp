@@ -39,10 +39,9 @@ at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
 
 }  // namespace
 
-Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
-             GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
-    : name(std::move(group_name)),
-      layout(std::move(group_layout)),
+Group::Group(Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params, GroupCalls group_calls,
+             int replicas, at::Device group_device, Offload group_offload)
+    : layout(std::move(group_layout)),
       pool(std::move(shard_pool)),
       device(group_device),
       offload(group_offload),
@@ -52,6 +51,11 @@ Group::Group(std::string group_name, Layout group_layout, at::Tensor shard_pool,
                 std::move(calls.add_to_foreign)),
       replicas_(replicas) {
   scratch.filled.assign(params.size(), 0);
+}
+
+void Group::rename(std::string new_name) {
+  name = std::move(new_name);
+  if (post_forward) post_forward->rename(name + " (after forward)");
 }
 
 void throw_collective_error(const Group& group, const PyRef& explain, const std::string& operation) {
@@ -173,6 +177,7 @@ void Group::release_slot() {
 void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded) {
   post_forward = std::move(group);
   post_forward->unit = unit;
+  rename(name);
   post_forward_params_ = std::move(sharded);
 }
 
@@ -309,10 +314,6 @@ bool Group::reduces_unused() const {
   return false;
 }
 
-size_t Group::segment_bytes(const Layout& plan) {
-  return plan.reduce_segment_bytes() + align_up(plan.params().size() * sizeof(double));
-}
-
 DType Group::reduce_type() const {
   for (const ParamPlace& place : layout.params()) {
     if (place.shape.reduce != DType::byte) return place.shape.reduce;
@@ -343,7 +344,7 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
     attach_segment(segment, *plan, divisor);
     return;
   }
-  const size_t bytes = segment_bytes(*plan);
+  const size_t bytes = plan->flagged_segment_bytes();
   const at::Tensor rows = typed(segment, reduce_type(), 0, bytes / dtype_bytes(reduce_type()));
   if (partial_.defined() && partial_.nbytes() != bytes) {
     throw Error("fsdp2x: parameters of unit '" + name +
@@ -366,7 +367,7 @@ void Group::all_reduce() {
   if (!partial_.defined()) {
     // No gradient here, but other replicas may have some: zeros, flags included.
     partial_plan_ = transport->reduce_plan(*this);
-    partial_ = at::zeros({static_cast<int64_t>(segment_bytes(*partial_plan_))},
+    partial_ = at::zeros({static_cast<int64_t>(partial_plan_->flagged_segment_bytes())},
                          at::TensorOptions().dtype(at::kByte).device(device));
     partial_divisor_ = averages() ? 1.0 : divisor() / pre_divisor(*this);
   }

@@ -40,8 +40,11 @@ class Group {
  public:
   // `device`: where it is gathered and reduced. `offload`: what lies in host memory; only transports with streams can
   // do that.
-  Group(std::string name, Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas,
-        at::Device device, Offload offload);
+  Group(Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas, at::Device device,
+        Offload offload);
+
+  // What errors and the ledgers call it, and its smaller world with it.
+  void rename(std::string new_name);
 
   // --- parameters ---
   void begin_gather();
@@ -71,8 +74,9 @@ class Group {
   void sweep_gradients();
   void begin_reduce();
   bool finish_reduce(bool flush);
-  // The transport has summed this rank's rows of all parameters, flags behind them (see segment_bytes), into `segment`:
-  // keeps them for the all-reduce, or runs the hook and attaches. `divisor`: what the sum is still to be divided by.
+  // The transport has summed this rank's rows of all parameters, flags behind them (see Layout::flagged_segment_bytes),
+  // into `segment`: keeps them for the all-reduce, or runs the hook and attaches. `divisor`: what the sum is still to
+  // be divided by.
   void take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor);
   // All-reduces what take_segment kept, then attaches it. In the same order on every replica.
   void all_reduce();
@@ -99,9 +103,6 @@ class Group {
   // Parameters without a gradient are reduced as zeros, whatever this rank ran and under whichever gradient mode: other
   // ranks may have run something else.
   bool reduces_unused() const;
-  // Bytes of a rank's segment: the rows of `plan`, then one flag per parameter in the reduce dtype (> 0: some rank has
-  // a gradient).
-  static size_t segment_bytes(const Layout& plan);
   DType reduce_type() const;
   // Whether the collectives divide by the number of ranks; otherwise they sum.
   bool averages() const;
@@ -111,7 +112,7 @@ class Group {
   const UnitOptions& options() const;
   Root& root() const;
 
-  std::string name;
+  std::string name;      // empty until its unit names it
   uint32_t index = 0;    // in its transport, the same on every rank
   Unit* unit = nullptr;  // owns this group
   std::shared_ptr<Transport> transport;

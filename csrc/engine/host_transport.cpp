@@ -352,7 +352,7 @@ void HostTransport::sum(Group& group) {
 void HostTransport::sum_into_segment(Group& group) {
   const Sources sources = sources_of(group);
   const DType type = group.reduce_type();
-  const at::Tensor segment = at::zeros({static_cast<int64_t>(Group::segment_bytes(group.layout))}, at::kByte);
+  const at::Tensor segment = at::zeros({static_cast<int64_t>(group.layout.flagged_segment_bytes())}, at::kByte);
   auto* const data = static_cast<std::byte*>(segment.data_ptr());
   auto* flags = data + group.layout.reduce_segment_bytes();
   begin_rows(group, sources);

@@ -35,14 +35,9 @@ ReducePlan& ReducePlans::of(const Group& group) {
   }
   auto found = plans_.find(trainable);
   if (found == plans_.end()) {
-    std::vector<ParamShape> shapes;
-    for (size_t i = 0; i < trainable.size(); ++i) {
-      shapes.push_back(group.layout.params()[i].shape);
-      shapes[i].trainable = trainable[i];
-    }
     ReducePlan plan;
-    plan.layout = std::make_shared<const Layout>(std::move(shapes), group.layout.world(), group.layout.rank());
-    plan.segment_bytes = Group::segment_bytes(*plan.layout);
+    plan.layout = std::make_shared<const Layout>(group.layout.training(trainable));
+    plan.segment_bytes = plan.layout->flagged_segment_bytes();
     const size_t element = dtype_bytes(group.reduce_type());
     // The same flags for every rank, and nothing behind them that was never written: it travels with them.
     plan.flags_numel = (plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element;

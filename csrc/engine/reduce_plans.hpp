@@ -16,7 +16,7 @@ class Group;
 
 struct ReducePlan {
   std::shared_ptr<const Layout> layout;
-  size_t segment_bytes = 0;  // Group::segment_bytes
+  size_t segment_bytes = 0;  // Layout::flagged_segment_bytes
   // One float per parameter, and zeros up to flags_numel -> what lies behind the rows of all W segments.
   CopyProgram flags_to_segments;
   size_t flags_numel = 0;

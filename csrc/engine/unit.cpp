@@ -56,6 +56,7 @@ Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::share
       device(unit_device),
       groups(std::move(unit_groups)) {
   for (const auto& group : groups) group->unit = this;
+  name_groups();
   live_units().insert(this);
 }
 
@@ -73,11 +74,17 @@ Unit::~Unit() {
 
 void Unit::rename(const std::string& new_name, const std::vector<std::vector<std::string>>& fqns) {
   for (size_t i = 0; i < groups.size(); ++i) {
-    groups[i]->name = i == 0 ? new_name : new_name + " (mesh " + std::to_string(i) + ")";
     for (size_t j = 0; j < groups[i]->params.size(); ++j) groups[i]->params[j].rename(fqns.at(i).at(j));
   }
   name = new_name;
   ranges = RangeNames(name);
+  name_groups();
+}
+
+void Unit::name_groups() {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    groups[i]->rename(i == 0 ? name : name + " (mesh " + std::to_string(i) + ")");
+  }
 }
 
 void Unit::set_params(ParamState from, ParamState to) {

@@ -107,6 +107,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
  private:
   void set_params(ParamState from, ParamState to);
+  void name_groups();
 
   cpu::ProcessGuard guard_;
   ParamState param_state_ = ParamState::sharded;

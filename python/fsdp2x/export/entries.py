@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.runtime.native import _C
 
-ALIGN_BYTES = 64
-
 
 @dataclass
 class Entry:
@@ -76,7 +74,3 @@ class Entry:
         whole = self.param.detach().full_tensor()
         replicated = all(placement == Replicate() for placement in self.param.placements)
         return (whole.clone() if replicated else whole).to(self.dtype)
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -23,10 +23,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2x.export.entries import Entry, aligned
+from fsdp2x.export.entries import Entry
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.same_units import UnitFacts
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.same_units import UnitParams
 from fsdp2x.runtime.sharing import Introductions, introduce
 
 NUM_SLOTS = 2
@@ -39,7 +40,7 @@ def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
     starts, end = [], 0
     for entry in entries:
         starts.append(end)
-        end += aligned(entry.whole_bytes)
+        end += _C.align_up(entry.whole_bytes)
     return starts, end
 
 
@@ -57,7 +58,7 @@ def make_ring(
     Raises:
         ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
     """
-    slot_bytes = aligned(max(place(bucket)[1] for bucket in buckets))
+    slot_bytes = _C.align_up(max(place(bucket)[1] for bucket in buckets))
     known = introduce(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
     if known is not None:
         known.require_same_units("fsdp2x.export")
@@ -85,9 +86,9 @@ def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple
     return (None, reason) if reason else (rings[0], "")
 
 
-def _facts(index: int, bucket: Sequence[Entry]) -> UnitFacts:
+def _facts(index: int, bucket: Sequence[Entry]) -> UnitParams:
     params = ((entry.name, (tuple(entry.param.shape), str(entry.dtype))) for entry in bucket)
-    return UnitFacts(f"bucket {index}", tuple(params))
+    return UnitParams(f"bucket {index}", tuple(params))
 
 
 def _gather_of(entries: Sequence[Entry]) -> str:
@@ -128,12 +129,12 @@ class GroupRing:
         for index, entry in enumerate(entries):
             if not direct[index]:
                 self._packed[index] = end
-                end += aligned(entry.num_bytes(entry.rows(0, self.world)[1]))
+                end += _C.align_up(entry.num_bytes(entry.rows(0, self.world)[1]))
         self._end = end
         for index, entry in enumerate(entries):
             if direct[index] and self._needs_copy(entry):
                 staged[index] = end
-                end += aligned(entry.num_bytes(entry.rows(0, self.world)[1]))
+                end += _C.align_up(entry.num_bytes(entry.rows(0, self.world)[1]))
         if self._sent.numel() < end:
             self._sent = torch.zeros(end, dtype=torch.uint8, device=self.device)
         for index, start in (*self._packed.items(), *staged.items()):

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.checkpoint.agree import together
-from fsdp2x.export.entries import ALIGN_BYTES, aligned
 from fsdp2x.hf.targets import Target
 from fsdp2x.reading.tensors import Source
+from fsdp2x.runtime.native import _C
 
 BUCKET_BYTES = 16 << 20
 
@@ -95,10 +95,10 @@ def _buckets(steps: list[tuple[Target, list[Source]]]) -> list[list[int]]:
 
 
 def _place(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
-    starts, end = [], ALIGN_BYTES
+    starts, end = [], _C.ALIGN_BYTES
     for index in bucket:
         starts.append(end)
-        end += aligned(math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize)
+        end += _C.align_up(math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize)
     return starts, end
 
 

@@ -16,17 +16,10 @@ from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
-from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, layout_shapes
+from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
 
-# What the engine reserves for the flag of a parameter behind the rows of a reduce segment.
-_FLAG_BYTES = 8
 # A limit below which every parameter is gathered packed.
 _EVERYTHING = 2**63
-
-
-def align_up(num_bytes: int, unit: int = _C.ALIGN_BYTES) -> int:
-    """``num_bytes`` rounded up to a multiple of ``unit``; every parameter in a pool, slot or segment starts at one."""
-    return -(-num_bytes // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -105,20 +98,6 @@ class ModelFacts:
     padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
 
 
-def _pool_bytes(shapes: list[tuple], ranks: Ranks) -> int:
-    return _C.Layout(shapes, ranks.world, ranks.rank).shard_pool_bytes
-
-
-def _moved(shape: tuple, position: int) -> tuple:
-    """The shape with one of its dtypes in place of all three: its "shard pool" is a rank's segment in that dtype."""
-    return (*shape[:3], shape[position], shape[position], shape[position], True)
-
-
-def _wide(shape: tuple) -> tuple:
-    """The shape with gradients that are packed in the dtype of the reduction."""
-    return (*shape[:4], shape[5], shape[5], shape[6])
-
-
 def _gradient_bytes(shape: tuple) -> int:
     return shape[0] * shape[1] * shape[2] * shape[4].itemsize
 
@@ -147,17 +126,15 @@ def _count(
     collectives: Collectives = Collectives(),
 ) -> GroupFacts:
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
-    flag_bytes = align_up(len(shapes) * _FLAG_BYTES)
+    training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
-    reducible = [shape for shape in shapes if shape[3] in REDUCIBLE]
     # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
-    staged = trained if ranks.transport == "process_group" else reducible
-    segment_bytes = _pool_bytes([_moved(shape, 5) for shape in reducible], ranks) + flag_bytes
+    staged = training if ranks.transport == "process_group" else layout
     rows = sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in shapes)
     offloads = offload.of_shards and ranks.has_streams
     # A rank's reduced rows lie as the gradient pool does.
     rows_are_pool = len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes)
-    reduced_bytes = _pool_bytes([_moved(shape, 5) for shape in trained], ranks)
+    reduced_bytes = training.reduce_segment_bytes
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
     pack_below = None if collectives.gathers_packed else transport.pack_below_bytes(ranks.gathers, ranks.world)
     return GroupFacts(
@@ -166,17 +143,17 @@ def _count(
         shard_pad_bytes=layout.shard_pool_bytes - rows,
         slot_bytes=layout.slot_bytes,
         scratch_bytes=layout.scratch_bytes,
-        gather_segment_bytes=_pool_bytes([_moved(shape, 4) for shape in shapes if shape[6]], ranks),
-        reduce_segment_bytes=reduced_bytes + flag_bytes,
-        replica_segment_bytes=_pool_bytes([_moved(shape, 5) for shape in staged], ranks) + flag_bytes,
+        gather_segment_bytes=layout.gather_segment_bytes,
+        reduce_segment_bytes=training.flagged_segment_bytes,
+        replica_segment_bytes=staged.flagged_segment_bytes,
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
-        wide_scratch_bytes=_C.Layout([_wide(shape) for shape in shapes], ranks.world, ranks.rank).scratch_bytes,
+        wide_scratch_bytes=layout.wide_scratch_bytes,
         num_trained=len(trained),
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.
-        gradient_pool_bytes=max(layout.shard_pool_bytes, segment_bytes if ranks.has_streams else 0),
+        gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
         staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if pack_below is None else pack_below) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
@@ -184,7 +161,7 @@ def _count(
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
-        state_block_bytes=sum(align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
+        state_block_bytes=sum(_C.align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
     )
@@ -206,6 +183,5 @@ def group_facts(
     trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
-        kept = [(*shape[:3], shape[4], shape[4], shape[4], shape[6]) for shape in shapes]
-        small = _count(kept, [False] * len(kept), small_ranks)
+        small = _count(kept_shapes(shapes), [False] * len(shapes), small_ranks)
     return _count(shapes, trains, ranks, reduces_unused, small, offload, collectives)

@@ -21,8 +21,6 @@ from fsdp2x.runtime import torch_private, transport
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import HostState, host_state
 
-# Every moment starts at a multiple of it, for 16-byte accesses.
-_ALIGN_BYTES = 64
 _NUM_BUFFERS = 2
 
 
@@ -43,13 +41,9 @@ class _Moment:
     offset: int
 
 
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
 def block_bytes(members: Iterable[Wanted]) -> int:
     """Bytes of the block of these moments."""
-    return sum(len(one.names) * _align(_local_bytes(one.param, one.dtype)) for one in members)
+    return sum(len(one.names) * _C.align_up(_local_bytes(one.param, one.dtype)) for one in members)
 
 
 def _local_bytes(param: Tensor, dtype: torch.dtype) -> int:
@@ -93,7 +87,7 @@ class _Block:
             for name in one.names:
                 tensor = _in_pool(self.memory, offset, one.param, one.dtype)
                 self.moments.append(_Moment(one.param, name, tensor, offset))
-                offset += _align(_local_bytes(one.param, one.dtype))
+                offset += _C.align_up(_local_bytes(one.param, one.dtype))
 
     def is_of(self, members: list[Wanted]) -> bool:
         return len(members) == len(self.members) and all(

@@ -25,7 +25,7 @@ from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
-from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, keeps_dtype, layout_shapes
+from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, keeps_dtype, kept_shapes, layout_shapes
 from fsdp2x.runtime.stale import MARKS, mark_gathered, mark_original
 from fsdp2x.runtime.tied import is_sharded, tie_again
 from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
@@ -350,7 +350,7 @@ class GroupParams(GroupNames):
                 "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
             )
 
-    def make_engine_group(self, name: str, param_dtype, reduce_dtype, has_streams: bool) -> None:
+    def make_engine_group(self, param_dtype, reduce_dtype, has_streams: bool) -> None:
         """Makes the ``_C.Group`` over these parameters.
 
         ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
@@ -362,7 +362,6 @@ class GroupParams(GroupNames):
         self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
         self.engine = _C.Group(
-            name,
             _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
             self.pool,
             self._engine_params(shapes),
@@ -405,10 +404,7 @@ class GroupParams(GroupNames):
 
         ``explain``: tells what its failed collectives raise.
         """
-        shapes = [
-            (*shape[:3], shape[4], shape[4], shape[4], shape[6])
-            for shape in self.shapes(self._param_dtype, self._sum_dtype)
-        ]
+        shapes = kept_shapes(self.shapes(self._param_dtype, self._sum_dtype))
         layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
         pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=ranks.device)
         params = []
@@ -421,7 +417,7 @@ class GroupParams(GroupNames):
                 params.append(
                     nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
                 )
-        self.engine.set_post_forward(f"{self.engine.name} (after forward)", layout, pool, params, explain)
+        self.engine.set_post_forward(layout, pool, params, explain)
 
     def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
         """The tuples ``_C.Group`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""

@@ -17,14 +17,14 @@ Facts = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class UnitFacts:
+class UnitParams:
     """What of one unit, or of its part over one mesh, decides about the sizes of collectives."""
 
     name: str
     params: tuple[tuple[str, Facts], ...]  # (name, facts) in order
 
 
-def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, with_training: bool = False) -> UnitFacts:
+def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, with_training: bool = False) -> UnitParams:
     """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
     params = []
     shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
@@ -34,15 +34,15 @@ def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, wit
         if with_training:
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
-    return UnitFacts(name, tuple(params))
+    return UnitParams(name, tuple(params))
 
 
-def digest(units: list[UnitFacts]) -> bytes:
+def digest(units: list[UnitParams]) -> bytes:
     """Equal for equal units."""
     return hashlib.sha256(repr(units).encode()).digest()
 
 
-def disagreement(everyone: list[list[UnitFacts]]) -> str:
+def disagreement(everyone: list[list[UnitParams]]) -> str:
     """The first difference between the units of rank 0 and of another rank; "" when there is none."""
     first = everyone[0]
     for rank, units in enumerate(everyone):
@@ -52,7 +52,7 @@ def disagreement(everyone: list[list[UnitFacts]]) -> str:
     return ""
 
 
-def _text(unit: UnitFacts | None, beside: UnitFacts | None) -> str:
+def _text(unit: UnitParams | None, beside: UnitParams | None) -> str:
     if unit is None:
         return "no more units"
     text = f"unit {unit.name!r}"

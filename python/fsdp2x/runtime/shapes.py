@@ -71,6 +71,11 @@ def layout_shapes(
     return shapes
 
 
+def kept_shapes(shapes: Iterable[tuple]) -> list[tuple]:
+    """The same parameters in the smaller world that keeps them after forward: in the dtype that they compute in."""
+    return [(*shape[:3], shape[4], shape[4], shape[4], shape[6]) for shape in shapes]
+
+
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
     """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
     override_fn = getattr(policy, "param_dtype_override_fn", None)

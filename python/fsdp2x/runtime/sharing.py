@@ -23,7 +23,7 @@ from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.processes import Process, boot_id, introduced, remember
-from fsdp2x.runtime.same_units import UnitFacts, digest, disagreement
+from fsdp2x.runtime.same_units import UnitParams, digest, disagreement
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Introductions:
 
     group: dist.ProcessGroup
     greetings: list[Greeting]
-    units: list[UnitFacts]
-    trained: list[UnitFacts]
+    units: list[UnitParams]
+    trained: list[UnitParams]
 
     @property
     def is_observed(self) -> bool:
@@ -97,7 +97,7 @@ class Introductions:
         demand = "over a process group every rank must train the same parameters"
         self._require_same("training", self.trained, "fully_shard", demand)
 
-    def _require_same(self, what: str, units: list[UnitFacts], caller: str, demand: str) -> None:
+    def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
         if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
             difference = disagreement(_all_gather_object(self.group, units))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
@@ -109,7 +109,7 @@ class Introductions:
 
 
 def introduce(
-    group: dist.ProcessGroup, units: list[UnitFacts] = (), trained: list[UnitFacts] = ()
+    group: dist.ProcessGroup, units: list[UnitParams] = (), trained: list[UnitParams] = ()
 ) -> Introductions | None:
     """Collective over ``group``. None where the process group is fake: nobody is there to answer.
 

@@ -352,11 +352,10 @@ class UnitState(StateNames, torch_private.State):
 
     def _engine_unit(self):
         policy = self.mp_policy
-        for index, group in enumerate(self.groups):
-            name = self.name if index == 0 else f"{self.name} (mesh {index})"
+        for group in self.groups:
             if group.engine is None:
                 streams = has_streams(group.ranks.device)
-                group.make_engine_group(name, policy.param_dtype, policy.reduce_dtype, has_streams=streams)
+                group.make_engine_group(policy.param_dtype, policy.reduce_dtype, has_streams=streams)
             comms.connect(group, policy)
         if self.unit is not None:
             return self.unit
