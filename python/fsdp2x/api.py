@@ -22,6 +22,7 @@ from fsdp2x.runtime.padding import even_placement
 from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
+from fsdp2x.runtime.tree import find_states_by
 from fsdp2x.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
@@ -237,6 +238,7 @@ def _shard_modules(
 _shard_modules.__name__ = "fully_shard"
 _shard = torch_private.contract(state_cls=UnitState)(_shard_modules)
 fully_shard.state = _shard.state
+find_states_by(_shard.state)
 
 
 def _sharded_class(cls: type) -> type:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -76,9 +77,7 @@ def _name_of(function: Callable) -> str:
 
 
 def _is_exported(function: Callable) -> bool:
-    import fsdp2x
-
-    return function.__qualname__.partition(".")[0] in fsdp2x.__all__
+    return function.__qualname__.partition(".")[0] in sys.modules["fsdp2x"].__all__
 
 
 # ---- kinds

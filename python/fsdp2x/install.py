@@ -21,9 +21,10 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-import fsdp2x
+from fsdp2x import api
 from fsdp2x.accelerate_on_cpu import FollowAccelerate
 from fsdp2x.arguments import checked
+from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 
 logger = logging.getLogger("fsdp2x")
 
@@ -111,11 +112,9 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
     pairs: dict[str, tuple[Callable, Callable]] = {
         "fully_shard": (torch_fsdp.fully_shard, _shard_as_upstream(torch_fsdp.fully_shard, auto_wrap))
     }
-    for name in ("register_fsdp_forward_method", "share_comm_ctx"):
-        ours = getattr(fsdp2x, name, None)
-        if ours is not None:
-            theirs = getattr(torch_fsdp, name)
-            pairs[name] = theirs, _ours_for_our_modules(theirs, ours)
+    for ours in (register_fsdp_forward_method, share_comm_ctx):
+        theirs = getattr(torch_fsdp, ours.__name__)
+        pairs[ours.__name__] = theirs, _ours_for_our_modules(theirs, ours)
     for name, (_, new) in pairs.items():
         # By this name pickle finds it, as it finds upstream's.
         new.__module__, new.__qualname__ = torch_fsdp.__name__, name
@@ -123,14 +122,14 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
 
 
 def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:
-    @functools.wraps(fsdp2x.fully_shard)
+    @functools.wraps(api.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **options: Any):
         options.setdefault("auto_wrap", None if auto_wrap else False)
-        return fsdp2x.fully_shard(module, **options)
+        return api.fully_shard(module, **options)
 
     def state(module: nn.Module):
         # Upstream's function asks through its own global name, which is ours now, while it shards.
-        ours = fsdp2x.fully_shard.state(module)
+        ours = api.fully_shard.state(module)
         return theirs.state(module) if ours is None else ours
 
     fully_shard.state = state
@@ -143,7 +142,7 @@ def _ours_for_our_modules(theirs: Callable, ours: Callable) -> Callable:
     @functools.wraps(ours)
     def call(modules: nn.Module | list[nn.Module], *args: Any, **kwargs: Any):
         some = [modules] if isinstance(modules, nn.Module) else list(modules)
-        chosen = ours if any(isinstance(module, fsdp2x.FSDPModule) for module in some) else theirs
+        chosen = ours if any(isinstance(module, FSDPModule) for module in some) else theirs
         return chosen(modules, *args, **kwargs)
 
     return call

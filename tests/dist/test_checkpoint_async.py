@@ -70,7 +70,7 @@ def test_the_next_save_waits_or_skips(ctx):
 
 @distributed
 def test_staging_memory_is_used_again(ctx):
-    from fsdp2x.checkpoint.background import Writer
+    from fsdp2x.checkpoint.background import Saver
 
     with shared_folder() as folder:
         training = Training()
@@ -78,7 +78,7 @@ def test_staging_memory_is_used_again(ctx):
         pointers = set()
         for step in (1, 2, 3):
             training.save(folder, step=step, async_save=True).wait()
-            pointers.add(Writer.of(training.model)._staging._buffer.data_ptr())
+            pointers.add(Saver.of(training.model)._staging._buffer.data_ptr())
         assert len(pointers) == 1
         training.load(folder)
 

@@ -262,7 +262,7 @@ def _hf_dcp(world):
 
 
 def _layers():
-    from fsdp2x.selftest.model import build
+    from fsdp2x.selftest.transformer import build
 
     return build(torch.device("cpu"))
 

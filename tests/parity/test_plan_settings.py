@@ -8,7 +8,7 @@ import torch.distributed as dist
 import yaml
 
 import fsdp2x
-from fsdp2x.memory.request import Request, make_plan
+from fsdp2x.commands.plan_request import Request, make_plan
 from fsdp2x.train import Trainer, parse_config
 from fsdp2x.train.parse import known_keys
 from harness import distributed

@@ -9,8 +9,9 @@ import yaml
 from fsdp2x.train import parse_config
 from fsdp2x.train.config import ParallelConfig
 from fsdp2x.train.idle import _IDLE, idle_settings
+from fsdp2x.train.load_config import load_config
 from fsdp2x.train.model import build_on_meta, idle_expert_units, unit_policy
-from fsdp2x.train.parse import known_keys, load_config
+from fsdp2x.train.parse import known_keys
 from training import MODEL, settings
 
 # What makes keys mean nothing, where the defaults do not.

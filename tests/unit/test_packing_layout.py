@@ -6,7 +6,7 @@ import torch
 from fsdp2x.sequence import SequenceLayout
 from fsdp2x.sequence.decoder import cut_decoder_inputs
 from fsdp2x.sequence.exchange import HeadPlan
-from fsdp2x.sequence.layout import Shard, from_attention_mask, from_position_ids, whole_rows
+from fsdp2x.sequence.layout import RankPart, from_attention_mask, from_position_ids, whole_rows
 
 
 def test_samples_begin_where_positions_restart():
@@ -50,8 +50,8 @@ def test_samples_that_cannot_be(samples):
 
 def test_a_length_that_ranks_cannot_share():
     with pytest.raises(ValueError, match="a length of 7 cannot be cut into 2 equal parts"):
-        SequenceLayout(1, 7, [(0, 0, 7)], Shard(None, 0, 2))
-    assert SequenceLayout(1, 8, [(0, 0, 7)], Shard(None, 1, 2)).local_range == (4, 8)
+        SequenceLayout(1, 7, [(0, 0, 7)], RankPart(None, 0, 2))
+    assert SequenceLayout(1, 8, [(0, 0, 7)], RankPart(None, 1, 2)).local_range == (4, 8)
 
 
 # ---- heads

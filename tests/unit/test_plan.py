@@ -8,9 +8,9 @@ import torch.distributed as dist
 import yaml
 
 from fsdp2x.cli import main
+from fsdp2x.commands.plan_request import parse_bytes
 from fsdp2x.memory import plan_memory
 from fsdp2x.memory.plan import PlanError
-from fsdp2x.memory.request import parse_bytes
 from models import Stack
 from training import MODEL
 

@@ -9,7 +9,7 @@ import snippets
 from fsdp2x.cli import main
 from fsdp2x.train import ConfigError, load_config
 from fsdp2x.train.dialects import DIALECTS, translate
-from fsdp2x.train.explain import explain
+from fsdp2x.train.explain_config import explain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = "model.config={model_type: qwen3, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}"

@@ -57,7 +57,7 @@ class Saved:
     seconds: float | None = None
     stall_s: float = 0.0
     skipped: bool = False
-    _writer: Writer | None = field(default=None, repr=False)
+    _writer: Saver | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not self.stall_s:
@@ -75,7 +75,7 @@ class Saved:
         return self.path
 
 
-class Writer:
+class Saver:
     """Of one model. `plan` and `lost_ranks` are those of its last save; `roots` it has loaded from or saved to."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Writer:
         self._guard = _C.ProcessGuard()  # a forked child has no such thread
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Writer:
+    def of(cls, model: torch.nn.Module) -> Saver:
         """The writer of a model; it lives as long as the model."""
         writer = _writers.get(model)
         if writer is None:
@@ -191,4 +191,4 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(whole, dtype=torch.uint8, pin_memory=True)
 
 
-_writers: weakref.WeakKeyDictionary[torch.nn.Module, Writer] = weakref.WeakKeyDictionary()
+_writers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()

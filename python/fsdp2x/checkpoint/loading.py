@@ -17,7 +17,7 @@ from fsdp2x.reading.regular import OpenFiles
 
 from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
-from .background import Writer
+from .background import Saver
 from .choice import Choice, choose
 from .file_names import rng_file
 from .manifest import check_entries, manifest_in, model_layout, plain_name
@@ -94,7 +94,7 @@ def load(
     wanted = {name: part for name, part in objects.items() if part is not None}
     rank, world_size = rank_and_size()
     with lost_ranks.named(what), OpenFiles() as files:
-        Writer.of(model).wait()
+        Saver.of(model).wait()
         matches: list[Match] = []
 
         def look_into(choice: Choice) -> None:
@@ -105,7 +105,7 @@ def load(
         choice = choose(path, verify, look_into, what)
         (match,) = matches
         said = _apply(match, wanted, what)
-    Writer.of(model).roots.add(choice.path.parent.resolve())
+    Saver.of(model).roots.add(choice.path.parent.resolve())
     for sentence in said:
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..arguments import checked
 from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
-from .background import Saved, Writer
+from .background import Saved, Saver
 from .disk import bytes_of
 from .file_names import ASSETS_FOLDER, PARTS_FILE
 from .forms import Contents, PerRank, Sharded, write_described
@@ -100,11 +100,11 @@ def save(
         ValueError, TypeError: for arguments.
     """
     begun = time.perf_counter()
-    target = Target(Path(path).expanduser(), int(step), keep, marked)
+    target = SaveTarget(Path(path).expanduser(), int(step), keep, marked)
     _check(target, form, when_busy)
     optimizers = as_optimizers(optimizer)
     what = f"saving checkpoint {target.final}"
-    writer = Writer.of(model)
+    writer = Saver.of(model)
     writer.lost_ranks = lost_ranks = lost_ranks or writer.lost_ranks or LostRanks()
     with lost_ranks.named(what):
         if writer.is_busy_anywhere(when_busy):
@@ -127,11 +127,11 @@ def save(
 @checked
 def wait(model: torch.nn.Module) -> None:
     """Until the asynchronous save of `model` is written, if there is one; raises its `CheckpointError`."""
-    Writer.of(model).wait()
+    Saver.of(model).wait()
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """Where a checkpoint goes: a folder of a root, or one file."""
 
     path: Path
@@ -293,7 +293,7 @@ class Job:
         self.target.publish()
 
 
-def _check(target: Target, form: str, when_busy: str) -> None:
+def _check(target: SaveTarget, form: str, when_busy: str) -> None:
     if form not in FORMS:
         raise ValueError(f"checkpoint.save: form is {form!r}, expected one of {', '.join(FORMS)}")
     if when_busy not in ("wait", "skip"):
@@ -306,7 +306,7 @@ def _check(target: Target, form: str, when_busy: str) -> None:
         raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
 
 
-def _agree(writer: Writer, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
+def _agree(writer: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
     """State and data of this rank, and the plan: that of the last save where nothing changed on any rank.
 
     One meeting of the ranks in that case, since training waits for it.

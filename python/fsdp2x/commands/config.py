@@ -57,7 +57,7 @@ def _positive(text: str) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from fsdp2x.train import ConfigError
-    from fsdp2x.train.explain import explain
+    from fsdp2x.train.explain_config import explain
 
     try:
         found = explain(args.config, args.overrides, world_size=args.world_size, local_world_size=args.local_world_size)

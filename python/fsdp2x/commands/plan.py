@@ -81,8 +81,8 @@ def _auto_wrap(text: str) -> bool | list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from fsdp2x.commands.plan_request import Request, make_plan, parse_bytes
     from fsdp2x.memory.plan import PlanError
-    from fsdp2x.memory.request import Request, make_plan, parse_bytes
     from fsdp2x.train import ConfigError
 
     names = {field.name for field in dataclasses.fields(Request)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -10,11 +11,18 @@ if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
 
+_find_state: Callable[[nn.Module], UnitState | None] = lambda module: None  # noqa: E731
+
+
+def find_states_by(find: Callable[[nn.Module], UnitState | None]) -> None:
+    """``find`` looks up what ``fully_shard`` has registered on a module."""
+    global _find_state
+    _find_state = find
+
+
 def get_state(module: nn.Module) -> UnitState | None:
     """The state of the unit that ``module`` is a root of, if any."""
-    from fsdp2x.api import fully_shard
-
-    return fully_shard.state(module)
+    return _find_state(module)
 
 
 def unit_states(model: nn.Module) -> list[UnitState]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.describe import describe
 from fsdp2x.memory.report import memory_report, readable
-from fsdp2x.selftest import model as small
+from fsdp2x.selftest import transformer as small
 
 STEPS = 4
 LEARNING_RATE = 1e-3

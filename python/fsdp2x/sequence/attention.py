@@ -19,7 +19,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence import exchange, layout
 from fsdp2x.sequence.decoder import attention_configs, check_rope, cut_decoder_inputs, find_decoder
-from fsdp2x.sequence.layout import KEYWORD, SequenceLayout, Shard
+from fsdp2x.sequence.layout import KEYWORD, RankPart, SequenceLayout
 from fsdp2x.sequence.varlen import Rules, attend
 
 IMPLEMENTATION = "fsdp2x_varlen"
@@ -73,7 +73,7 @@ def use_varlen_attention(model: nn.Module) -> SequenceAttention:
 class SequenceAttention:
     """A model's decoder under attention over layouts; owns the hooks and remembers what was there before."""
 
-    shard: Shard | None = None  # Ulysses: this rank's part of every sequence
+    shard: RankPart | None = None  # Ulysses: this rank's part of every sequence
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = find_decoder(model)

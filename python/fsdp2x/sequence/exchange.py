@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from fsdp2x.sequence.layout import SequenceLayout, Shard
+from fsdp2x.sequence.layout import RankPart, SequenceLayout
 from fsdp2x.sequence.varlen import Rules, attend
 
 
@@ -90,7 +90,10 @@ def attend_over_ranks(
 
 
 def _all_to_all(
-    send: torch.Tensor, shard: Shard, send_sizes: list[int] | None = None, receive_sizes: list[int] | None = None
+    send: torch.Tensor,
+    shard: RankPart,
+    send_sizes: list[int] | None = None,
+    receive_sizes: list[int] | None = None,
 ) -> torch.Tensor:
     """1-D tensors; sizes in elements, None for equal parts."""
     received = send.new_empty(send.numel() if receive_sizes is None else sum(receive_sizes))
@@ -101,7 +104,7 @@ def _all_to_all(
 class _Pieces:
     """Sizes and places of what travels between two ranks: [rows, positions, its q | k | v heads of all dims]."""
 
-    def __init__(self, query: torch.Tensor, value: torch.Tensor, plan: HeadPlan, shard: Shard) -> None:
+    def __init__(self, query: torch.Tensor, value: torch.Tensor, plan: HeadPlan, shard: RankPart) -> None:
         self.rows, _, self.part, self.dim = query.shape
         self.value_dim = value.shape[-1]
         self.plan, self.shard = plan, shard
@@ -146,7 +149,7 @@ class _ToHeads(torch.autograd.Function):
     """q, k, v [rows, all heads, part, dim] -> the same of this rank's heads and all positions."""
 
     @staticmethod
-    def forward(ctx, query, key, value, plan: HeadPlan, shard: Shard):
+    def forward(ctx, query, key, value, plan: HeadPlan, shard: RankPart):
         pieces = ctx.pieces = _Pieces(query, value, plan, shard)
         ctx.num_kv_heads = key.shape[1]
         send = query.new_empty(sum(pieces.sizes_to_heads))
@@ -182,7 +185,7 @@ class _ToPositions(torch.autograd.Function):
     """[rows, all positions, this rank's heads, dim] -> [rows, part, all heads, dim]."""
 
     @staticmethod
-    def forward(ctx, attended: torch.Tensor, shard: Shard):
+    def forward(ctx, attended: torch.Tensor, shard: RankPart):
         ctx.shard = shard
         return _positions_of(attended, shard)
 
@@ -197,7 +200,7 @@ class _ToPositions(torch.autograd.Function):
         return received.transpose(0, 1).flatten(1, 2), None
 
 
-def _positions_of(attended: torch.Tensor, shard: Shard) -> torch.Tensor:
+def _positions_of(attended: torch.Tensor, shard: RankPart) -> torch.Tensor:
     rows, length, heads, dim = attended.shape
     part = length // shard.size
     send = attended.unflatten(1, (shard.size, part)).transpose(0, 1).contiguous()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 KEYWORD = "sequence_layout"
 
 
-class Shard:
+class RankPart:
     """The part of the sequence that this rank of a sequence-parallel group holds."""
 
     __slots__ = ("group", "rank", "size")
@@ -49,7 +49,7 @@ class SequenceLayout:
         num_rows: int,
         length: int,
         samples: Sequence[tuple[int, int, int]],
-        shard: Shard | None = None,
+        shard: RankPart | None = None,
         inputs_sliced: bool = False,
     ) -> None:
         last_row, last_stop = -1, 0
@@ -71,7 +71,7 @@ class SequenceLayout:
         ranks = "" if self.shard is None else f", rank {self.shard.rank} of {self.shard.size}"
         return f"SequenceLayout({len(self.samples)} samples in {self.num_rows} rows of {self.length}{ranks})"
 
-    def cut(self, shard: Shard | None, length: int, inputs_sliced: bool) -> SequenceLayout:
+    def cut(self, shard: RankPart | None, length: int, inputs_sliced: bool) -> SequenceLayout:
         """The same samples in rows padded at the end to ``length``, over the ranks of ``shard``."""
         return SequenceLayout(self.num_rows, length, self.samples, shard, inputs_sliced)
 

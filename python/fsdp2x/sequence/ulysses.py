@@ -25,7 +25,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.sequence.attention import SequenceAttention, layout_of
 from fsdp2x.sequence.decoder import base_model, head_counts
 from fsdp2x.sequence.exchange import HeadPlan
-from fsdp2x.sequence.layout import KEYWORD, SequenceLayout, Shard
+from fsdp2x.sequence.layout import KEYWORD, RankPart, SequenceLayout
 from fsdp2x.sequence.packing import PackedBatch, next_labels
 
 # Inputs of shape [rows, length] (or with more dims behind) that are padded; the value that pads them.
@@ -112,13 +112,13 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, ch
         if group.ndim != 1:
             raise ValueError(f"apply_ulysses takes the sequence axis of a mesh, got {group}; pass mesh['sequence']")
         group = group.get_group()
-    return UlyssesContext(model, Shard(group, dist.get_rank(group), dist.get_world_size(group)), check_inputs)
+    return UlyssesContext(model, RankPart(group, dist.get_rank(group), dist.get_world_size(group)), check_inputs)
 
 
 class UlyssesContext(SequenceAttention):
     """A model under sequence parallelism: cuts its inputs and gathers its outputs. Made by :func:`apply_ulysses`."""
 
-    def __init__(self, model: nn.Module, shard: Shard, check_inputs: bool) -> None:
+    def __init__(self, model: nn.Module, shard: RankPart, check_inputs: bool) -> None:
         self.shard, self.check_inputs = shard, check_inputs
         self._ranks = dist.get_process_group_ranks(shard.group)
         self._checked_meshes = False
@@ -268,7 +268,7 @@ class _Gather(torch.autograd.Function):
     """Slices of dim 1 from all ranks; backward: the own slice of the gradient."""
 
     @staticmethod
-    def forward(ctx, values: torch.Tensor, shard: Shard, scale: float):
+    def forward(ctx, values: torch.Tensor, shard: RankPart, scale: float):
         ctx.shard, ctx.scale, ctx.part = shard, scale, values.shape[1]
         everyone = values.new_empty(shard.size * values.numel())
         dist.all_gather_into_tensor(everyone, values.contiguous().view(-1), group=shard.group)

@@ -164,7 +164,7 @@ def make_hf_config(settings: dict, tokenizer: Tokenizer | None) -> Any:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class RunModel:
     """The model of a run, and what was noted before it was sharded: sizes and shapes are those of whole parameters."""
 
     model: torch.nn.Module
@@ -180,7 +180,7 @@ def make_sharded(
     plan: MeshPlan,
     device: torch.device,
     param_dtype: torch.dtype | None,
-) -> Sharded:
+) -> RunModel:
     """Prepares and shards; collective. `model` None: it is made on meta and each rank reads its own rows of the files.
 
     Raises:
@@ -213,7 +213,7 @@ def make_sharded(
                 auto_wrap=policy,
                 **options,
             )
-        return Sharded(model, **noted)
+        return RunModel(model, **noted)
     model = ready(model.to(device))
     policy = _told_policy(model, parallel)
     if parallel.expert_parallel > 1:
@@ -221,7 +221,7 @@ def make_sharded(
         policy = True if policy is None else policy  # None would see that a part is sharded already
     with said_of("parallel"):
         fsdp2x.fully_shard(model, auto_wrap=policy, **options)
-    return Sharded(model, **noted)
+    return RunModel(model, **noted)
 
 
 def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | list[str] | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from .config import ConfigError, DataConfig
+from .text_files import find_files
 
 END_OF_TEXT = "<|endoftext|>"
 # A HuggingFace folder has a tokenizer when it has one of these.
@@ -86,8 +87,6 @@ class CharacterTokenizer:
     @classmethod
     def of_files(cls, data: DataConfig) -> CharacterTokenizer:
         """The characters of all files that `data` names, whatever part of them is read."""
-        from .data import find_files
-
         characters: set[str] = set()
         for file in find_files(data):
             characters.update(_text(file.read_bytes(), str(file)))

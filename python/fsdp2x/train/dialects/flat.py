@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..config import ConfigError, Strategy
-from .rules import Draft, Entry, Rule, becomes, is_known, leaves, no_effect, only
+from .rules import Draft, ForeignSetting, Rule, becomes, is_known, leaves, no_effect, only
 
 NAME = "flat"
 TITLE = "the flat training keys"
@@ -135,7 +135,7 @@ def owns(key: str, value: Any) -> bool:
     return key in KEYS
 
 
-def read(settings: Mapping, role: str | None) -> list[Entry]:
+def read(settings: Mapping, role: str | None) -> list[ForeignSetting]:
     if role is not None:
         raise ConfigError(f"role={role}: {TITLE} describe one model; leave role out")
     return [leaf for key, value in settings.items() for leaf in leaves(key, key, value, KEYS)]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ConfigError
-from .rules import Draft, Entry, Rule, becomes, leaves, no_effect, only, unknown
+from .rules import Draft, ForeignSetting, Rule, becomes, leaves, no_effect, only, unknown
 
 NAME = "nested"
 TITLE = "models.* and runtime_args.*"
@@ -158,7 +158,7 @@ def owns(key: str, value: Any) -> bool:
     return key in ("models", "runtime_args")
 
 
-def read(settings: Mapping, role: str | None) -> list[Entry]:
+def read(settings: Mapping, role: str | None) -> list[ForeignSetting]:
     role = role or "policy_trainer"
     if role not in ROLES:
         raise ConfigError(f"role={role}: expected one of {', '.join(ROLES)}")
@@ -169,7 +169,7 @@ def read(settings: Mapping, role: str | None) -> list[Entry]:
             inert = f"this run is the model {role}" if other else ""
             if key not in ("models", "runtime_args"):
                 raise ConfigError(unknown(leaf.canonical, leaf.shown, KEYS, TITLE))
-            items.append(Entry(leaf.canonical, leaf.shown, leaf.value, inert))
+            items.append(ForeignSetting(leaf.canonical, leaf.shown, leaf.value, inert))
     return items
 
 

@@ -144,7 +144,7 @@ def dtype_named(key: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ForeignSetting:
     """One key of the file: as the table calls it, as the user wrote it, its value, and why it has no part, if so."""
 
     canonical: str
@@ -153,7 +153,7 @@ class Entry:
     inert: str = ""
 
 
-def leaves(canonical: str, shown: str, value: Any, keys: Mapping[str, Rule], inert: str = "") -> list[Entry]:
+def leaves(canonical: str, shown: str, value: Any, keys: Mapping[str, Rule], inert: str = "") -> list[ForeignSetting]:
     """The keys below one node of the file; a mapping is a leaf where the table has a rule for it."""
     if canonical not in keys and isinstance(value, Mapping) and value:
         return [
@@ -165,16 +165,16 @@ def leaves(canonical: str, shown: str, value: Any, keys: Mapping[str, Rule], ine
         if value not in (None, {}):
             raise ConfigError(f"{shown}: got {describe(value)}, expected a mapping")
         return []
-    return [Entry(canonical, shown, value, inert)]
+    return [ForeignSetting(canonical, shown, value, inert)]
 
 
-def check_keys(items: list[Entry], keys: Mapping[str, Rule], what: str) -> None:
+def check_keys(items: list[ForeignSetting], keys: Mapping[str, Rule], what: str) -> None:
     for item in items:
         if item.canonical not in keys:
             raise ConfigError(unknown(item.canonical, item.shown, keys, what))
 
 
-def apply_rules(draft: Draft, items: list[Entry], keys: Mapping[str, Rule]) -> None:
+def apply_rules(draft: Draft, items: list[ForeignSetting], keys: Mapping[str, Rule]) -> None:
     """All values are checked before any rule acts, so that rules may look at other keys in `draft.values`."""
     values = []
     for item in items:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..config import ConfigError
-from .rules import DTYPE_NAMES, Draft, Entry, Rule, becomes, dtype_named, is_known, leaves, no_effect, only
+from .rules import DTYPE_NAMES, Draft, ForeignSetting, Rule, becomes, dtype_named, is_known, leaves, no_effect, only
 
 NAME = "strategy"
 TITLE = "model_args, training_args and strategy_args"
@@ -214,7 +214,7 @@ def _is_role(key: str, value: Any) -> bool:
     return key in ROLES or (isinstance(value, Mapping) and any(name in BLOCKS for name in value))
 
 
-def read(settings: Mapping, role: str | None) -> list[Entry]:
+def read(settings: Mapping, role: str | None) -> list[ForeignSetting]:
     roles = [key for key, value in settings.items() if _is_role(key, value)]
     if role is None and len(roles) > 1:
         raise ConfigError(f"the file has the roles {', '.join(roles)}; say which one with role=NAME")
@@ -234,7 +234,7 @@ def read(settings: Mapping, role: str | None) -> list[Entry]:
     return items
 
 
-def _leaves(name: str, shown: str, value: Any, inert: str = "") -> list[Entry]:
+def _leaves(name: str, shown: str, value: Any, inert: str = "") -> list[ForeignSetting]:
     return leaves(CONFIG if name == "strategy_config" else name, shown, value, KEYS, inert)
 
 

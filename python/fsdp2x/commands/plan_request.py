@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The report and what it is of."""
 
     model: str
@@ -111,7 +111,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: Request) -> MemoryPlan:
     """Reads the config, builds the model on the meta device and plans it.
 
     Raises:
@@ -131,7 +131,7 @@ def make_plan(request: Request) -> Plan:
         model = _build(path, request.dtype)
         request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
-        from fsdp2x.memory.training import read_training
+        from fsdp2x.commands.plan_training import read_training
 
         given = dataclasses.asdict(request)
         training = read_training(path, request.overrides, request.world_size, request.local_world_size, given)
@@ -155,7 +155,7 @@ def make_plan(request: Request) -> Plan:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
-    return Plan(type(model).__name__, numel, request, report, saved if stages_saves else 0)
+    return MemoryPlan(type(model).__name__, numel, request, report, saved if stages_saves else 0)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:
