@@ -1,0 +1,273 @@
+"""Who may import what, which file is told of where, and that a name stands for one thing.
+
+The rings of the package are the table of ``python/fsdp2x/README.md``, those of the engine are ``CSRC_RINGS``.
+"""
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, CSRC = ROOT / "python/fsdp2x", ROOT / "csrc"
+CSRC_RINGS = {"core": 0, "cpu": 1, "cuda": 1, "engine": 2, "bind": 3}
+# A file name says which of its folder it is; these stand in several folders, each for the same thing there.
+SHARED_FILE_NAMES = {"config", "layout", "names", "plan", "sources", "state", "strategy"}
+CODE = {".cpp", ".hpp", ".cu", ".cuh"}
+
+
+# ---- imports
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """Text of every module by its name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text()
+    return found
+
+
+def imports_of(name: str, text: str, known: Collection[str]) -> set[str]:
+    """The modules that a module imports, in functions, too; those that are for annotations alone are left out."""
+    is_package = any(other.startswith(f"{name}.") for other in known)
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = name.split(".")[: -node.level + is_package or None] if node.level else []
+            base = ".".join([*parts, *filter(None, [node.module])])
+            # What is built is in the package's folder, and is no part of it.
+            names = [alias.name for alias in node.names if alias.name not in ("_C", "_build_info")]
+            found.update(f"{base}.{inner}" if f"{base}.{inner}" in known else base for inner in names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(text))
+    return (found & set(known)) - {name}
+
+
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    return {name: imports_of(name, text, modules()) for name, text in modules().items()}
+
+
+def planted(name: str, text: str) -> dict[str, set[str]]:
+    """The graph with this text in or in place of a module."""
+    return {**import_graph(), name: imports_of(name, text, modules())}
+
+
+def rings() -> dict[str, int]:
+    """Module or folder -> its ring, from the README."""
+    found = {}
+    for ring, cell in re.findall(r"^\| (\d+) \| ([^|]+) \|", (PACKAGE / "README.md").read_text(), flags=re.MULTILINE):
+        for part in re.findall(r"`([^`]+)`", cell):
+            name = part.strip("/").removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            found["fsdp2x" if name == "__init__" else f"fsdp2x.{name}"] = int(ring)
+    return found
+
+
+def room_of(name: str, table: dict[str, int]) -> str | None:
+    """The longest entry of the table that a module is or lies in."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
+    return name if name in table else next((prefix for prefix in prefixes if prefix in table), None)
+
+
+def wrong_imports(graph: dict[str, set[str]], table: dict[str, int]) -> list[str]:
+    wrong = []
+    for name, targets in sorted(graph.items()):
+        room = room_of(name, table)
+        if room is None:
+            wrong.append(f"{name} has no ring in python/fsdp2x/README.md")
+            continue
+        for target in sorted(targets):
+            other = room_of(target, table)
+            if other is not None and other != room and table[other] >= table[room]:
+                wrong.append(f"{name} (ring {table[room]}) imports {target} (ring {table[other]})")
+    return wrong
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Nodes that lead back to themselves: each circle once, by one way around it."""
+    found, done = [], set()
+
+    def follow(node: str, way: list[str]) -> None:
+        if node in way:
+            found.append(way[way.index(node) :])
+        elif node not in done:
+            for target in sorted(graph.get(node, ())):
+                follow(target, [*way, node])
+            done.add(node)
+
+    for node in sorted(graph):
+        follow(node, [])
+    return found
+
+
+def test_imports_point_to_lower_rings():
+    assert wrong_imports(import_graph(), rings()) == []
+
+
+def test_modules_import_in_no_circle():
+    assert circles(import_graph()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("fsdp2x.runtime", "from fsdp2x.api import fully_shard"),
+        ("fsdp2x.runtime", "def late():\n    import fsdp2x"),
+        ("fsdp2x.runtime", "from ..train.config import TrainConfig"),
+        ("fsdp2x.reading", "from fsdp2x.runtime import padding"),
+        ("fsdp2x.checkpoint", "from fsdp2x.hf import files"),
+        ("fsdp2x.nowhere", "import os"),
+    ],
+)
+def test_a_planted_arrow_to_a_higher_ring_is_found(room, line):
+    name = f"{room}.planted"
+    assert [wrong.split()[0] for wrong in wrong_imports(planted(name, line), rings())] == [name]
+
+
+def test_a_planted_circle_is_found():
+    name, target = "fsdp2x.runtime.shapes", "fsdp2x.runtime.params"
+    assert any({name, target} <= set(circle) for circle in circles(planted(name, f"import {target}")))
+    assert circles(planted(name, f"if TYPE_CHECKING:\n    import {target}")) == []
+
+
+# ---- includes
+
+
+def code() -> dict[str, str]:
+    """Text of every C++ and CUDA file by its path below csrc."""
+    return {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*") if path.suffix in CODE}
+
+
+def includes(files: dict[str, str]) -> dict[str, set[str]]:
+    return {name: set(re.findall(r'^#include "([^"]+)"', text, flags=re.MULTILINE)) for name, text in files.items()}
+
+
+def wrong_includes(files: dict[str, str]) -> list[str]:
+    wrong = []
+    for name, targets in sorted(includes(files).items()):
+        room = name.split("/")[0]
+        for target in sorted(targets):
+            other = target.split("/")[0]
+            if other != room and CSRC_RINGS[other] >= CSRC_RINGS[room]:
+                wrong.append(f"{name} includes {target}")
+    return wrong
+
+
+def test_includes_point_inward_and_in_no_circle():
+    assert wrong_includes(code()) == []
+    assert circles(includes(code())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("core/planted.hpp", "cpu/kernels.hpp"), ("cpu/planted.cpp", "cuda/plan.hpp")]
+)
+def test_a_planted_include_of_an_outer_ring_is_found(name, target):
+    assert wrong_includes({**code(), name: f'#include "{target}"\n'}) == [f"{name} includes {target}"]
+
+
+def test_a_planted_circle_of_includes_is_found():
+    files = {"core/a.hpp": '#include "core/b.hpp"\n', "core/b.hpp": '#include "core/a.hpp"\n'}
+    assert circles(includes(files)) == [["core/a.hpp", "core/b.hpp"]]
+
+
+# ---- names
+
+
+def twice(names: list[tuple[str, str]]) -> dict[str, list[str]]:
+    places = defaultdict(set)
+    for name, place in names:
+        places[name].add(place)
+    return {name: sorted(where) for name, where in sorted(places.items()) if len(where) > 1}
+
+
+def classes(sources: dict[str, str]) -> list[tuple[str, str]]:
+    return [
+        (node.name, name)
+        for name, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def types(files: dict[str, str]) -> list[tuple[str, str]]:
+    """Types that a header shows to others: those of the namespace, not those inside of others."""
+    pattern = r"^(?:struct|class|enum class) (?:alignas\([^)]*\) )?(\w+)[^;{]*\{"
+    return [
+        (name, path)
+        for path, text in files.items()
+        if path.endswith(".hpp")
+        for name in re.findall(pattern, text, flags=re.MULTILINE)
+    ]
+
+
+def test_a_type_name_stands_for_one_type():
+    assert twice(classes(modules())) == {}
+    assert twice(types(code())) == {}
+
+
+def test_a_type_name_that_stands_twice_is_found():
+    assert "UnitState" in twice(classes({**modules(), "fsdp2x.planted": "class UnitState: pass"}))
+    assert "Layout" in twice(types({**code(), "engine/planted.hpp": "class Layout {\n};\n"}))
+
+
+def test_a_file_name_stands_for_one_file():
+    stems = [
+        (path.stem, str(path.parent))
+        for path in PACKAGE.rglob("*.py")
+        if not path.stem.startswith("__") and path.parent.name != "commands"  # named as what is typed
+    ]
+    assert set(twice(stems)) == SHARED_FILE_NAMES
+
+
+# ---- folder READMEs
+
+
+def untold(folder: Path) -> list[str]:
+    """Files and folders that a folder's README does not name, and files that it names and that are not there."""
+    text = re.sub(
+        r"(\w*)\{([\w,]+)\}(\w*)",
+        lambda m: " ".join(f"{m[1]}{part}{m[3]}." for part in m[2].split(",")),
+        (folder / "README.md").read_text(),
+    )
+    here = {
+        path.stem if path.is_file() else f"{path.name}/"
+        for path in folder.iterdir()
+        if path.suffix in {*CODE, ".py"} and path.stem != "__init__" or path.is_dir() and any(path.glob("[!_.]*"))
+    }
+    missing = [
+        name for name in here if not re.search(rf"(?<!\w){re.escape(name)}{'' if name[-1] == '/' else '[.]'}", text)
+    ]
+    named = re.findall(r"^\|(?: \d+ \|)? ([^|]+) \|", text, flags=re.MULTILINE)
+    files = [file for cell in named for file in re.findall(r"`([\w/]+)\.(?:py|hpp|cpp|\*)", cell)]
+    return sorted(missing) + sorted(f"{file}: is not there" for file in files if not list(folder.glob(f"{file}.*")))
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [str(path.parent.relative_to(ROOT)) for top in (PACKAGE, CSRC) for path in sorted(top.rglob("README.md"))],
+)
+def test_a_folders_readme_names_its_files(folder):
+    assert untold(ROOT / folder) == []
+
+
+def test_a_file_without_a_row_is_found(tmp_path):
+    for name in ("told.py", "untold.py", "first.cpp", "second.cpp"):
+        (tmp_path / name).touch()
+    (tmp_path / "README.md").write_text(
+        "| file | job |\n| --- | --- |\n| `told.py` | x |\n| `gone.py` | y |\n`{first,second}.cpp`\n"
+    )
+    assert untold(tmp_path) == ["untold", "gone: is not there"]
