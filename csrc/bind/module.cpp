@@ -180,6 +180,8 @@ void bind_root(py::module_& m) {
            [](Root& self, const std::shared_ptr<Group>& group, const std::shared_ptr<Transport>& transport) {
              self.add_post_forward(*group, transport);
            })
+      .def("add_replicas",
+           [](Root& self, const HostAllReduce& all_reduce) { self.add_replicas(all_reduce.shared_group()); })
       .def("reset", &Root::reset)
       .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)

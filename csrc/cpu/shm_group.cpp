@@ -30,7 +30,13 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
   std::unique_ptr<ShmGroup> group;
   const auto map_control = [&](Meeting& meeting) {
     const ShmMap map(options.world, meeting.total_bytes);
-    Mapping control(meeting.memory.get(), 0, map.control_bytes(), View::read_write);
+    Mapping control;
+    try {
+      control = Mapping(meeting.memory.get(), 0, map.control_bytes(), View::read_write);
+    } catch (const Error& error) {
+      throw Error("shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
+                  " cannot enter its group: " + error.what());
+    }
     for (size_t rank = 0; options.rank == 0 && rank < meeting.pids.size(); ++rank) {
       map.state(control.data(), static_cast<int>(rank)).pid.store(static_cast<uint64_t>(meeting.pids[rank]));
     }
@@ -46,16 +52,19 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
 
 ShmGroup::~ShmGroup() { close(); }
 
+void ShmGroup::give_up(const std::string& why) {
+  const std::string text =
+      "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) + " cannot go on: " + why;
+  fail(text);
+  throw Error(text);
+}
+
 std::byte* ShmGroup::map(Windows& windows, size_t position, size_t bytes) {
   require_own_process();
   try {
     return windows.get(memory_.get(), position, bytes);
   } catch (const std::exception& error) {
-    // The others would wait for this rank, and it cannot come.
-    const std::string text = "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) +
-                             " cannot go on: " + error.what();
-    fail(text);
-    throw Error(text);
+    give_up(error.what());  // the others would wait for this rank, and it cannot come
   }
 }
 
@@ -78,11 +87,7 @@ void ShmGroup::discard_private_pages(std::byte* isolated, size_t bytes) {
   require_own_process();
   if (private_pages_.discard(isolated, bytes)) return;
   // What was written would hide the next gather from this rank.
-  const std::string text = "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) +
-                           " cannot go on: it cannot drop pages that were written in place (" + std::strerror(errno) +
-                           ")";
-  fail(text);
-  throw Error(text);
+  give_up(std::string("it cannot drop pages that were written in place (") + std::strerror(errno) + ")");
 }
 
 size_t ShmGroup::mapped_bytes() const {

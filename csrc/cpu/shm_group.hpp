@@ -37,6 +37,8 @@ class ShmGroup final : public ShmProtocol {
   std::byte* scratch_window(int owner_rank, uint64_t offset, size_t bytes);
   // Drops this rank's private copies of the pages that [isolated, isolated + bytes) of an isolated view touches.
   void discard_private_pages(std::byte* isolated, size_t bytes);
+  // This rank cannot do what its peers wait for: every wait of every rank ends with a sentence that says so. Throws it.
+  [[noreturn]] void give_up(const std::string& why);
   size_t mapped_bytes() const;
   size_t num_windows() const;  // mapped so far; a steady step maps none
 

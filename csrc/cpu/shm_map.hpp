@@ -12,13 +12,15 @@
 
 namespace fsdp2x::cpu {
 
-inline constexpr uint64_t kShmMagic = 0x6d68732d78326467;  // changes with the layout below
-inline constexpr size_t kFailureBytes = 1024;
+inline constexpr uint64_t kShmMagic = 0x6d68732d78326468;  // changes with the layout below
+inline constexpr size_t kSentenceBytes = 1024;
 
 struct alignas(128) RankState {
   Word pid;         // as rank 0 sees it; 0 when the rank lives in another pid namespace
   Word closed;      // 1 when the rank destroyed its group
   Word failed;      // bytes of the sentence that says why the rank cannot go on; 0 while it can
+  Word left;        // the pass that it left by an exception, see ShmProtocol::leave; 0: none, or it has begun another
+  Word left_bytes;  // of the sentence that says why
   Word num_posted;  // sequence of its last gather
   Word progress;    // position in the backward order
   // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
@@ -66,9 +68,9 @@ class ShmMap {
   RankState& state(std::byte* control, int rank) const {
     return *reinterpret_cast<RankState*>(control + static_cast<size_t>(rank) * sizeof(RankState));
   }
-  char* failure(std::byte* control, int rank) const {
-    return reinterpret_cast<char*>(control + failures_offset() + static_cast<size_t>(rank) * kFailureBytes);
-  }
+  // Why the rank cannot go on, and why it left a pass.
+  char* failure(std::byte* control, int rank) const { return sentence(control, 2 * static_cast<size_t>(rank)); }
+  char* departure(std::byte* control, int rank) const { return sentence(control, 2 * static_cast<size_t>(rank) + 1); }
   RingEntry& entry(std::byte* control, int rank, uint64_t sequence) const {
     const size_t index = static_cast<size_t>(rank) * kRingEntries + sequence % kRingEntries;
     return *reinterpret_cast<RingEntry*>(control + ring_offset() + index * sizeof(RingEntry));
@@ -86,8 +88,11 @@ class ShmMap {
  private:
   static constexpr size_t kAlign = 65536;  // at least the page size of every machine
   static size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-  size_t failures_offset() const { return align(world_ * sizeof(RankState)); }
-  size_t ring_offset() const { return align(failures_offset() + world_ * kFailureBytes); }
+  size_t sentences_offset() const { return align(world_ * sizeof(RankState)); }
+  char* sentence(std::byte* control, size_t index) const {
+    return reinterpret_cast<char*>(control + sentences_offset() + index * kSentenceBytes);
+  }
+  size_t ring_offset() const { return align(sentences_offset() + 2 * world_ * kSentenceBytes); }
   size_t slots_offset() const { return align(ring_offset() + world_ * kRingEntries * sizeof(RingEntry)); }
   size_t units_offset() const { return align(slots_offset() + world_ * kMaxSlots * sizeof(Word)); }
 

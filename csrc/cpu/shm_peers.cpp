@@ -21,6 +21,7 @@ namespace fsdp2x::cpu {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
+const std::string kFollowed = "gave up because ";
 
 // Cores that this process may run on.
 int num_cores() {
@@ -119,6 +120,12 @@ std::string Peers::other_dead(int rank) const {
   return "";
 }
 
+void Peers::set_passes(uint64_t pass, uint64_t forward) {
+  pass_ = pass;
+  forward_ = forward;
+  followed_.clear();
+}
+
 void Peers::fail_failed(int rank, const std::string& what) const {
   const std::string text(map_.failure(control_, rank), state(rank).failed.load(std::memory_order_acquire));
   if (rank == options_.rank) throw Error(text);
@@ -134,6 +141,14 @@ void Peers::fail_gone(int rank, const std::string& what, double waited_s) const 
                 ": every rank must run the same steps and keep its model until all of them are done");
   }
   throw Error(who + " died" + mine + ": its own output says why; restart all ranks");
+}
+
+void Peers::fail_left(int rank, const std::string& what, double waited_s) {
+  const std::string why(map_.departure(control_, rank), state(rank).left_bytes.load(std::memory_order_relaxed));
+  followed_ = why.starts_with(kFollowed) ? why : kFollowed + name(rank) + " " + why;
+  throw Error("shared memory: " + name(rank) + " " + why + "; rank " + std::to_string(options_.rank) +
+              " waited for it in " + what + " (for " + seconds_text(waited_s) + ")" + other_dead(rank) +
+              ". When one rank raises, all must leave out that step, or restart from a checkpoint");
 }
 
 void Peers::fail_timeout(int rank, const std::string& what, double waited_s) const {

@@ -27,6 +27,10 @@ enum class Seen { late, done, elsewhere };
 inline Seen seen(Seen seen) { return seen; }
 inline Seen seen(bool is_done) { return is_done ? Seen::done : Seen::late; }
 
+// A rank that has left a pass may have begun another one meanwhile, and says so: who waits for it looks after this
+// time.
+inline constexpr double kPatienceS = 0.5;
+
 class Peers {
  public:
   // `where(rank)` says for a timeout what that rank did last.
@@ -40,13 +44,18 @@ class Peers {
   // Wakes the peers that sleep. Call it after every store that somebody may wait for.
   void ring() const;
 
+  // Ranks that have left one of these passes will not come to what this rank waits for in it; 0: none.
+  void set_passes(uint64_t pass, uint64_t forward);
+  // Why this rank leaves its pass, when it is because a peer has; otherwise empty.
+  const std::string& followed() const { return followed_; }
+
   // What see(rank), a Seen or whether the rank is done, says of all peers; without waiting.
   template <class See>
   Seen see_all(const See& see) const;
 
   // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late
-  // peer is dead or closed, when any rank has failed, and after the group's timeout. `describe()` names what is waited
-  // for; it is called only for an error.
+  // peer is dead, closed, or has left this rank's pass, when any rank has failed, and after the group's timeout.
+  // `describe()` names what is waited for; it is called only for an error.
   template <class See, class Describe>
   bool wait(const See& see, const Describe& describe);
 
@@ -63,8 +72,13 @@ class Peers {
   bool is_dead(int rank) const { return dead_[static_cast<size_t>(rank)]; }
   bool is_closed(int rank) const { return state(rank).closed.load(std::memory_order_acquire) != 0; }
   bool has_failed(int rank) const { return state(rank).failed.load(std::memory_order_acquire) != 0; }
+  bool has_left(int rank) const {
+    const uint64_t left = state(rank).left.load(std::memory_order_acquire);
+    return left != 0 && (left == pass_ || left == forward_);
+  }
   [[noreturn]] void fail_failed(int rank, const std::string& what) const;
   [[noreturn]] void fail_gone(int rank, const std::string& what, double waited_s) const;
+  [[noreturn]] void fail_left(int rank, const std::string& what, double waited_s);
   [[noreturn]] void fail_timeout(int rank, const std::string& what, double waited_s) const;
   std::string name(int rank) const;
   // "; rank 2 (pid 7) has died": a peer that waits in vain is often not the cause.
@@ -77,6 +91,8 @@ class Peers {
   int num_pauses_;
   int num_yields_;
   bool watching_ = false;
+  uint64_t pass_ = 0, forward_ = 0;  // see set_passes()
+  std::string followed_;
   std::vector<FileDescriptor> processes_;
   std::vector<pollfd> polled_;
   std::vector<bool> dead_;
@@ -119,6 +135,7 @@ bool Peers::wait(const See& see, const Describe& describe) {
       if (has_failed(rank)) fail_failed(rank, describe());
       // What a rank did before it went is still there, hence the look afterwards.
       if ((is_dead(rank) || is_closed(rank)) && is_late(rank)) fail_gone(rank, describe(), waited_s);
+      if (waited_s >= kPatienceS && has_left(rank) && is_late(rank)) fail_left(rank, describe(), waited_s);
     }
     for (int rank = 0; now >= deadline && rank < options_.world; ++rank) {
       if (is_late(rank)) fail_timeout(rank, describe(), waited_s);

@@ -44,6 +44,8 @@ struct ShmProtocol::Impl {
   std::byte* control;
   Peers peers;
   std::vector<std::string> unit_names;
+  uint64_t pass = 0;     // what this rank runs, as RankState::left tells it; 0: nothing
+  uint64_t forward = 0;  // the last forward, likewise
 
   RankState& state(int rank) const { return map.state(control, rank); }
   RankState& own() const { return state(options.rank); }
@@ -61,6 +63,12 @@ struct ShmProtocol::Impl {
                   " that a group holds: reshard units after use");
     }
     return map.released(control, rank, slot);
+  }
+
+  void enter(uint64_t new_pass, uint64_t of_forward) {
+    pass = new_pass;
+    peers.set_passes(pass, of_forward);
+    if (own().left.load(std::memory_order_relaxed) != 0) own().left.store(0, std::memory_order_release);
   }
 
   // True when `rank` cannot go on before this rank does.
@@ -174,10 +182,41 @@ void ShmProtocol::close() {
 
 void ShmProtocol::fail(const std::string& text) {
   if (!guard_.is_here() || impl_->own().failed.load(std::memory_order_relaxed) != 0) return;
-  const size_t bytes = std::min(text.size(), kFailureBytes);
+  const size_t bytes = std::min(text.size(), kSentenceBytes);
   std::memcpy(impl_->map.failure(impl_->control, impl_->options.rank), text.data(), bytes);
   impl_->own().failed.store(bytes, std::memory_order_release);
   impl_->peers.ring();
+}
+
+void ShmProtocol::enter_forward(uint64_t number) {
+  if (!guard_.is_here()) return;
+  Impl& impl = *impl_;
+  const uint64_t num_posted = impl.own().num_posted.load(std::memory_order_relaxed);
+  // Ranks may run other numbers of forwards while nothing is to be gathered.
+  impl.forward = ((num_posted << 20 | (number & 0xfffff)) << 1) | 1;
+  impl.enter(impl.forward, 0);
+}
+
+void ShmProtocol::enter_backward(uint64_t number, bool is_alone) {
+  if (guard_.is_here()) impl_->enter(number << 1, is_alone ? impl_->forward : 0);
+}
+
+void ShmProtocol::end_pass() {
+  impl_->pass = 0;
+  impl_->peers.set_passes(0, 0);
+}
+
+void ShmProtocol::leave(const std::string& why) noexcept {
+  Impl& impl = *impl_;
+  if (!guard_.is_here() || impl.pass == 0) return;
+  RankState& own = impl.own();
+  const std::string& text = impl.peers.followed().empty() ? why : impl.peers.followed();
+  const size_t bytes = std::min(text.size(), kSentenceBytes);
+  std::memcpy(impl.map.departure(impl.control, impl.options.rank), text.data(), bytes);
+  own.left_bytes.store(bytes, std::memory_order_relaxed);
+  own.left.store(impl.pass, std::memory_order_release);
+  impl.peers.ring();
+  end_pass();
 }
 
 void ShmProtocol::set_unit_name(uint32_t unit, const std::string& name) {

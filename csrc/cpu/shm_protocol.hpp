@@ -33,8 +33,8 @@ struct Forwards {
 // later: a peer posts only after this rank has gone on, at the latest in its root callback.
 enum class Joined { ready, later };
 
-// Every method throws Error in a forked child, and every wait throws when a peer is dead, closed or has failed, and
-// after the group's timeout.
+// Every method throws Error in a forked child, and every wait throws when a peer is dead, closed, has failed or left
+// the pass, and after the group's timeout.
 class ShmProtocol {
  public:
   // `control` is the control area of `map`, zero when the first rank comes. It outlives the protocol.
@@ -52,6 +52,15 @@ class ShmProtocol {
   void close();
   // This rank cannot go on, for the reason `text`: every wait of every rank ends with that sentence.
   void fail(const std::string& text);
+
+  // Passes: what a root runs between two points where its ranks may part. Forwards and backwards are numbered from 1.
+  // A rank that raises in one says so by leave(), and waits of the ranks that are in the same pass end with the
+  // sentence `why`; it may then begin the next pass with all of them. `is_alone`: the backward is of the last forward
+  // only, so that who has left that forward does not come to this backward either.
+  void enter_forward(uint64_t number);
+  void enter_backward(uint64_t number, bool is_alone);
+  void end_pass();
+  void leave(const std::string& why) noexcept;
 
   // Names for messages: unit index -> FQN. Grows the table as needed.
   void set_unit_name(uint32_t unit, const std::string& name);

@@ -1,11 +1,13 @@
 // What runs around a module's forward.
 #include "engine/hooks.hpp"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "engine/gil.hpp"
 #include "engine/profile_range.hpp"
 #include "engine/root.hpp"
 #include "engine/torch_compat.hpp"
@@ -64,6 +66,45 @@ TensorMap to_dtype(at::ScalarType dtype) {
   };
 }
 
+struct EmptyNode final : public compat::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+};
+
+// What a backward that raised had still to run stays in its thread's queue until that thread's next backward, and so do
+// the units there and the files of their transports: this one empties the queue.
+void run_empty_backward() noexcept {
+  if (inside_backward()) return;
+  try {
+    const OutsideTransforms outside;
+    const at::Tensor nothing = at::zeros({});
+    const auto node = compat::make_node<EmptyNode>();
+    node->add_input_metadata(nothing);
+    const ReleaseGil released;
+    torch::autograd::Engine::get_default_engine().execute({torch::autograd::Edge(node, 0)}, {nothing},
+                                                          /*keep_graph=*/false, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  } catch (const std::exception&) {
+    // Then the thread's next backward does.
+  }
+}
+
+// "KeyError: 'x'", not longer than peers need.
+std::string text_of(const py::object& error) {
+  constexpr size_t kMaxBytes = 400;
+  std::string text = Py_TYPE(error.ptr())->tp_name;
+  const auto said = py::reinterpret_steal<py::object>(PyObject_Str(error.ptr()));
+  Py_ssize_t bytes = 0;
+  const char* const data = said ? PyUnicode_AsUTF8AndSize(said.ptr(), &bytes) : nullptr;
+  if (data != nullptr) {
+    auto num = std::min(static_cast<size_t>(bytes), kMaxBytes);
+    while (num > 0 && (static_cast<unsigned char>(data[num]) & 0xC0) == 0x80) --num;  // inside of a character
+    text += ": " + std::string(data, num);
+  } else {
+    PyErr_Clear();
+  }
+  return text;
+}
+
 }  // namespace
 
 UnitCall::UnitCall(std::shared_ptr<Unit> unit)
@@ -85,7 +126,9 @@ UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_ini
 }
 
 UnitHooks::~UnitHooks() {
-  if (unit_ && unit_->root) unit_->root->drop_raised_reductions();
+  if (!unit_ || !unit_->root || !unit_->root->backward_has_raised()) return;
+  unit_->root->drop_raised_reductions();
+  run_empty_backward();
 }
 
 UnitHooks::Handled UnitHooks::Handled::now() {
@@ -117,7 +160,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
   } else {
     if (unit.num_running > 0 && root.is_forward_root(&unit) && root.is_forward_thread() &&
         !is_running_(module).cast<bool>()) {
-      root.abandon_forward(/*interrupted=*/true);
+      root.abandon_forward(/*interrupted=*/true, "");
     }
     const bool first = unit.phase() != Phase::forward;
     unit.set_phase(Phase::forward);
@@ -214,11 +257,12 @@ void UnitHooks::fail_forward() {
     return;
   }
   if (!is_root) return unit_->leave_forward();
-  explain_(py::reinterpret_steal<py::object>(PyErr_GetHandledException()));
+  const auto error = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
+  explain_(error);
   for (const auto& weak : all_) {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
-  root.abandon_forward(/*interrupted=*/false);
+  root.abandon_forward(/*interrupted=*/false, "left its forward, which raised " + text_of(error));
 }
 
 uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }

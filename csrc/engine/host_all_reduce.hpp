@@ -23,6 +23,8 @@ class HostAllReduce {
   // `average`. Dense, on the CPU. Collective: the same sizes and dtypes in the same order on every rank.
   void run(const at::Tensor& values, bool average);
 
+  const std::shared_ptr<cpu::ShmGroup>& shared_group() const { return group_; }
+
  private:
   struct Turn {
     uint64_t epoch = 0;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -81,6 +82,16 @@ void HostTransport::begin_gather(Group& group) {
                 "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
   }
   const Gathering ends(gathers_);
+  try {
+    post_rows(group);
+  } catch (const std::bad_alloc& error) {
+    // The sequence has a number without a gather.
+    if (!group_) throw;
+    group_->give_up("the all-gather of unit '" + group.name + "' failed (" + error.what() + ")");
+  }
+}
+
+void HostTransport::post_rows(Group& group) {
   GatherSlot& gather = group.gather;
   group.open_slot(gather_ledger_);
   gather.sequence = ++gather_sequence_;

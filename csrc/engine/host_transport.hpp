@@ -20,6 +20,7 @@ class HostTransport final : public Transport {
   ~HostTransport() override;
 
   const char* name() const override { return group_ ? "shm" : "local"; }
+  std::shared_ptr<cpu::ShmGroup> shared_group() const override { return group_; }
   void register_group(Group& group) override;
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
@@ -40,6 +41,7 @@ class HostTransport final : public Transport {
     int slot;
     uint64_t position;
   };
+  void post_rows(Group& group);
   void open_scratch(Group& group);
   void acquire_scratch(Group& group, bool wide);
   void widen_scratch(Group& group);  // what is packed moves to a wide one

@@ -21,14 +21,23 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 
 }  // namespace
 
+Backward::~Backward() {
+  const auto root = root_.lock();
+  if (root && root->backward_has_raised()) root->leave_backward();
+}
+
+void Root::add_transport(const std::shared_ptr<Transport>& transport) {
+  if (std::find(transports_.begin(), transports_.end(), transport) != transports_.end()) return;
+  transports_.push_back(transport);
+  if (auto shared = transport->shared_group()) shared_groups_.push_back(std::move(shared));
+}
+
 void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports) {
   unit->root = shared_from_this();
   units_.push_back(unit);
   for (size_t i = 0; i < unit->groups.size(); ++i) {
     unit->groups[i]->transport = transports.at(i);
-    if (std::find(transports_.begin(), transports_.end(), transports[i]) == transports_.end()) {
-      transports_.push_back(transports[i]);
-    }
+    add_transport(transports[i]);
     transports[i]->register_group(*unit->groups[i]);
     if (transports[i]->is_frugal()) {
       is_frugal_ = true;
@@ -39,10 +48,18 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
 
 void Root::add_post_forward(Group& group, const std::shared_ptr<Transport>& transport) {
   group.post_forward->transport = transport;
-  if (std::find(transports_.begin(), transports_.end(), transport) == transports_.end()) {
-    transports_.push_back(transport);
-  }
+  add_transport(transport);
   transport->register_group(*group.post_forward);
+}
+
+void Root::add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) {
+  if (std::find(shared_groups_.begin(), shared_groups_.end(), group) == shared_groups_.end()) {
+    shared_groups_.push_back(group);
+  }
+}
+
+void Root::end_pass() {
+  for (const auto& shared : shared_groups_) shared->end_pass();
 }
 
 std::vector<std::shared_ptr<Unit>> Root::units() const {
@@ -74,6 +91,8 @@ void Root::begin_forward(Unit* unit) {
     for (const auto& other : alive) other->forward_indices.clear();
   }
   forward_begin_ = forward_order_.size();
+  forward_is_alone_ = forward_has_grad_ && !outstanding;
+  for (const auto& shared : shared_groups_) shared->enter_forward(num_forwards_);
   release_unused_gradients();
   const PyRef after = std::exchange(post_optimizer_event, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
@@ -90,11 +109,16 @@ void Root::end_forward() {
     if (unit->param_state() == ParamState::gathering) unit->cancel_unshard();
   }
   for (const auto& transport : transports_) transport->end_forward();
+  end_pass();
 }
 
 bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
 
-void Root::abandon_forward(bool interrupted) {
+void Root::abandon_forward(bool interrupted, const std::string& why) {
+  if (!why.empty()) {
+    for (const auto& shared : shared_groups_) shared->leave(why);
+  }
+  end_pass();
   if (forward_has_grad_) ++forwards_.num_raised;
   forward_root_ = nullptr;
   this_sequence_.clear();
@@ -143,8 +167,9 @@ void Root::begin_backward() {
   if (callback_queued_) abandon_backward();
   refuse_after_loss();
   callback_queued_ = true;
-  const auto task = std::make_shared<const int>();
+  const auto task = std::make_shared<const Backward>(weak_from_this());
   callback_ = task;
+  for (const auto& shared : shared_groups_) shared->enter_backward(backward_number(), forward_is_alone_);
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (auto root = weak.lock()) root->end_backward();
   });
@@ -155,6 +180,10 @@ void Root::drop_raised_reductions() {
   // Of a manual finalization, reductions of earlier backwards go on.
   std::erase_if(pending_,
                 [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+}
+
+void Root::leave_backward() noexcept {
+  for (const auto& shared : shared_groups_) shared->leave("left its backward, which raised: its own output says why");
 }
 
 void Root::abandon_backward() {
@@ -283,6 +312,7 @@ void Root::end_backward() {
   for (const auto& unit : alive) unit->end_backward();
   callback_queued_ = false;
   ++num_backwards_;
+  end_pass();
   if (!is_last_backward) return;
   forward_order_.clear();
   for (const auto& unit : alive) unit->forward_indices.clear();
@@ -342,6 +372,7 @@ void Root::reset() {
   forward_root_ = nullptr;
   callback_queued_ = false;
   ++num_backwards_;
+  end_pass();
 }
 
 void Root::release_idle() {

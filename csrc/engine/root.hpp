@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/shm_protocol.hpp"
+#include "cpu/shm_group.hpp"
 #include "engine/unit.hpp"
 
 namespace fsdp2x {
@@ -24,12 +24,28 @@ struct Counters {
   uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores; user hooks are not counted
 };
 
+class Root;
+
+// Lives as long as the graph task of a backward, and tells the root when it went before the root's callback ran.
+class Backward {
+ public:
+  explicit Backward(std::weak_ptr<Root> root) : root_(std::move(root)) {}
+  ~Backward();
+  Backward(const Backward&) = delete;
+  Backward& operator=(const Backward&) = delete;
+
+ private:
+  std::weak_ptr<Root> root_;
+};
+
 class Root : public std::enable_shared_from_this<Root> {
  public:
   // `transports`: one per group of the unit. In the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
   // The smaller world that `group` reshards to after forward.
   void add_post_forward(Group& group, const std::shared_ptr<Transport>& transport);
+  // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
+  void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
 
@@ -46,7 +62,8 @@ class Root : public std::enable_shared_from_this<Root> {
   bool is_forward_thread() const;
   // The forward raised, or was interrupted: as if it had not begun. Gradients of earlier backwards stay where they are.
   // `interrupted`: no module of it runs any more. Otherwise those that do are left alone: they are other threads'.
-  void abandon_forward(bool interrupted);
+  // `why`: what it raised, for the peers that wait for this rank; empty: they are not told.
+  void abandon_forward(bool interrupted, const std::string& why);
   // A recomputation inside a backward raised, and the backward with it.
   void leave_forward() { forward_root_ = nullptr; }
   // After `unit` is unsharded: start the gather of the unit that ran after it in the last forward.
@@ -64,6 +81,8 @@ class Root : public std::enable_shared_from_this<Root> {
   uint64_t backward_number() const { return num_backwards_ + 1; }
   // Its graph is gone, and its callback never ran.
   bool backward_has_raised() const { return callback_queued_ && callback_.expired(); }
+  // Tells the peers that this rank's backward has raised.
+  void leave_backward() noexcept;
   // After that: as if it had not begun, but for gradients that it has put into `.grad`.
   void abandon_backward();
   // Its reductions hold their units, and those hold this: nothing would be freed when the model goes before another
@@ -102,6 +121,8 @@ class Root : public std::enable_shared_from_this<Root> {
     std::shared_ptr<Unit> unit;
     Group* group;
   };
+  void add_transport(const std::shared_ptr<Transport>& transport);
+  void end_pass();
   void prefetch(Unit& target);
   void publish(uint64_t position);
   void post(const std::shared_ptr<Unit>& unit, Group& group);
@@ -111,7 +132,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void refuse_after_loss() const;
 
   std::vector<std::weak_ptr<Unit>> units_;
-  std::vector<std::shared_ptr<Transport>> transports_;  // one per mesh
+  std::vector<std::shared_ptr<Transport>> transports_;         // one per mesh
+  std::vector<std::shared_ptr<cpu::ShmGroup>> shared_groups_;  // of the transports and the replicas
   const Unit* forward_root_ = nullptr;
   std::vector<std::weak_ptr<Unit>> forward_order_;  // post-forward order of this iteration, with repetitions
   std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
@@ -121,11 +143,12 @@ class Root : public std::enable_shared_from_this<Root> {
   uint64_t num_forwards_ = 0;
   std::thread::id forward_thread_;
   bool forward_has_grad_ = false;
+  bool forward_is_alone_ = false;  // the last forward, under grad, began when no graph waited for its backward
   cpu::Forwards forwards_;
   bool is_frugal_ = false;  // some transport is
   bool callback_queued_ = false;
-  std::weak_ptr<const int> callback_;  // lives as long as the graph task that the callback was queued in
-  std::string lost_;                   // names of units, see lose()
+  std::weak_ptr<const Backward> callback_;  // lives as long as the graph task that the callback was queued in
+  std::string lost_;                        // names of units, see lose()
   uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;
   uint64_t progress_ = 0;  // largest position published

@@ -15,6 +15,10 @@ namespace fsdp2x {
 class Group;
 class Unit;
 
+namespace cpu {
+class ShmGroup;
+}
+
 // What of a group lies in host memory, the pool among it, while the group is gathered and reduced on a device.
 enum class Offload : uint8_t {
   nothing,
@@ -87,6 +91,9 @@ class Transport {
   virtual void begin_forward(const PyRef& /*after*/) {}
   // It ends: shards in host memory may be written again.
   virtual void end_forward() {}
+
+  // The memory by which ranks tell each other which forward or backward they have left; null where they cannot.
+  virtual std::shared_ptr<cpu::ShmGroup> shared_group() const { return nullptr; }
 
   // Own rows into the slot, told to the peers; may return before the peers have written theirs.
   virtual void begin_gather(Group& group) = 0;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -286,6 +287,68 @@ TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
     ranks::sleep_ms(200);
     group->join_gather(post);
   }));
+}
+
+// What rank 0 is told when it waits, in the pass that it enters, for rank 1.
+ranks::Outcome wait_for_one_that_left(const std::function<void(ShmGroup&)>& enter,
+                                      const std::function<void(ShmGroup&)>& enter_and_leave) {
+  const auto outcomes = ranks::run(fresh_options(2, 2.0), [&](const ShmOptions& options) {
+    const auto group = ranks::enter(options);
+    if (options.rank == 1) {
+      enter_and_leave(*group);
+      ranks::sleep_ms(3000);  // alive
+      return;
+    }
+    enter(*group);
+    group->post_gather({1, 0, 0, 0, 64});
+    group->join_gather({1, 0, 0, 0, 64});
+  });
+  return outcomes[0];
+}
+
+TEST(ShmGatherProtocol, APeerThatLeftThePassIsNamedWithItsReason) {
+  const auto forward = [](ShmGroup& group) { group.enter_forward(3); };
+  const auto left_forward = [](ShmGroup& group) {
+    group.enter_forward(3);
+    group.leave("left: on purpose");
+  };
+  const auto backward_of = [](bool is_alone) {
+    return [is_alone](ShmGroup& group) {
+      group.enter_forward(3);
+      group.end_pass();
+      group.enter_backward(7, is_alone);
+    };
+  };
+  const auto left_backward = [&](ShmGroup& group) {
+    backward_of(true)(group);
+    group.leave("left: on purpose");
+  };
+  for (const auto& outcome :
+       {wait_for_one_that_left(forward, left_forward), wait_for_one_that_left(backward_of(true), left_forward),
+        wait_for_one_that_left(backward_of(false), left_backward)}) {
+    expect_error(outcome, {"rank 1 (pid ", "left: on purpose", "rank 0 waited for it in all-gather #1"});
+    EXPECT_LT(outcome.seconds, 1.9);
+  }
+}
+
+TEST(ShmGatherProtocol, APeerThatLeftAnotherPassIsWaitedFor) {
+  const auto forward = [](ShmGroup& group) { group.enter_forward(4); };
+  const auto left = [](ShmGroup& group) {
+    group.enter_forward(3);
+    group.leave("left: on purpose");
+  };
+  const auto left_and_came_back = [&](ShmGroup& group) {
+    left(group);
+    group.enter_forward(4);
+  };
+  const auto backward = [](ShmGroup& group) {  // of more than the last forward
+    group.enter_forward(3);
+    group.enter_backward(7, false);
+  };
+  for (const auto& outcome : {wait_for_one_that_left(forward, left), wait_for_one_that_left(backward, left),
+                              wait_for_one_that_left(forward, left_and_came_back)}) {
+    expect_error(outcome, {"rank 0 waited 2.0 s", "rank 1"});
+  }
 }
 
 TEST(ShmGatherProtocol, EveryWaitHasATimeout) {

@@ -381,6 +381,8 @@ class UnitState(StateNames, torch_private.State):
             group.engine.explain = choice.explain_of(group.ranks.group)
             if all_reduce is not None:
                 group.engine.all_reduce = all_reduce
+                if isinstance(all_reduce, _C.HostAllReduce):
+                    root.add_replicas(all_reduce)
                 group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
         for group, transport in zip(self.groups if post_forward else (), post_forward, strict=True):
             smaller = post_forward_group(group.ranks, self.post_forward_world)

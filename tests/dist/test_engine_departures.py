@@ -1,0 +1,132 @@
+"""One rank raises in the middle of a step and lives on: the ranks that wait for it raise soon, and say of whom and why.
+Where all ranks raise, or the one comes back, nobody does."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import grads, only_fsdp2x, same, shard
+
+TIMEOUT_S = 25.0  # of a wait; that of the harness' group is longer
+SOON_S = 8.0  # half a second, on a busy machine
+SLOW_S = 1.5  # longer than a rank waits before it looks who has left
+
+
+class Raising(Stack):
+    """Raises at one place."""
+
+    place = ""
+
+    def refuse(self, *_):
+        if self.place == "memory":
+            return torch.empty(1 << 60)
+        raise KeyError("on purpose")
+
+    def forward(self, x):
+        if self.place == "first":
+            self.refuse()
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1 and self.place in ("forward", "memory"):
+                self.refuse()
+            if i == 1 and self.place == "backward" and x.requires_grad:
+                x.register_hook(self.refuse)
+        x = self.head(self.norm(x))
+        if self.place == "last":
+            self.refuse()
+        return x
+
+
+def everyone(ctx, mine):
+    found = [None] * ctx.world
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def step(model, ctx, number=0):
+    loss = model(inputs(ctx.rank, number)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def attempt(function):
+    """(what it raised, seconds)"""
+    told, started = "", time.monotonic()
+    try:
+        function()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    return told, time.monotonic() - started
+
+
+def sharded(ctx, **options):
+    options = {"transport": "shm", "timeout": timedelta(seconds=TIMEOUT_S)} | options
+    return shard(ctx, Raising(), STACK_UNITS, **options)
+
+
+REASONS = {"memory": "allocate", "backward": "left its backward", "gradient": "left its backward"}
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("place", ["first", "forward", "memory", "last", "backward", "gradient"])
+def test_a_rank_that_raises_alone_is_named(ctx, place, keeps):
+    only_fsdp2x(ctx)
+    model = sharded(ctx, reshard_after_forward=not keeps)
+    step(model, ctx)
+    model.zero_grad()
+    victim = ctx.world - 1
+    model.place = place if ctx.rank == victim else ""
+    if place == "gradient" and ctx.rank == victim:  # an optimizer in backward, say
+        model.blocks[1].up.weight.register_post_accumulate_grad_hook(model.refuse)
+    found = everyone(ctx, attempt(lambda: step(model, ctx, 1)))
+    reason = REASONS.get(place, "KeyError: 'on purpose'")
+    for rank, (told, seconds) in enumerate(found):
+        assert seconds < SOON_S, found
+        if rank == victim:
+            assert "on purpose" in told or "allocate" in told, found
+        else:
+            assert f"rank {victim}" in told and reason in told, found
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_replicas_are_told(ctx, place):
+    """Those that share no rows with the rank that raised wait for it in the sum over the replicas."""
+    only_fsdp2x(ctx)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(ctx, mesh=mesh)
+    step(model, ctx)
+    model.zero_grad()
+    model.place = place if ctx.rank == 3 else ""
+    found = everyone(ctx, attempt(lambda: step(model, ctx, 1)))
+    assert all(told and seconds < SOON_S for told, seconds in found), found
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("place", ["first", "forward", "last", "backward"])
+def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps):
+    """The others wait for it in the next step, whose numbers are right."""
+    only_fsdp2x(ctx)
+    if place == "backward" and not grad:
+        pytest.skip("there is no backward without gradients")
+    model, twin = sharded(ctx, reshard_after_forward=not keeps), sharded(ctx, reshard_after_forward=not keeps)
+    for each in (model, twin):
+        each.zero_grad()
+        step(each, ctx)
+        each.zero_grad()
+    model.place = place
+    with pytest.raises(KeyError, match="on purpose"), torch.set_grad_enabled(grad):
+        step(model, ctx, 1)
+    model.place = ""
+    if ctx.rank == 0:
+        time.sleep(SLOW_S)
+    same(step(model, ctx, 2), step(twin, ctx, 2), "loss")
+    same(grads(model), grads(twin), "gradients")
