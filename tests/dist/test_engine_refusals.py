@@ -1,5 +1,5 @@
 """The system refuses the engine a call, an allocation or memory, once on one rank: all ranks go on with right losses,
-or all of them end soon and tell of it. Nothing hangs or crashes, and no refused set-up leaves a file open."""
+or all of them end soon and tell of it. Nothing hangs or crashes, and no file stays open."""
 
 import contextlib
 import gc
@@ -94,7 +94,6 @@ def refuse_calls(ctx, library, transport, num_allocations):
     cases += [("_Znwm", *drawn(draw, later, "_Znwm"), 12, 1) for _ in range(num_allocations)]
     gc.collect()
     assert open_files() == []
-    num_left = 0
     outcomes = []
     for name, victim, call, error, first_step in cases:
 
@@ -106,9 +105,7 @@ def refuse_calls(ctx, library, transport, num_allocations):
         engine.rest()
         case = f"call {call} of {name} ({os.strerror(error)}) on rank {victim}"
         found = everyone(ctx, (losses == expected or (told, transport) != ("", "shm"), told, seconds))
-        # An allocation that fails inside autograd may leave the rank's part of the group until its process ends.
-        limit = SOON_S + (TIMEOUT_S if name == "_Znwm" else 0)
-        assert all(seconds < limit for _, _, seconds in found), (case, found)
+        assert all(seconds < SOON_S for _, _, seconds in found), (case, found)
         texts = [told for _, told, _ in found]
         if not any(texts):
             # The process group may have taken over: it sums two ranks in the same order.
@@ -120,10 +117,7 @@ def refuse_calls(ctx, library, transport, num_allocations):
         else:
             others = [text for rank, text in enumerate(texts) if rank != victim]
             assert texts[victim] and all(f"rank {victim}" in text for text in others), (case, texts)
-        # What a step left that failed may stay until the rank's process ends.
-        is_step = any(texts) and not texts[0].startswith("ValueError")
-        assert is_step or len(open_files()) <= num_left, (case, texts)
-        num_left = len(open_files())
+        assert open_files() == [], (case, texts)
         outcomes.append(bool(any(texts)))
     return len(outcomes), sum(outcomes)
 
@@ -163,17 +157,21 @@ def without_memory(ctx, transport, victim, megabytes, first_step):
 @pytest.mark.parametrize("megabytes", [0, 1, 64])
 @pytest.mark.parametrize("transport", ["auto", "shm", "process_group"])
 def test_an_address_space_ends(transport, megabytes, first_step, world):
-    """Whatever it is that the rank cannot have then: it ends, and so do the others; or all go on."""
-    for code in (8, 7):
+    """Whatever it is that the rank cannot have then: it ends, and so do the others; or all go on. The C library ends a
+    process (127) that has no memory for a thread-local variable."""
+    codes = (7, 127, 8)
+    for code in codes:
         try:
             outcomes = dist_run(
                 without_memory, world, transport, 1, megabytes, first_step, timeout=60, expect_exit={1: code}
             )
             break
         except AssertionError as error:
-            if code == 7 or "exit code 7" not in str(error):
+            if not any(f"died (exit code {other})" in str(error) for other in codes if other != code):
                 raise
     for outcome in outcomes:
         if outcome.rank != 1:
             losses, told, seconds = outcome.value
-            assert (losses is not None) if code == 8 else ("rank 1" in told and seconds < 40), outcome.value
+            # Ranks that have not met yet do not know each other's processes.
+            is_told = "rank 1" in told or "was in the meeting of the ranks" in told
+            assert (losses is not None) if code == 8 else (is_told and seconds < 40), outcome.value
