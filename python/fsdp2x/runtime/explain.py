@@ -49,7 +49,7 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
             said = f"none of the {len(known)} ranks that this one has met has ended"
         if any(process.host != here for process in known.values()):
             said += ", one of another host may have"
-        said += "; where none has, one hangs or runs other modules than this one: look at the stacks of all"
+        said += "; where none has, one hangs, has raised and lives, or runs other modules: look at the stacks of all"
     explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
     explained.__cause__ = error
     return explained
