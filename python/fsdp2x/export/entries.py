@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
 
@@ -37,6 +38,18 @@ class Entry:
     @property
     def device(self) -> torch.device:
         return self.param.device
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank has of it."""
+        param = self.param.detach()
+        return torch_private.local_tensor(param) if isinstance(param, DTensor) else param
+
+    @property
+    def layout(self) -> tuple:
+        """Equal for parameters that are gathered alike."""
+        placements = self.param.placements if isinstance(self.param, DTensor) else None
+        return self.param.shape, self.param.dtype, self.device, placements, self.dtype, self.group, self.shard_dim
 
     @property
     def wire_device(self) -> torch.device:

@@ -18,6 +18,8 @@ where k-1 was.
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -50,10 +52,11 @@ def make_ring(
     buckets: Sequence[Sequence[Entry]],
     transport: str,
     receivers: list[bool],
+    keep_file: bool = False,
 ):
     """The ring of one process group for these buckets; collective over it.
 
-    ``receivers``: by rank of the group, who wants the tensors.
+    ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: as for ``SharedRing``.
 
     Raises:
         ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
@@ -64,7 +67,7 @@ def make_ring(
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
     if transport != "process_group" and device.type == "cpu" and known is not None:
-        ring, reason = _shared_ring(known, slot_bytes, transport)
+        ring, reason = _shared_ring(known, slot_bytes, transport, keep_file)
         if ring is not None:
             return ring
     if transport == "shm":
@@ -72,7 +75,9 @@ def make_ring(
     return GroupRing(group, device, slot_bytes, receivers)
 
 
-def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple[SharedRing | None, str]:
+def _shared_ring(
+    known: Introductions, slot_bytes: int, transport: str, keep_file: bool
+) -> tuple[SharedRing | None, str]:
     """(a ring in shared memory, "") or (None, why not); the same on every rank."""
     if transport == "auto" and known.is_observed:
         return None, "a dispatch mode watches the collectives"
@@ -81,7 +86,7 @@ def _shared_ring(known: Introductions, slot_bytes: int, transport: str) -> tuple
     slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     rings: list[SharedRing] = []
     reason = known.memory_file(
-        NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known.group, slot_bytes, file))
+        NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known.group, slot_bytes, file, keep_file))
     )
     return (None, reason) if reason else (rings[0], "")
 
@@ -210,16 +215,20 @@ class GroupRing:
 class SharedRing:
     """One anonymous memory file, mapped by all ranks of the group; gone with the last of them.
 
-    ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages.
+    ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages. With ``keep_file`` the ring has a
+    descriptor of it, for processes that are not ranks; a tensor's place in it is its storage offset.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int, keep_file: bool = False) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._slot_bytes = slot_bytes
         size = NUM_SLOTS * slot_bytes
         self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
         self._private = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.num_bytes, self.file = size, os.dup(file) if keep_file else None
+        if self.file is not None:
+            weakref.finalize(self, os.close, self.file)
         self._num_filled = self._num_finished = 0
         self._given: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(NUM_SLOTS)]
 

@@ -1,0 +1,144 @@
+"""Which families of parameters share a bucket, the rings that the buckets are gathered into, and a gathered bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.export.entries import Entry
+from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
+from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
+from fsdp2x.lookup import named_params
+from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.forks import require_own_process
+
+Choice = Callable[[str, nn.Parameter], bool]
+
+
+@dataclass
+class Plan:
+    """One bucket: its families, and which of their parameters are gathered together over ``group``.
+
+    ``device``: where those parameters are.
+    """
+
+    index: int
+    group: dist.ProcessGroup | None = None
+    device: torch.device | None = None
+    families: list[Family] = field(default_factory=list)
+    gathered: list[Entry] = field(default_factory=list)
+    alone: list[Entry] = field(default_factory=list)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for family in self.families for spec in family.outputs)
+
+
+def chosen_params(caller: str, model: nn.Module, params: Choice | None) -> dict[str, nn.Parameter]:
+    """The parameters that ``params`` chooses, by FQN, in the order of ``named_parameters()``, ties once.
+
+    Raises:
+        RuntimeError: one of them is on the meta device.
+    """
+    chosen = {name: p for name, p, _ in named_params(model) if params is None or params(name, p)}
+    meta = [name for name, param in chosen.items() if param.is_meta]
+    if meta:
+        raise RuntimeError(f"{caller}: parameters on the meta device have no values yet: {meta}")
+    return chosen
+
+
+def plan_buckets(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype | None],
+    names: str,
+    bucket_bytes: int,
+) -> list[Plan]:
+    """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is."""
+    entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
+    described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items()}
+    families = source_families(model, described) if names == "hf" else plain_families(described)
+    return pack(families, entries, bucket_bytes)
+
+
+def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -> list[Plan]:
+    plans: list[Plan] = []
+    filled_bytes = 0
+    for family in families:
+        members = [entries[name] for name in family.params]
+        groups = {(id(e.group), e.device): e for e in members if e.group is not None}
+        # Members over several groups are gathered one by one: each by DTensor itself.
+        first = next(iter(groups.values())) if len(groups) == 1 else None
+        size_bytes = sum(entry.whole_bytes for entry in members)
+        plan = plans[-1] if plans else None
+        differs = (
+            plan is not None
+            and first is not None
+            and plan.group is not None
+            and (plan.group is not first.group or plan.device != first.device)
+        )
+        if plan is None or differs or filled_bytes + size_bytes > bucket_bytes:
+            plan = Plan(len(plans))
+            plans.append(plan)
+            filled_bytes = 0
+        plan.families.append(family)
+        if first is not None:
+            plan.group, plan.device = first.group, first.device
+        for entry in members:
+            (plan.gathered if first is not None and entry.group is not None else plan.alone).append(entry)
+        filled_bytes += size_bytes
+    return plans
+
+
+def check_buckets(caller: str, bucket_bytes: int, names: str) -> None:
+    if bucket_bytes <= 0:
+        raise ValueError(f"{caller}: bucket_bytes must be positive, got {bucket_bytes}")
+    if names not in ("hf", "model"):
+        raise ValueError(f'{caller}: names must be "hf" or "model", got {names!r}')
+
+
+def ring_of(rings: dict, plan: Plan) -> GroupRing | SharedRing:
+    return rings[id(plan.group), plan.device]
+
+
+def make_rings(plans: list[Plan], receive: bool, transport: str, keep_files: bool = False) -> dict:
+    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``: shared ones have a ``file``."""
+    require_own_process("export a sharded model")
+    buckets: dict = {}
+    for plan in plans:
+        if plan.gathered:
+            buckets.setdefault((id(plan.group), plan.device), []).append(plan)
+    rings = {}
+    for key, members in buckets.items():
+        group = members[0].group
+        receivers = [True] * dist.get_world_size(group)
+        with explained(group, "meeting of the ranks for an export"):
+            dist.all_gather_object(receivers, receive, group=group)
+        gathered = [plan.gathered for plan in members]
+        rings[key] = make_ring(group, gathered[0][0].wire_device, gathered, transport, receivers, keep_files)
+    return rings
+
+
+@torch.no_grad()
+def finish(plan: Plan, rings: dict, receive: bool) -> tuple[torch.Tensor, ...] | None:
+    """The whole tensors of a bucket that was filled, in the order of ``plan.specs``; None without ``receive``."""
+    whole: dict[str, torch.Tensor] = {}
+    if plan.gathered:
+        gathered = ring_of(rings, plan).finish(plan.gathered)
+        if receive:
+            whole.update(zip([entry.name for entry in plan.gathered], gathered, strict=True))
+    for entry in plan.alone:
+        tensor = entry.alone()
+        if receive:
+            whole[entry.name] = tensor
+    if not receive:
+        return None
+    made: list[torch.Tensor] = []
+    for family in plan.families:
+        outputs = family.convert([whole[name] for name in family.params])
+        made += outputs
+    return tuple(made)

@@ -1,0 +1,432 @@
+"""The engine's side of ``Peer``: a ``Receiver`` takes weights from trainers on this host.
+
+This file needs torch 2.6 or newer and the standard library: copy it into any engine. The dialogue is requests, each
+with one answer, over a Unix socket; tensors lie in memory files, whose descriptors come with the layout:
+
+    hello   {wire, session, layout}      who comes; the answer says what is held
+    layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file
+    begin   {mode, version, base}        from here on nothing is generated
+    bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
+    commit  {version}                    the new version is published
+    abort   {reason}                     the weights are torn
+
+A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta lies in its file as ``count`` positions
+(int64, into the flattened tensor), then as many values, each part from a multiple of 8 bytes on. Nothing is unpickled.
+Errors are values: an answer says ``ok`` or holds the error's text, and a push goes on to its end or is aborted.
+
+States, of which only two let generate: ``initial`` (what the engine started with), ``open`` (a push is under way),
+``clean`` (a committed version), ``torn`` (a push ended in between; only a full one is taken).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import math
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+WIRE = "fsdp2x-1"
+_HEAD = struct.Struct("<8s8sIQ")  # magic, kind, number of descriptors, bytes of JSON
+_MAX_BODY_BYTES, _MAX_FILES = 1 << 28, 64
+_ANSWER = "answer"
+_FIRST = {"hello", "layout", "begin", "bucket", "commit", "abort"}
+POSITION_BYTES = _ALIGN_BYTES = 8
+
+
+class WireError(RuntimeError):
+    """The other side is gone, came too late, or speaks another protocol."""
+
+
+class TornWeights(RuntimeError):
+    """The engine holds some weights of one version and some of another: it must not generate."""
+
+
+# ---- frames
+
+
+def bind_address(address: str) -> str:
+    """What ``socket`` takes for ``address``: a path, or "@name" for a name that needs no file."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    size = struct.calcsize("3i")
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+
+
+def send_frame(connection: socket.socket, kind: str, body: Mapping[str, Any], deadline: float, files=()) -> None:
+    """Sends one frame; ``deadline`` in seconds of ``time.monotonic``.
+
+    Raises:
+        WireError: the other side is gone or does not read in time.
+    """
+    text = json.dumps(body, separators=(",", ":")).encode()
+    rest = memoryview(_HEAD.pack(WIRE.encode(), kind.encode(), len(files), len(text)) + text)
+    with _deadline(connection, deadline, f"send {kind!r}"):
+        if files:
+            connection.settimeout(_left(deadline))
+            sent = connection.sendmsg([rest], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+            rest = rest[sent:]
+        while rest:
+            connection.settimeout(_left(deadline))
+            rest = rest[connection.send(rest) :]
+
+
+def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict[str, Any], list[int]]:
+    """(kind, body, descriptors that came along, which are the caller's to close).
+
+    Raises:
+        WireError: the other side is gone, sends nothing in time, or sends something else than frames.
+    """
+    files: list[int] = []
+    try:
+        with _deadline(connection, deadline, "receive"):
+            head = _receive(connection, _HEAD.size, deadline, files)
+            magic, kind, num_files, num_bytes = _HEAD.unpack(head)
+            if magic != WIRE.encode() or num_bytes > _MAX_BODY_BYTES:
+                raise WireError(f"the other side does not speak {WIRE}: a frame begins with {head!r}")
+            body = json.loads(_receive(connection, num_bytes, deadline, files))
+            if len(files) != num_files or not isinstance(body, dict):
+                raise WireError(f"a frame with {len(files)} of {num_files} descriptors and a {type(body).__name__}")
+            return kind.rstrip(b"\0").decode(), body, files
+    except BaseException:
+        close_files(files)
+        raise
+
+
+def close_files(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
+
+
+def _receive(connection: socket.socket, num_bytes: int, deadline: float, files: list[int]) -> bytes:
+    received = bytearray()
+    rights = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
+    while len(received) < num_bytes:
+        connection.settimeout(_left(deadline))
+        part, ancillary, _, _ = connection.recvmsg(min(num_bytes - len(received), 1 << 20), rights)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                files.extend(numbers)
+        if not part:
+            raise WireError("the other side closed the connection")
+        received += part
+    return bytes(received)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+@contextlib.contextmanager
+def _deadline(connection: socket.socket, deadline: float, what: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise WireError(f"cannot {what} in time: the other side hangs or is busy") from error
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise WireError(f"cannot {what}: {error or type(error).__name__}") from error
+
+
+# ---- memory
+
+
+class MappedFile:
+    """A memory file of the trainers, mapped so that what is written here stays here."""
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        if os.fstat(file).st_size < num_bytes:
+            raise ValueError(f"a memory file of {os.fstat(file).st_size} bytes, the layout says {num_bytes}")
+        self._map = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._num_writes = self._bytes._version  # views count for it
+
+    def view(self, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not 0 <= offset <= offset + num_bytes <= len(self._bytes) or offset % dtype.itemsize:
+            raise ValueError(f"{num_bytes} bytes at {offset} are not in a memory file of {len(self._bytes)} bytes")
+        return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def forget_writes(self) -> None:
+        """What somebody here wrote into a view would hide what the trainers write next."""
+        if self._bytes._version != self._num_writes:
+            self._num_writes = self._bytes._version
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def delta_bytes(count: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(where the values of a delta of ``count`` begin, its bytes in all)."""
+    values = count * POSITION_BYTES
+    return values, -(-(values + count * dtype.itemsize) // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class Parameters:
+    """What a ``Receiver`` hands weights to: tensors by name, each overwritten in place.
+
+    For engines that are plain torch modules: ``Parameters(dict(model.named_parameters()))``, with trainers that
+    ``connect(..., names="model")``. Tensors may be on any device and of another dtype than what comes.
+    """
+
+    keeps_tensors = False
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def check(self, layout: list[tuple[str, torch.dtype, list[int]]]) -> None:
+        """Before any byte moves: every name is known, and of the same shape.
+
+        Raises:
+            ValueError: some are not.
+        """
+        for name, _, shape in layout:
+            held = self._tensors.get(name)
+            if held is None or list(held.shape) != shape:
+                has = "no tensor of this name" if held is None else f"one of shape {list(held.shape)}"
+                raise ValueError(f"the trainers send {name!r} of shape {shape}, this engine has {has}")
+
+    def load(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in items:
+            self._tensors[name].copy_(tensor)
+
+    def apply_delta(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
+        held = self._tensors[name]
+        held.view(-1)[positions.to(held.device)] = values.to(held.device, held.dtype)
+
+
+# ---- the receiver
+
+
+class Receiver:
+    """Listens for trainers of the same user on this host, and hands what they push to ``sink``.
+
+    ``poll`` does all the work, between two batches of the engine or in a thread; ``with receiver.reading() as version``
+    is where the engine generates. Several workers of one engine have a receiver each, all of which a trainer is given.
+
+    ``sink``: a function like a vLLM model's ``load_weights``, called with a list of (name, tensor) for each bucket; or
+    an object with ``load`` that does so and, where it has them,
+
+        check(layout)        list of (name, dtype, shape) when a trainer connects; raises what does not fit
+        start(mode)          before the first bucket of a push
+        apply_delta(name, positions, values)    int64 positions in the flattened tensor; without it deltas are refused
+        finish()             after the last bucket, before the version is published: what must be done once per push
+        keeps_tensors        False: ``load`` copies what it needs. Default True: it is given copies of its own
+    """
+
+    def __init__(self, address: str, sink: Any, *, timeout_s: float = 300.0) -> None:
+        """
+        Args:
+            address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
+            timeout_s: how long a trainer may be silent in the middle of a push.
+
+        Raises:
+            OSError: the address is taken.
+        """
+        self.address, self._timeout_s = address, timeout_s
+        self._load = sink.load if hasattr(sink, "load") else sink
+        self._sink = sink
+        self._copies = getattr(sink, "keeps_tensors", True)
+        self._state, self._version, self._reason = "initial", None, ""
+        self._weights = threading.RLock()  # held by who generates, and from begin to commit or abort
+        self._layout: list[tuple[str, torch.dtype, list[int]]] = []
+        self._files: list[MappedFile] = []
+        self._mode, self._next = "full", None
+        self._connection: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(bind_address(address))
+            self._listener.listen()
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """``state``, the last committed ``version``, and why the weights are torn."""
+        return {"state": self._state, "version": self._version, "reason": self._reason, "pid": os.getpid()}
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[int | str | None]:
+        """The block uses the weights; no push begins meanwhile. Gives their version, None for those of the start.
+
+        Raises:
+            TornWeights: there are none of one version.
+        """
+        with self._weights:
+            if self._state not in ("initial", "clean"):
+                raise TornWeights(
+                    f"the weights are {self._state} ({self._reason}): nothing may be generated until a full push is "
+                    "committed"
+                )
+            yield self._version
+
+    def poll(self, timeout_s: float = 0.0) -> int | str | None:
+        """Answers what has come, waiting up to ``timeout_s`` for it; once a push begins, stays to its end.
+
+        Returns:
+            The version that was committed, if any.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            waiting = [self._listener] + ([self._connection] if self._connection is not None else [])
+            ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            if self._connection in ready:
+                version = self._answer_one()
+                if version is not None:
+                    return version
+            elif self._listener in ready:
+                self._accept()
+
+    def close(self) -> None:
+        """Lets go of the socket and the trainers' memory."""
+        self._drop("the engine was closed")
+        self._listener.close()
+        if not self.address.startswith("@"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address)
+
+    # one request
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if peer_uid(connection) != os.getuid():
+            connection.close()
+        elif self._connection is not None:
+            deadline = time.monotonic() + self._timeout_s
+            with connection, contextlib.suppress(WireError):
+                send_frame(connection, _ANSWER, {"ok": False, "error": "another trainer is connected"}, deadline)
+        else:
+            self._connection = connection
+
+    def _answer_one(self) -> int | str | None:
+        """Answers a request; from begin on, all to the end of the push."""
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    kind, body, files = receive_frame(self._connection, time.monotonic() + self._timeout_s)
+                except WireError as error:
+                    self._drop(str(error))
+                    return None
+                if kind == "begin":
+                    held.enter_context(self._weights)
+                answer = self._handle(kind, body, files)
+                try:
+                    deadline = time.monotonic() + self._timeout_s
+                    send_frame(self._connection, _ANSWER, {**self.status, **answer}, deadline)
+                except WireError as error:
+                    self._drop(str(error))
+                if self._state != "open" or self._connection is None:
+                    return self._version if kind == "commit" and answer["ok"] else None
+
+    def _handle(self, kind: str, body: dict[str, Any], files: list[int]) -> dict[str, Any]:
+        try:
+            if kind not in _FIRST:
+                raise WireError(f"an unknown request {kind!r}")
+            return {"ok": True, **(getattr(self, f"_on_{kind}")(body, files) or {})}
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self._state == "open":
+                self._tear(text)
+                self._state = "open" if kind == "bucket" else "torn"
+            return {"ok": False, "error": text}
+        finally:
+            close_files(files)
+
+    def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
+        if body["wire"] != WIRE:
+            raise WireError(f"the trainer speaks {body['wire']}, this engine {WIRE}")
+
+    def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
+        layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
+        if len(files) != len(body["files"]):
+            raise WireError(f"{len(files)} memory files, the layout names {len(body['files'])}")
+        if hasattr(self._sink, "check"):
+            self._sink.check(layout)
+        self._files = [MappedFile(file, size) for file, size in zip(files, body["files"], strict=True)]
+        self._layout = layout
+
+    def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
+        mode = body["mode"]
+        if not self._layout:
+            raise WireError("a push before a layout")
+        if mode == "delta":
+            if not hasattr(self._sink, "apply_delta"):
+                raise NotImplementedError('this engine takes no deltas (its sink has no apply_delta); push mode="full"')
+            if self._state != "clean" or self._version != body["base"]:
+                raise ValueError(
+                    f"a delta to version {body['base']!r}, but this engine holds {self._version!r} and is "
+                    f'{self._state}; push mode="full"'
+                )
+        self._reason = ""
+        self._state, self._mode, self._next = "open", mode, body["version"]
+        if hasattr(self._sink, "start"):
+            self._sink.start(mode)
+
+    def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
+        if self._state != "open":
+            raise WireError(f"a bucket while the weights are {self._state}")
+        if self._reason:
+            return  # an earlier bucket failed: the trainers know, and this push will be aborted
+        items = []
+        for index, file, offset in body["tensors"]:
+            name, dtype, shape = self._layout[index]
+            tensor = self._files[file].view(offset, dtype, shape)
+            items.append((name, tensor.clone() if self._copies else tensor))
+        if items:
+            self._load(items)
+        for index, file, offset, count in body["deltas"]:
+            name, dtype, _ = self._layout[index]
+            positions = self._files[file].view(offset, torch.int64, [count])
+            values = self._files[file].view(offset + delta_bytes(count, dtype)[0], dtype, [count])
+            self._sink.apply_delta(name, positions, values)
+        for file in self._files:
+            file.forget_writes()
+
+    def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
+        if self._state != "open" or self._reason or body["version"] != self._next:
+            raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
+        if hasattr(self._sink, "finish"):
+            self._sink.finish()
+        self._state, self._version = "clean", body["version"]
+
+    def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
+        self._tear(body["reason"])
+
+    # ends
+
+    def _tear(self, reason: str) -> None:
+        self._state, self._reason = "torn", self._reason or reason
+
+    def _drop(self, reason: str) -> None:
+        """Ends the connection; a push that is under way is torn."""
+        if self._state == "open":
+            self._tear(f"the trainer is gone in the middle of a push: {reason}")
+        self._layout, self._files = [], []
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch {torch.__version__} of this engine knows no dtype {name!r}")
+    return dtype

@@ -1,0 +1,403 @@
+"""``connect`` and ``Session``: weights of a sharded model into running engines, a version at a time.
+
+    fresh --push--> open --commit--> clean          what a delta needs
+                     |                 |
+                     +----> torn <-----+            only a full push, which heals
+
+A push: the ranks agree (version, mode, nothing runs); engines begin; per bucket: gather, hand over, fill the next one
+while engines load, wait for their answers; outcomes are exchanged; commit, and outcomes again. What a target raises is
+kept as a value until the buckets have come to their end, so that no rank leaves the others alone in a collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.arguments import checked
+from fsdp2x.export.entries import Entry
+from fsdp2x.export.plans import Plan, check_buckets, chosen_params, finish, make_rings, ring_of
+from fsdp2x.export.stream import BUCKET_BYTES
+from fsdp2x.lookup import named_params
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.transport import check_transport
+from fsdp2x.runtime.tree import unit_states
+from fsdp2x.sync.delta import BucketDelta, Snapshot, find_changes, gather_changes
+from fsdp2x.sync.engine import POSITION_BYTES
+from fsdp2x.sync.errors import Failure, PushReport, SyncError
+from fsdp2x.sync.targets.base import Parcel, Target, TargetError
+from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
+
+
+@checked
+def connect(
+    model: nn.Module,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Mapping[str, torch.dtype] | None = None,
+    names: Literal["hf", "model"] = "hf",
+    params: Callable[[str, nn.Parameter], bool] | None = None,
+    deltas: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    transport: str = "auto",
+    timeout_s: float = 300.0,
+) -> Session:
+    """Plans how the weights of ``model`` get into engines; the result's ``push`` sends them.
+
+    Collective over the default process group, with the same arguments on every rank, the target's excepted where its
+    class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets of ``bucket_bytes`` of whole
+    tensors per host (over a process group: per rank), or of one larger family of parameters, and what the target adds.
+
+    Args:
+        model: sharded by ``fully_shard``, or a part of one.
+        target: ``fsdp2x.sync.InProcess`` or ``fsdp2x.sync.Peer``.
+        dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
+        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
+            parameters' names and the names in files; ``*`` also matches dots.
+        names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
+        params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
+        deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
+            bytes of the wire's weights, divided by the ranks, on the parameters' device.
+        bucket_bytes: limit of a bucket; what must be converted together, or one larger parameter, exceeds it.
+        transport: as for ``fully_shard``.
+        timeout_s: seconds to wait for an engine's answer. Less than the process group's own timeout, so that it is
+            the push that fails, and not the group.
+
+    Raises:
+        ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
+        NotImplementedError: a PEFT model whose adapters are pushed with its base: engines know one or the other.
+        RuntimeError: a parameter is on the meta device.
+    """
+    caller = "fsdp2x.sync.connect"
+    check_buckets(caller, bucket_bytes, names)
+    if not timeout_s > 0:
+        raise ValueError(f"{caller}: timeout_s must be positive, got {timeout_s}")
+    transport = check_transport(transport)
+    target.check(caller, deltas)
+    chosen = chosen_params(caller, model, params)
+    if not chosen:
+        raise ValueError(f"{caller}: no parameter is chosen")
+    _check_adapters(caller, model, chosen, names)
+    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes)
+    return Session(model, target, plans, deltas, transport, float(timeout_s))
+
+
+def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], names: str) -> None:
+    adapters = [name for name in chosen if "lora_" in name]
+    if names == "hf" and adapters and len(adapters) < len(chosen):
+        raise NotImplementedError(
+            f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files: an engine's loader takes "
+            'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
+            'under their own names with names="model"'
+        )
+
+
+class Session:
+    """What ``connect`` returns; a context manager that closes itself."""
+
+    def __init__(
+        self, model: nn.Module, target: Target, plans: list[Plan], deltas: bool, transport: str, timeout_s: float
+    ) -> None:
+        self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
+        self._transport, self._deltas = transport, deltas
+        self._receives = target.receives(dist.get_rank())
+        digests = _exchange(layout_digest(plans))
+        if len(set(digests)) > 1:
+            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise ValueError(
+                f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
+                "the same model and pass the same arguments"
+            )
+        # Ranks of the default group that gather a bucket: this rank's ring, and that of rank 0.
+        rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
+        self._own_rings, self._first_rings = rings, _exchange(rings)[0]
+        self._snapshot = Snapshot(plans) if deltas else None
+        self._state, self._version = "fresh", None
+        self._rings: dict | None = None
+        self._make_rings()
+
+    def _make_rings(self) -> None:
+        self._rings = make_rings(self._plans, self._receives, self._transport, keep_files=True)
+        self._layout = describe_wire(self._plans, self._rings, self._deltas)
+
+    @property
+    def version(self) -> int | str | None:
+        """What was committed last; None before, and while engines are torn."""
+        return self._version if self._state == "clean" else None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a push failed in between, so that engines may hold weights of two versions."""
+        return self._state == "torn"
+
+    def require_clean(self) -> None:
+        """For loops that generate in this process: raises unless engines hold the weights of one version.
+
+        Raises:
+            RuntimeError: a push failed, or runs, and no full one was committed since.
+        """
+        if self._state in ("open", "torn"):
+            raise RuntimeError(
+                f"fsdp2x.sync: the engine's weights are {self._state}: a push was not committed; nothing may be "
+                'generated before push(version=..., mode="full") succeeds'
+            )
+
+    @checked
+    def push(self, *, version: int | str, mode: Literal["full", "delta"] = "full") -> PushReport:
+        """Sends the weights as they are now; when it returns, all engines have committed ``version``. Collective.
+
+        Args:
+            version: a name for these weights, such as the number of optimizer steps.
+            mode: ``"full"``: everything. ``"delta"``: what differs, bit by bit, from what was committed last.
+
+        Raises:
+            SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
+                and generate nothing until a full push succeeds; that is all it takes.
+            ValueError: an unknown mode; ranks disagree on version or mode; a delta without ``deltas=True``, before the
+                first full push, or while engines are torn.
+            RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
+                by another kind of one. A rank that dies: as for any collective; engines are torn.
+        """
+        began = time.perf_counter()
+        self._agree(version, mode)
+        traffic = Traffic()
+        try:
+            self._move("open")
+            self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
+            parcels = self._parcels(mode, traffic)
+            failure = self._guarded("load", lambda: self._target.take(parcels))
+            for _ in parcels if traffic.error is None else ():
+                pass  # the other ranks are in these gathers
+            if traffic.error is not None:
+                raise traffic.error
+            self._settle(version, failure)
+            self._settle(version, self._guarded("commit", lambda: self._target.commit(version)))
+            if self._snapshot is not None:
+                self._snapshot.advance()
+        except SyncError:
+            raise
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._move("clean")
+        self._version = version
+        return traffic.report(version, mode, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Lets go of the engines, which keep what they hold, and of the memory. Not collective."""
+        self._target.close()
+        self._rings = self._snapshot = None
+        self._state = "closed"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what must be so before a push
+
+    def _agree(self, version: int | str, mode: str) -> None:
+        """Raises the same on every rank, before anything has changed."""
+        require_own_process("push weights")
+        said = _exchange((version, mode, self._why_not(mode), self._rings is None))
+        for rank, (_, _, problem, _) in enumerate(said):
+            if problem is not None:
+                kind, text = problem
+                where = f" (rank {rank})" if len({other[2] for other in said}) > 1 else ""
+                raise (ValueError if kind == "value" else RuntimeError)(f"fsdp2x.sync.push{where}: {text}")
+        different = next((rank for rank, other in enumerate(said) if other[:2] != said[0][:2]), None)
+        if different is not None:
+            raise ValueError(
+                f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, rank {different} version "
+                f"{said[different][0]!r} as {said[different][1]!r}; pass the same on every rank"
+            )
+        if any(other[3] for other in said):
+            self._make_rings()
+
+    def _why_not(self, mode: str) -> tuple[str, str] | None:
+        """(kind of error, sentence) where this rank cannot push, else None."""
+        if self._state == "closed":
+            return "runtime", "the session is closed; connect again"
+        if self._state == "open":
+            return "runtime", "a push of this session is running in another thread"
+        if mode not in ("full", "delta"):
+            return "value", f'mode must be "full" or "delta", got {mode!r}'
+        if mode == "delta" and self._snapshot is None:
+            return "value", "this session keeps no snapshot to compare with; connect with deltas=True"
+        if mode == "delta" and self._state != "clean":
+            why = "nothing was committed yet" if self._state == "fresh" else "the last push failed: engines are torn"
+            return "value", f'{why}; push mode="full" first'
+        for state in unit_states(self._model):
+            if state.root is not None and (state.root.in_forward or state.root.in_backward):
+                running = "forward" if state.root.in_forward else "backward"
+                return "runtime", f"a {running} of the model is running; push between two steps"
+        return self._why_not_params()
+
+    def _why_not_params(self) -> tuple[str, str] | None:
+        now = {name: param for name, param, _ in named_params(self._model)}
+        for plan in self._plans:
+            for entry in (*plan.gathered, *plan.alone):
+                param = now.get(entry.name)
+                if param is entry.param:
+                    continue
+                fresh = None if param is None else Entry.of(entry.name, param, entry.dtype)
+                if fresh is None or fresh.layout != entry.layout:
+                    return "runtime", f"parameter {entry.name!r} is not what it was when connecting; connect again"
+                entry.param = param
+        try:
+            entry = next(entry for plan in self._plans for entry in (*plan.gathered, *plan.alone))
+            entry.local.reshape(-1)[:1].clone()
+        except RuntimeError as error:
+            return "runtime", f"parameter {entry.name!r} cannot be read: {error}"
+        return None
+
+    # ---- a push
+
+    def _begin(self, version: int | str, mode: str) -> None:
+        self._target.open(self._layout, self._timeout_s)
+        self._target.begin(version, mode, self._version)
+
+    def _guarded(self, phase: str, call: Callable[[], None]) -> tuple[Failure, Exception] | None:
+        """What ``call`` raises on a rank that has an engine, as a value."""
+        if not self._receives:
+            return None
+        try:
+            call()
+        except TargetError as error:
+            return error.failure, error.__cause__ or error
+        except Exception as error:
+            return Failure(phase, f"{type(error).__name__}: {error}"), error
+        return None
+
+    def _settle(self, version: int | str, mine: tuple[Failure, Exception] | None) -> None:
+        """Every rank learns how a phase ended; raises on all of them where it failed on one."""
+        failures = _exchange(None if mine is None else mine[0])
+        rank, failure = next(((r, f) for r, f in enumerate(failures) if f is not None), (0, None))
+        if failure is None:
+            return
+        reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
+        self._tear(reason)
+        raise SyncError(
+            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing until a full push succeeds: mend the "
+            'cause, then push(version=..., mode="full")',
+            failure,
+            rank,
+        ) from (None if mine is None else mine[1])
+
+    def _tear(self, reason: str) -> None:
+        self._move("torn")
+        if self._receives:
+            self._target.abort(reason)
+
+    def _give_up(self, error: BaseException) -> None:
+        """A gather failed, so that ranks may be at different places: memory and connections are made again."""
+        if self._state == "open":
+            self._tear(f"a trainer failed: {type(error).__name__}: {error}")
+        self._target.close()
+        self._rings = None
+
+    def _move(self, state: str) -> None:
+        allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ("clean", "torn"), "closed": ()}
+        assert state in allowed[self._state], f"a session that is {self._state} cannot be {state}"
+        self._state = state
+
+    # ---- buckets
+
+    def _parcels(self, mode: str, traffic: Traffic) -> Iterator[Parcel]:
+        try:
+            yield from self._all(traffic) if mode == "full" else self._changes(traffic)
+        except Exception as error:
+            traffic.error = error
+            raise
+
+    def _all(self, traffic: Traffic) -> Iterator[Parcel]:
+        before = None
+        for plan, following in zip(self._plans, [*self._plans, None][1:], strict=True):
+            if before is None:
+                self._fill(plan)
+            parcel = self._gathered(plan, before, traffic)
+            yield parcel
+            if following is not None:
+                self._fill(following)
+            before = parcel
+
+    def _changes(self, traffic: Traffic) -> Iterator[Parcel]:
+        before = None
+        for plan, own, first in zip(self._plans, self._own_rings, self._first_rings, strict=True):
+            slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
+            changes = find_changes(plan, self._snapshot, first, own, slot_bytes)
+            deltas = gather_changes(plan, changes, self._receives)
+            if not changes.dense.families and not changes.sparse:
+                continue
+            self._fill(changes.dense)
+            parcel = self._gathered(changes.dense, before, traffic)
+            parcel.deltas = deltas
+            traffic.count_changes(changes)
+            yield parcel
+            before = parcel
+
+    def _fill(self, plan: Plan) -> None:
+        if plan.gathered:
+            ring_of(self._rings, plan).fill(plan.gathered)
+
+    def _gathered(self, plan: Plan, before: Parcel | None, traffic: Traffic) -> Parcel:
+        """A bucket that was filled, complete; only then is the memory of ``before`` free."""
+        if before is not None:
+            began = time.perf_counter()
+            before.wait()
+            traffic.waited_s += time.perf_counter() - began
+        tensors = finish(plan, self._rings, self._receives)
+        traffic.count(plan)
+        if tensors is None:
+            return Parcel(plan.index, ())
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        file = ring_of(self._rings, plan).file if lies_in_ring(plan, self._rings) else None
+        return Parcel(plan.index, plan.specs, tensors, file=file)
+
+
+class Traffic:
+    """What a push has sent so far, the same on every rank but ``waited_s``; ``error``: that of a gather."""
+
+    def __init__(self) -> None:
+        self.num_buckets = self.num_tensors = self.bytes_sent = self.num_changed = 0
+        self.waited_s, self.error = 0.0, None
+
+    def count(self, plan: Plan) -> None:
+        self.num_buckets += 1
+        self.num_tensors += len(plan.specs)
+        self.bytes_sent += sum(spec.num_bytes for spec in plan.specs)
+
+    def count_changes(self, changes: BucketDelta) -> None:
+        for index, (_, entry, _, _) in enumerate(changes.sparse):
+            count = int(changes.counts[:, index].sum())
+            self.num_changed += count
+            self.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)
+
+    def report(self, version: int | str, mode: str, seconds: float) -> PushReport:
+        return PushReport(
+            version,
+            mode,
+            seconds,
+            self.num_buckets,
+            self.num_tensors,
+            self.bytes_sent,
+            self.num_changed,
+            self.waited_s,
+        )
+
+
+def _exchange(mine: Any) -> list:
+    everyone = [None] * dist.get_world_size()
+    with torch_private.unobserved(), explained(None, "push of weights"):
+        dist.all_gather_object(everyone, mine)
+    return everyone

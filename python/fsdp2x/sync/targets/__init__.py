@@ -1,0 +1,1 @@
+"""Where weights go: one file for each kind of engine."""

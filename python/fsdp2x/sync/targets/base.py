@@ -1,0 +1,96 @@
+"""What a target is given, and what it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp2x.hf.names import TensorSpec
+from fsdp2x.sync.errors import Failure
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New values of some elements: ``positions`` are int64, into the flattened tensor, each once."""
+
+    spec: TensorSpec
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+def _nothing_pending() -> None:
+    """Nobody reads the bucket any more."""
+
+
+@dataclass
+class Parcel:
+    """One bucket of a push. On a rank that does not receive, there is nothing in it.
+
+    The memory of ``tensors`` is used again when the next parcel but one is made, and then ``wait`` has returned: a
+    target that goes on reading after it was given the next parcel sets it. ``file``: the memory file in which the
+    tensors lie, at their storage offsets, where all do.
+    """
+
+    index: int
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[torch.Tensor, ...] = ()
+    deltas: tuple[Delta, ...] = ()
+    file: int | None = None
+    wait: Callable[[], None] = field(default=_nothing_pending)
+
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.specs] + [delta.spec.name for delta in self.deltas]
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """All tensors in the order in which they come, and the memory files that parcels may lie in.
+
+    ``files``: descriptor and bytes of each. ``spare_bytes``: what a parcel takes that is in none of them, at most.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    digest: str
+    files: tuple[tuple[int, int], ...]
+    spare_bytes: int
+
+
+class TargetError(RuntimeError):
+    """A target that failed at a known place."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class Target:
+    """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
+
+    def receives(self, rank: int) -> bool:
+        """Whether ``rank`` of the default group wants the tensors; asked once."""
+        raise NotImplementedError
+
+    def check(self, caller: str, deltas: bool) -> None:
+        """Raises what can be known before anything is gathered; the same on every rank."""
+
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        """Called on ranks that receive before each push; connects where there is no connection."""
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        """From here on the engine generates nothing. ``base``: the version that a delta changes."""
+
+    def take(self, parcels: Iterator[Parcel]) -> None:
+        """Takes all parcels of a push."""
+        raise NotImplementedError
+
+    def commit(self, version: int | str) -> None:
+        """All ranks have handed over everything."""
+
+    def abort(self, reason: str) -> None:
+        """The push has failed, here or elsewhere; must not raise."""
+
+    def close(self) -> None:
+        """Lets go of the engine."""

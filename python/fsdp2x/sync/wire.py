@@ -1,0 +1,85 @@
+"""What a push sends: the dtypes of the parameters, their buckets, and the layout that engines are told once."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fsdp2x.export.entries import ALIGN_BYTES, aligned
+from fsdp2x.export.plans import Plan, plan_buckets, ring_of
+from fsdp2x.export.rings import SharedRing
+from fsdp2x.hf.names import clean_name
+from fsdp2x.sync.targets.base import WireLayout
+
+
+def plan_wire(
+    caller: str,
+    model: nn.Module,
+    chosen: Mapping[str, nn.Parameter],
+    dtype: torch.dtype | None,
+    keep: Mapping[str, torch.dtype],
+    names: str,
+    bucket_bytes: int,
+) -> list[Plan]:
+    """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two of them one parameter with different dtypes.
+    """
+    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(chosen, dtype)
+    if keep:
+        spellings = {name: {name, clean_name(name)} for name in chosen}
+        for plan in plan_buckets(model, chosen, {}, names, bucket_bytes):
+            for family in plan.families:
+                for name in family.params:
+                    spellings[name] |= {spec.name for spec in family.outputs}
+        dtypes.update(_kept(caller, keep, spellings))
+    return plan_buckets(model, chosen, dtypes, names, bucket_bytes)
+
+
+def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, set[str]]) -> dict[str, torch.dtype]:
+    kept: dict[str, tuple[str, torch.dtype]] = {}
+    for pattern, dtype in keep.items():
+        found = [name for name, known in spellings.items() if any(fnmatch.fnmatchcase(one, pattern) for one in known)]
+        if not found:
+            some = ", ".join(sorted(min(known) for known in list(spellings.values())[:3]))
+            raise ValueError(f"{caller}: keep: no parameter matches {pattern!r}; names are such as {some}")
+        for name in found:
+            before = kept.setdefault(name, (pattern, dtype))
+            if before[1] != dtype:
+                raise ValueError(
+                    f"{caller}: keep: {name!r} is {before[1]} by {before[0]!r} and {dtype} by {pattern!r}; make the "
+                    "patterns exclude each other"
+                )
+    return {name: dtype for name, (_, dtype) in kept.items()}
+
+
+def layout_digest(plans: list[Plan]) -> str:
+    """Equal where names, shapes, dtypes and buckets are."""
+    text = repr([[(spec.name, tuple(spec.shape), str(spec.dtype)) for spec in plan.specs] for plan in plans])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_wire(plans: list[Plan], rings: Mapping, deltas: bool) -> WireLayout:
+    """The layout of ``plans``, whose rings are made with ``keep_files``."""
+    shared = {id(ring): ring for ring in rings.values() if isinstance(ring, SharedRing)}
+    files = tuple((ring.file, ring.num_bytes) for ring in shared.values())
+    # Deltas take at most half of their tensors' bytes, besides what aligns them.
+    spare = [
+        sum(aligned(spec.num_bytes) + ALIGN_BYTES for spec in plan.specs)
+        for plan in plans
+        if deltas or not lies_in_ring(plan, rings)
+    ]
+    specs = tuple(spec for plan in plans for spec in plan.specs)
+    return WireLayout(specs, layout_digest(plans), files, max(spare, default=0))
+
+
+def lies_in_ring(plan: Plan, rings: Mapping) -> bool:
+    """Whether what is handed out is the very memory that the ranks wrote to, shared with other processes."""
+    if plan.alone or not all(family.is_renamed_only for family in plan.families):
+        return False
+    return bool(plan.gathered) and isinstance(ring_of(rings, plan), SharedRing)

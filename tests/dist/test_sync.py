@@ -1,0 +1,299 @@
+"""fsdp2x.sync: pushes are the model's weights bit for bit, full or as deltas, under the names that engines load."""
+
+import contextlib
+import secrets
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2x
+from engines import Layerwise, Served, Store
+from fsdp2x.sync import InProcess, Peer
+from harness import distributed
+from models import STACK_UNITS, Stack, build, tiny_lora, tiny_vlm
+from reference import same, shard
+
+TRANSPORTS = ("shm", "process_group")
+
+
+def values(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def wire(model, **options):
+    """What arrives, gathered one by one and cast afterwards."""
+    found = {}
+    for bucket in fsdp2x.export.stream(model, **options):
+        found.update((name, tensor.clone()) for name, tensor in bucket.items())
+    return found
+
+
+@contextlib.contextmanager
+def peer(ctx, sink, rank=0):
+    """(target, what is served on ``rank``, None elsewhere)."""
+    name = [f"@fsdp2x-test-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(name, src=rank)
+    if ctx.rank != rank:
+        yield Peer(name[0], rank=rank), None
+        return
+    with Served(name[0], sink) as served:
+        yield Peer(name[0], rank=rank), served
+
+
+@torch.no_grad()
+def change(model, fraction, seed):
+    """Other bits in about ``fraction`` of the elements of every shard, zeros and NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        local = param.to_local() if hasattr(param, "to_local") else param
+        if not local.is_floating_point() or not local.numel():
+            continue
+        chosen = torch.rand(local.shape, generator=generator) < fraction
+        fresh = torch.randn(local.shape, generator=generator).to(local.dtype)
+        odd = torch.tensor([float("nan"), -0.0, 0.0, float("inf")], dtype=local.dtype)
+        pick = torch.randint(8, local.shape, generator=generator)
+        for index, value in enumerate(odd):
+            fresh[pick == index] = value
+        local[chosen] = fresh[chosen]
+
+
+def bits(tensors):
+    return {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(1, 2, 3, 4))
+def test_equals_the_unsharded_model(ctx, transport):
+    """Uneven and empty shards, ignored parameters, mixed dtypes, one tensor and all of them in a bucket."""
+    model = Stack()
+    model.blocks[0].bfloat16()
+    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
+    expected = values(model)
+    shard(ctx, model, STACK_UNITS, ignored_params={model.norm.weight})
+    for bucket_bytes in (100, 300, 64 << 20):
+        engine, store = Layerwise(), Store()
+        options = {"names": "model", "transport": transport, "bucket_bytes": bucket_bytes}
+        target = InProcess(engine.load, start=engine.start, finish=engine.finish)
+        with fsdp2x.sync.connect(model, target, **options) as sync:
+            for version in (1, 2):
+                report = sync.push(version=version)
+                same(engine.weights, expected)
+                assert list(engine.weights) == list(expected)
+                assert (report.version, sync.version, report.num_tensors) == (version, version, len(expected))
+                assert report.bytes_sent == sum(value.nbytes for value in expected.values())
+        with peer(ctx, store, rank=ctx.world - 1) as (target, served):
+            with fsdp2x.sync.connect(model, target, **options) as sync:
+                for version in ("a", "b"):
+                    sync.push(version=version)
+                    if served:
+                        with served.receiver.reading() as held:
+                            assert held == version
+                            same(store.weights, expected)
+            if served:
+                assert len(store.bucket_sizes) == 2 * report.num_buckets
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "vlm"])
+@distributed(world_sizes=(2, 3))
+def test_names_and_layout_of_the_files(ctx, name):
+    model = fsdp2x.fully_shard(tiny_vlm() if name == "vlm" else build(name))
+    keep = {"*.gate.weight": torch.float32} if name in ("qwen3_moe", "mixtral") else {}
+    expected = {}
+    for key, value in wire(model).items():
+        expected[key] = value if key.endswith(".gate.weight") else value.bfloat16()
+    engine, store = Layerwise(), Store()
+    target = InProcess(engine.load, finish=engine.finish)
+    options = {"dtype": torch.bfloat16, "keep": keep, "bucket_bytes": 3000}
+    with fsdp2x.sync.connect(model, target, **options) as sync:
+        sync.push(version=1)
+        same(engine.weights, expected)
+    with peer(ctx, store) as (target, served), fsdp2x.sync.connect(model, target, **options) as sync:
+        sync.push(version=1)
+        if served:
+            same(store.weights, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(1, 2, 4))
+def test_a_delta_is_a_full_push(ctx, transport):
+    model = Stack()
+    model.blocks[1].bfloat16()
+    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
+    shard(ctx, model, STACK_UNITS, ignored_params={model.norm.weight})
+    options = {"names": "model", "transport": transport, "bucket_bytes": 300}
+    store, twin = Store(), Store()
+    inner = InProcess(twin.load, apply_delta=twin.apply_delta)
+    with peer(ctx, store) as (target, served), contextlib.ExitStack() as stack:
+        syncs = [
+            stack.enter_context(fsdp2x.sync.connect(model, one, deltas=True, **options)) for one in (target, inner)
+        ]
+        for sync in syncs:
+            sync.push(version=0)
+        for version, fraction in enumerate((0.0, 0.02, 0.2, 0.0, 0.6, 1.0, 0.05), start=1):
+            change(model, fraction, seed=10 * version + ctx.rank)
+            reports = [sync.push(version=version, mode="delta") for sync in syncs]
+            expected = bits(wire(model, names="model"))
+            same(bits(twin.weights), expected)
+            if served:
+                same(bits(store.weights), expected)
+            assert (reports[0].bytes_sent, reports[0].num_changed) == (reports[1].bytes_sent, reports[1].num_changed)
+            assert reports[0].num_buckets == 0 or fraction > 0
+
+
+@distributed(world_sizes=(3,))
+def test_deltas_of_converted_weights(ctx):
+    """Fused experts go whole where they changed; nothing is sent of what did not; the dtype of the wire decides."""
+    model = fsdp2x.fully_shard(build("qwen3_moe"))
+    store = Store()
+    with peer(ctx, store) as (target, served):
+        with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, deltas=True, bucket_bytes=3000) as sync:
+            sync.push(version=0)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.to_local().mul_(1 + 1e-6)  # less than bfloat16 tells, nearly everywhere
+            tiny = sync.push(version=1, mode="delta")
+            change(model, 0.03, seed=ctx.rank)
+            sync.push(version=2, mode="delta")
+            expected = wire(model, dtype=torch.bfloat16)
+            if served:
+                same(bits(store.weights), bits(expected))
+            assert tiny.num_changed < 100
+
+
+@distributed(world_sizes=(4,))
+def test_two_axes_and_tensor_parallel_parameters(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    parallel = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for model in (Stack(), parallel):
+        expected = values(model)
+        if model is parallel:
+            parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        shard(ctx, model, mesh=mesh["replicate"] if model is parallel else mesh)
+        store = Store()
+        with peer(ctx, store, rank=3) as (target, served):
+            with fsdp2x.sync.connect(model, target, bucket_bytes=200, deltas=True) as sync:
+                sync.push(version=0)
+                if served:
+                    same(store.weights, expected)
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.add_(1)
+                sync.push(version=1, mode="delta")
+                expected = wire(model)
+                if served:
+                    same(store.weights, expected)
+
+
+@distributed(world_sizes=(2,))
+def test_adapters_alone(ctx):
+    from peft import get_peft_model_state_dict
+
+    model = tiny_lora()
+    adapter = get_peft_model_state_dict(model)
+    fsdp2x.fully_shard(model)
+    engine = Layerwise()
+    target = InProcess(engine.load, finish=engine.finish)
+    with pytest.raises(NotImplementedError, match="base weights and adapters .*lora_.* choose by params="):
+        fsdp2x.sync.connect(model, target)
+    with fsdp2x.sync.connect(model, target, params=lambda name, param: "lora_" in name) as sync:
+        sync.push(version=1)
+    same(dict(sorted(engine.weights.items())), dict(sorted(adapter.items())))
+
+
+@distributed(world_sizes=(3,))
+def test_ranks_without_an_engine_and_one_generator(ctx):
+    """verl's way: one call with a generator on some ranks; memory is the gathered one when nothing is copied."""
+    model = Stack()
+    expected = values(model)
+    shard(ctx, model, STACK_UNITS)
+    got = {}
+
+    def update_weights(items):
+        for name, tensor in items:
+            got[name] = tensor.clone()
+
+    for copies in (True, False):
+        got.clear()
+        target = InProcess(update_weights if ctx.rank != 1 else None, calls="push", copies=copies)
+        with fsdp2x.sync.connect(model, target, names="model", bucket_bytes=300) as sync:
+            sync.push(version=1)
+        same(got, {} if ctx.rank == 1 else expected)
+
+
+@distributed(world_sizes=(2,))
+def test_engines_that_keep_what_they_are_given_need_copies(ctx):
+    """The trap that copies are for: without them the memory is used again, and the engine's weights are wrong."""
+    model = Stack()
+    expected = values(model)
+    shard(ctx, model, STACK_UNITS)
+    wrong = 0
+    for copies in (True, False):
+        engine = Layerwise()
+        target = InProcess(engine.load, finish=engine.finish, copies=copies)
+        with fsdp2x.sync.connect(model, target, names="model", bucket_bytes=100) as sync:
+            sync.push(version=1)
+        if copies:
+            same(engine.weights, expected)
+        else:
+            wrong = sum(not torch.equal(engine.weights[name], value) for name, value in expected.items())
+    assert wrong
+
+
+@distributed(world_sizes=(2,))
+def test_refusals(ctx):
+    model = shard(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    engine = Layerwise()
+    target = InProcess(engine.load, finish=engine.finish)
+    connect = fsdp2x.sync.connect
+    with pytest.raises(ValueError, match="keep: no parameter matches 'gate.*names are such as 0.bias"):
+        connect(model, target, keep={"gate*": torch.float32})
+    with pytest.raises(ValueError, match="'0.weight' is .*float32 by '0.*' and .*bfloat16 by '.*weight'"):
+        connect(model, target, keep={"0.*": torch.float32, "*weight": torch.bfloat16})
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        connect(model, target, timeout_s=0)
+    with pytest.raises(ValueError, match="no parameter is chosen"):
+        connect(model, target, params=lambda name, param: False)
+    with pytest.raises(NotImplementedError, match="apply_delta=.*or connect with deltas=False|deltas=False"):
+        connect(model, target, deltas=True)
+    with pytest.raises(ValueError, match="rank 1 has other names, shapes or dtypes than rank 0"):
+        connect(model, target, dtype=torch.float16 if ctx.rank else torch.bfloat16)
+    sync = connect(model, target)
+    with pytest.raises(ValueError, match="connect with deltas=True"):
+        sync.push(version=1, mode="delta")
+    with pytest.raises(ValueError, match='mode must be "full" or "delta", got .half.'):
+        sync.push(version=1, mode="half")
+    with pytest.raises(ValueError, match="rank 0 pushes version 0 as 'full', rank 1 version 1 as 'full'"):
+        sync.push(version=ctx.rank)
+
+    def push_inside(*_):
+        with pytest.raises(RuntimeError, match="a forward of the model is running; push between two steps"):
+            sync.push(version=1)
+        refused.append("forward")
+
+    refused = []
+    handle = model[1].register_forward_hook(push_inside)
+    loss = model(torch.ones(2, 4)).sum()
+    handle.remove()
+
+    def push_in_backward(gradient):
+        with pytest.raises(RuntimeError, match="a backward of the model is running; push between two steps"):
+            sync.push(version=1)
+        refused.append("backward")
+
+    handle = model[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(push_in_backward) and None
+    )
+    (model(torch.ones(2, 4)).sum() + loss).backward()
+    handle.remove()
+    assert len(refused) == 2
+    assert sync.version is None and not sync.is_torn
+    sync.push(version=2)
+    assert sync.version == 2 and set(engine.weights) == {name for name, _ in model.named_parameters()}
+    sync.close()
+    with pytest.raises(RuntimeError, match="the session is closed; connect again"):
+        sync.push(version=3)
