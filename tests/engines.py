@@ -1,9 +1,18 @@
 """Engines for tests of weight pushes: they take weights as real ones do, traps included."""
 
+import contextlib
+import json
+import secrets
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from fsdp2x.sync import Peer
+from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
 
 
@@ -72,3 +81,94 @@ class Served:
         self._thread.join(30)
         assert not self._thread.is_alive()
         self.receiver.close()
+
+
+def new_address():
+    return f"@fsdp2x-test-{secrets.token_hex(8)}"
+
+
+@contextlib.contextmanager
+def peer(ctx, *sinks, rank=0, timeout_s=20.0):
+    """(target, what is served on ``rank`` for each sink, None elsewhere)."""
+    names = [[new_address() for _ in sinks]]
+    dist.broadcast_object_list(names, src=rank)
+    target = Peer(names[0], rank=rank)
+    if ctx.rank != rank:
+        yield target, None
+        return
+    with contextlib.ExitStack() as stack:
+        served = [stack.enter_context(Served(*one, timeout_s)) for one in zip(names[0], sinks, strict=True)]
+        yield target, served if len(served) > 1 else served[0]
+
+
+class EngineProcess:
+    """`engine_process.py`, which listens when this returns; a context manager that ends it."""
+
+    def __init__(self, address, last_bucket=0):
+        script = Path(__file__).with_name("engine_process.py")
+        command = [sys.executable, script, engine_file.__file__, address, str(last_bucket)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "ready\n"
+
+    def status(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+class Reloading:
+    """The traps of vLLM's layerwise reload, in one engine of layers "0.*", "1.*", ...
+
+    Weights are prepacked: they take nothing outside of `start` to `finish`, and are used through a repacked copy, made
+    in `finish` alone. Between, tensors are kept by reference until their layer is complete, those of the last layer,
+    which is padded, until `finish`. A load that raised poisons all that follows, unless `abort` clears what is kept.
+    """
+
+    def __init__(self, layout):
+        self._layers = {}
+        for name in layout:
+            self._layers.setdefault(name.partition(".")[0], set()).add(name)
+        self._padded = name.partition(".")[0]
+        self._raw, self._kept, self._is_open, self._poison = {}, {}, False, None
+        self.weights, self.num_repacks, self.bad = {}, 0, None
+
+    def start(self, mode):
+        if self._is_open:
+            raise RuntimeError("already active. Call finish_weight_update first.")
+        self._is_open = True
+
+    def load(self, items):
+        for name, tensor in items:
+            if not self._is_open:
+                raise RuntimeError(f"load weight {list(tensor.shape)} into parameter [0]")
+            if self._poison is None and name == self.bad:
+                self._poison, self.bad = f"attempted to load {name}", None
+            if self._poison is not None:
+                raise RuntimeError(self._poison)
+            self._kept[name] = tensor
+            layer = name.partition(".")[0]
+            if layer != self._padded and self._layers[layer] <= set(self._kept):
+                self._settle(layer)
+
+    def _settle(self, layer):
+        for name in self._layers[layer]:
+            self._raw[name] = self._kept.pop(name).clone()
+
+    def finish(self, version=None):
+        self._settle(self._padded)
+        assert not self._kept, "a layer was not complete"
+        self._is_open = False
+        self.weights = {name: self._raw[name].clone() for names in self._layers.values() for name in names}
+        self.num_repacks += 1
+
+    def abort(self, reason):
+        self._kept, self._is_open, self._poison = {}, False, None

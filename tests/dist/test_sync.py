@@ -1,18 +1,16 @@
 """fsdp2x.sync: pushes are the model's weights bit for bit, full or as deltas, under the names that engines load."""
 
 import contextlib
-import secrets
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
-from engines import Layerwise, Served, Store
-from fsdp2x.sync import InProcess, Peer
+from engines import Layerwise, Store, peer
+from fsdp2x.sync import InProcess
 from harness import distributed
 from models import STACK_UNITS, Stack, build, tiny_lora, tiny_vlm
 from reference import same, shard
@@ -30,18 +28,6 @@ def wire(model, **options):
     for bucket in fsdp2x.export.stream(model, **options):
         found.update((name, tensor.clone()) for name, tensor in bucket.items())
     return found
-
-
-@contextlib.contextmanager
-def peer(ctx, sink, rank=0):
-    """(target, what is served on ``rank``, None elsewhere)."""
-    name = [f"@fsdp2x-test-{secrets.token_hex(8)}"]
-    dist.broadcast_object_list(name, src=rank)
-    if ctx.rank != rank:
-        yield Peer(name[0], rank=rank), None
-        return
-    with Served(name[0], sink) as served:
-        yield Peer(name[0], rank=rank), served
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ with one answer, over a Unix socket; tensors lie in memory files, whose descript
     layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file
     begin   {mode, version, base}        from here on nothing is generated
     bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
-    commit  {version}                    the new version is published
+    finish  {}                           all weights are there: what an engine does once per push
+    commit  {version}                    all engines have finished: the new version is published
     abort   {reason}                     the weights are torn
 
 A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta lies in its file as ``count`` positions
@@ -40,7 +41,7 @@ WIRE = "fsdp2x-1"
 _HEAD = struct.Struct("<8s8sIQ")  # magic, kind, number of descriptors, bytes of JSON
 _MAX_BODY_BYTES, _MAX_FILES = 1 << 28, 64
 _ANSWER = "answer"
-_FIRST = {"hello", "layout", "begin", "bucket", "commit", "abort"}
+_FIRST = {"hello", "layout", "begin", "bucket", "finish", "commit", "abort"}
 POSITION_BYTES = _ALIGN_BYTES = 8
 
 
@@ -64,6 +65,17 @@ def peer_uid(connection: socket.socket) -> int:
     """The user of the process at the other end."""
     size = struct.calcsize("3i")
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended, between two requests."""
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def send_frame(connection: socket.socket, kind: str, body: Mapping[str, Any], deadline: float, files=()) -> None:
@@ -225,7 +237,8 @@ class Receiver:
         check(layout)        list of (name, dtype, shape) when a trainer connects; raises what does not fit
         start(mode)          before the first bucket of a push
         apply_delta(name, positions, values)    int64 positions in the flattened tensor; without it deltas are refused
-        finish()             after the last bucket, before the version is published: what must be done once per push
+        abort(reason)        a push failed: what the sink keeps of it must go, so that the next one begins afresh
+        finish()             after the last bucket, before the version is published: what is done once per push
         keeps_tensors        False: ``load`` copies what it needs. Default True: it is given copies of its own
     """
 
@@ -246,7 +259,7 @@ class Receiver:
         self._weights = threading.RLock()  # held by who generates, and from begin to commit or abort
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
         self._files: list[MappedFile] = []
-        self._mode, self._next = "full", None
+        self._next, self._is_finished = None, False
         self._connection: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -344,8 +357,10 @@ class Receiver:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._state == "open":
-                self._tear(text)
-                self._state = "open" if kind == "bucket" else "torn"
+                # After a bad bucket the trainers finish their gathers, and then abort: until then nobody generates.
+                self._reason = self._reason or text
+                if kind != "bucket":
+                    self._tear(text)
             return {"ok": False, "error": text}
         finally:
             close_files(files)
@@ -375,8 +390,8 @@ class Receiver:
                     f"a delta to version {body['base']!r}, but this engine holds {self._version!r} and is "
                     f'{self._state}; push mode="full"'
                 )
-        self._reason = ""
-        self._state, self._mode, self._next = "open", mode, body["version"]
+        self._reason, self._is_finished = "", False
+        self._state, self._next = "open", body["version"]
         if hasattr(self._sink, "start"):
             self._sink.start(mode)
 
@@ -400,11 +415,16 @@ class Receiver:
         for file in self._files:
             file.forget_writes()
 
-    def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
-        if self._state != "open" or self._reason or body["version"] != self._next:
-            raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
+    def _on_finish(self, body: dict[str, Any], files: list[int]) -> None:
+        if self._state != "open" or self._reason:
+            raise WireError(f"an end of a push while the weights are {self._state} ({self._reason})")
         if hasattr(self._sink, "finish"):
             self._sink.finish()
+        self._is_finished = True
+
+    def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
+        if self._state != "open" or not self._is_finished or body["version"] != self._next:
+            raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
         self._state, self._version = "clean", body["version"]
 
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
@@ -413,6 +433,12 @@ class Receiver:
     # ends
 
     def _tear(self, reason: str) -> None:
+        """The push that is under way, or has just been committed, has failed."""
+        if self._state != "torn" and hasattr(self._sink, "abort"):
+            try:
+                self._sink.abort(reason)
+            except Exception as error:
+                reason = f"{reason}; and then abort raised {type(error).__name__}: {error}"
         self._state, self._reason = "torn", self._reason or reason
 
     def _drop(self, reason: str) -> None:

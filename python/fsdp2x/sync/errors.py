@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SyncError(RuntimeError):
     """A push that was not committed. Every rank raises it, with the same fields.
 
-    ``phase``: "begin", "load" or "commit". ``bucket``: number of the bucket that failed, None outside of one;
+    ``phase``: "begin", "load", "finish" or "commit". ``bucket``: number of the bucket that failed, None outside of one;
     ``names``: first and last tensor in it. ``rank``: of the default group, where it failed. ``reason``: what the engine
     or its loader says.
     """

@@ -5,8 +5,9 @@
                      +----> torn <-----+            only a full push, which heals
 
 A push: the ranks agree (version, mode, nothing runs); engines begin; per bucket: gather, hand over, fill the next one
-while engines load, wait for their answers; outcomes are exchanged; commit, and outcomes again. What a target raises is
-kept as a value until the buckets have come to their end, so that no rank leaves the others alone in a collective.
+while engines load, wait for their answers. Then engines finish, and commit. The ranks exchange how each phase ended
+before the next begins: no engine commits before all have finished. What a target raises is kept as a value until the
+buckets have come to their end, so that no rank leaves the others alone in a collective.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Session:
         """
         began = time.perf_counter()
         self._agree(version, mode)
-        traffic = Traffic()
+        traffic, failure = Traffic(), None
         try:
             self._move("open")
             self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
@@ -179,6 +180,7 @@ class Session:
             if traffic.error is not None:
                 raise traffic.error
             self._settle(version, failure)
+            self._settle(version, self._guarded("finish", lambda: self._target.finish(version)))
             self._settle(version, self._guarded("commit", lambda: self._target.commit(version)))
             if self._snapshot is not None:
                 self._snapshot.advance()
@@ -187,6 +189,8 @@ class Session:
         except BaseException as error:
             self._give_up(error)
             raise
+        finally:
+            failure = None  # its traceback leads back to this frame, and to the memory of the buckets
         self._move("clean")
         self._version = version
         return traffic.report(version, mode, time.perf_counter() - began)

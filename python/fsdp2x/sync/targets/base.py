@@ -86,8 +86,11 @@ class Target:
         """Takes all parcels of a push."""
         raise NotImplementedError
 
+    def finish(self, version: int | str) -> None:
+        """All ranks have handed over everything: what an engine does once per push, and may fail at."""
+
     def commit(self, version: int | str) -> None:
-        """All ranks have handed over everything."""
+        """All engines have finished: they may generate, with this version."""
 
     def abort(self, reason: str) -> None:
         """The push has failed, here or elsewhere; must not raise."""

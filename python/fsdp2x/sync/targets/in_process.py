@@ -105,7 +105,7 @@ class InProcess(Target):
         for delta in parcel.deltas:
             self._apply(delta.spec.name, delta.positions, delta.values)
 
-    def commit(self, version: int | str) -> None:
+    def finish(self, version: int | str) -> None:
         if self._finish is not None:
             self._finish(version)
 

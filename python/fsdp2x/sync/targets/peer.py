@@ -64,6 +64,8 @@ class Peer(Target):
         self._places = {descriptor: index for index, (descriptor, _) in enumerate(files)}
         self._indices = {spec.name: index for index, spec in enumerate(layout.specs)}
         for address in self._addresses:
+            if address in self._connections and engine.is_closed(self._connections[address]):
+                self._disconnect(address)  # that engine ended; there may be another one at its address
             if address not in self._connections:
                 self._connect(address, layout, files)
 
@@ -80,10 +82,14 @@ class Peer(Target):
             raise TargetError(Failure("begin", reason)) from error
         self._connections[address] = connection
         hello = {"wire": engine.WIRE, "session": self._session, "layout": layout.digest}
-        self._ask([address], "begin", "hello", hello)
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
         body = {"tensors": tensors, "files": [num_bytes for _, num_bytes in files]}
-        self._ask([address], "begin", "layout", body, [descriptor for descriptor, _ in files])
+        try:
+            self._ask([address], "begin", "hello", hello)
+            self._ask([address], "begin", "layout", body, [descriptor for descriptor, _ in files])
+        except TargetError:
+            self._disconnect(address)
+            raise
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._failure, self._taken = None, None
@@ -134,6 +140,9 @@ class Peer(Target):
             deltas.append([self._indices[delta.spec.name], self._places[self._spare.file], end, count])
             end = aligned(end + num_bytes)
         return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}
+
+    def finish(self, version: int | str) -> None:
+        self._ask(self._addresses, "finish", "finish", {})
 
     def commit(self, version: int | str) -> None:
         self._ask(self._addresses, "commit", "commit", {"version": version})

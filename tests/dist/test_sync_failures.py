@@ -1,0 +1,302 @@
+"""Pushes that fail: the same error on every rank in time, torn engines that refuse, a full push that heals."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2x
+from engines import EngineProcess, Layerwise, Store, new_address, peer
+from fsdp2x.sync import InProcess, Peer, SyncError
+from fsdp2x.sync.engine import TornWeights
+from harness import dist_run, distributed
+from reference import same, shard
+
+
+def make_model(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return shard(ctx, model), expected
+
+
+def memory_files():
+    """Descriptors and mappings of this package's memory, and what has a name in shared memory."""
+    found = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.islink(path)]
+    found += Path("/proc/self/maps").read_text().split()
+    return sum("memfd:fsdp2x" in one for one in found), sorted(os.listdir("/dev/shm"))
+
+
+class Broken(Store):
+    """Raises once, at a place of its choice; `waits` until it is told to go on instead of raising."""
+
+    def __init__(self, place=None):
+        super().__init__()
+        self.place, self.go_on, self.waits = place, threading.Event(), False
+
+    def reach(self, place):
+        if self.place == place:
+            self.place = None
+            if self.waits:
+                assert self.go_on.wait(30)
+            else:
+                raise ValueError(f"no room in {place}")
+
+    def start(self, mode):
+        self.reach("start")
+
+    def load(self, items):
+        self.reach(f"bucket {len(self.bucket_sizes)}")
+        super().load(items)
+
+    def apply_delta(self, name, positions, values):
+        self.reach("delta")
+        super().apply_delta(name, positions, values)
+
+    def finish(self, version=None):
+        self.reach("finish")
+
+
+def same_error_everywhere(ctx, sync, failing_rank, phase, bucket, match, **push):
+    with pytest.raises(SyncError, match=match) as caught:
+        sync.push(**push)
+    error = caught.value
+    fields = (str(error), error.phase, error.bucket, error.names, error.rank, error.reason)
+    everywhere = [None] * ctx.world
+    dist.all_gather_object(everywhere, fields)
+    assert everywhere == [fields] * ctx.world
+    assert (error.phase, error.bucket, error.rank) == (phase, bucket, failing_rank)
+    assert sync.is_torn and sync.version is None
+    with pytest.raises(RuntimeError, match="weights are torn.*nothing may be generated"):
+        sync.require_clean()
+    with pytest.raises(ValueError, match='the last push failed: engines are torn; push mode="full" first'):
+        sync.push(version=99, mode="delta")
+
+
+PLACES = [("start", "begin", None), ("bucket 0", "load", 0), ("bucket 3", "load", 3), ("finish", "finish", None)]
+
+
+@distributed(world_sizes=(3,))
+def test_a_loader_that_raises_on_one_rank(ctx):
+    model, expected = make_model(ctx)
+    for calls in ("bucket", "push"):
+        for place, phase, bucket in PLACES:
+            if calls == "push" and place == "bucket 3":
+                continue  # there is one call for all of them
+            engine, aborted = Broken(place if ctx.rank == 1 else None), []
+            target = InProcess(
+                engine.load,
+                calls=calls,
+                start=engine.start,
+                apply_delta=engine.apply_delta,
+                finish=engine.finish,
+                abort=aborted.append,
+            )
+            options = {"bucket_bytes": 300, "deltas": True, "names": "model"}
+            with fsdp2x.sync.connect(model, target, **options) as sync:
+                sync.require_clean()
+                bucket = None if calls == "push" and phase == "load" else bucket
+                same_error_everywhere(ctx, sync, 1, phase, bucket, f"rank 1 in phase .{phase}.*no room", version=1)
+                assert len(aborted) == 1 and "no room" in aborted[0]
+                sync.push(version=2)
+                sync.require_clean()
+                same(engine.weights, expected)
+
+
+@distributed(world_sizes=(2,))
+def test_a_loader_that_stops_early(ctx):
+    model, expected = make_model(ctx)
+    got = {}
+    stops = [True]
+
+    def load(items):
+        for name, tensor in items:
+            got[name] = tensor
+            if name == "3.weight" and stops.pop():
+                return
+
+    with fsdp2x.sync.connect(model, InProcess(load, calls="push"), bucket_bytes=300) as sync:
+        with pytest.raises(SyncError, match="returned before it had taken all tensors") as caught:
+            sync.push(version=1)
+        assert caught.value.names == ("3.weight", "3.bias")[: len(caught.value.names)]
+        stops.append(False)
+        sync.push(version=2)
+        same(got, expected)
+
+
+@distributed(world_sizes=(3,))
+def test_an_engine_that_raises(ctx):
+    """Two workers, one of which fails: its answer is a value, later answers are not mistaken for others."""
+    model, expected = make_model(ctx)
+    for place, phase, bucket in PLACES:
+        engines = [Store(), Broken(place)]
+        with peer(ctx, *engines) as (target, served):
+            with fsdp2x.sync.connect(model, target, bucket_bytes=300, deltas=True) as sync:
+                same_error_everywhere(ctx, sync, 0, phase, bucket, "ValueError: no room in", version=1)
+                for one in served or ():
+                    assert one.receiver.status["state"] == "torn"
+                    with pytest.raises(TornWeights, match="weights are torn .*no room.*until a full push"):
+                        with one.receiver.reading():
+                            pass
+                sync.push(version=2)
+                with torch.no_grad():
+                    model[2].weight.to_local()[:1, :1] += 1
+                whole = dict(fsdp2x.full_tensors(model))
+                if ctx.rank == 0:
+                    engines[1].place = "delta"
+                with pytest.raises(SyncError, match="no room in delta"):
+                    sync.push(version=3, mode="delta")
+                sync.push(version=4)
+                for one, engine in zip(served or (), engines, strict=bool(served)):
+                    assert one.versions == [2, 4]
+                    with one.receiver.reading() as version:
+                        assert version == 4
+                        same(engine.weights, whole)
+
+
+@distributed(world_sizes=(3,))
+def test_an_engine_that_hangs(ctx):
+    model, expected = make_model(ctx)
+    for place, phase in (("bucket 2", "load"), ("finish", "finish")):
+        engine = Broken(place)
+        engine.waits = True
+        with peer(ctx, engine) as (target, served):
+            with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=1.0) as sync:
+                began = time.monotonic()
+                with pytest.raises(SyncError, match=f"in phase '{phase}'.*the other side hangs or is busy"):
+                    sync.push(version=1)
+                assert time.monotonic() - began < 15
+                with pytest.raises(SyncError, match="hangs or is busy|no receiver answers"):
+                    sync.push(version=2)
+                engine.go_on.set()
+                for attempt in range(20):  # the engine takes its time to notice that it was given up
+                    try:
+                        sync.push(version=3)
+                        break
+                    except SyncError:
+                        assert attempt < 19
+                if served:
+                    with served.receiver.reading() as version:
+                        assert version == 3
+                        same(engine.weights, expected)
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_stays_behind(ctx):
+    model, expected = make_model(ctx)
+    before = memory_files()
+    for place in (None, "bucket 2"):
+        with peer(ctx, Broken(place)) as (target, served):
+            with fsdp2x.sync.connect(model, target, bucket_bytes=300) as sync:
+                if place is None:
+                    sync.push(version=1)
+                    assert memory_files()[0] > before[0] and memory_files()[1] == before[1]
+                else:
+                    with pytest.raises(SyncError, match="no room"):
+                        sync.push(version=1)
+        del target, served, sync
+        dist.barrier()
+    assert memory_files() == before
+
+
+@distributed(world_sizes=(2,))
+def test_what_does_not_fit_is_told_before_any_byte(ctx):
+    model, expected = make_model(ctx)
+
+    class Other(Store):
+        def check(self, layout):
+            raise ValueError("this engine has no tensor '5.bias'")
+
+    with fsdp2x.sync.connect(model, Peer(new_address()), timeout_s=5) as sync:
+        with pytest.raises(SyncError, match="no receiver answers at '@fsdp2x-test-.*is the engine running"):
+            sync.push(version=1)
+    with peer(ctx, Other()) as (target, served), fsdp2x.sync.connect(model, target) as sync:
+        for version in (1, 2):
+            with pytest.raises(SyncError, match="phase 'begin'.*this engine has no tensor '5.bias'"):
+                sync.push(version=version)
+        if served:
+            with served.receiver.reading() as version:
+                assert version is None, "it was never asked to begin"
+    engine = Layerwise()
+    with peer(ctx, engine.load) as (target, served), fsdp2x.sync.connect(model, target, deltas=True) as sync:
+        sync.push(version=1)
+        with pytest.raises(SyncError, match="NotImplementedError: this engine takes no deltas"):
+            sync.push(version=2, mode="delta")
+
+
+def push_until_an_end(ctx, address, death):
+    """Returns what the surviving ranks saw; `death`: (rank, bucket) that ends in mid-push."""
+    model, expected = make_model(ctx)
+    sync = fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, timeout_s=10)
+    sync.push(version=1)
+    if death is not None:
+        rank, bucket = death
+        if ctx.rank == rank:
+            parcels = sync._parcels
+
+            def dying(*arguments):
+                for parcel in parcels(*arguments):
+                    if parcel.index == bucket:
+                        os._exit(7)
+                    yield parcel
+
+            sync._parcels = dying
+    try:
+        sync.push(version=2)
+    except Exception as error:
+        return type(error).__name__, str(error), sync.is_torn
+    return "", "", sync.is_torn
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_that_dies(rank):
+    address = new_address()
+    with EngineProcess(address) as engine:
+        outcomes = dist_run(push_until_an_end, 3, address, (rank, 3), expect_exit={rank: 7})
+        for index, outcome in enumerate(outcomes):
+            if index != rank:
+                kind, text, is_torn = outcome.value
+                assert kind == "RuntimeError" and is_torn and f"rank {rank} (pid" in text, text
+        status = engine.status()
+        assert (status["state"], status["version"]) == ("torn", 1), status
+        assert "the trainer is gone" in status["reason"] or "a trainer failed" in status["reason"]
+        # The same engine, other trainers: healed by their first push.
+        assert [outcome.value[0] for outcome in dist_run(push_until_an_end, 2, address, None)] == ["", ""]
+        assert (engine.status()["state"], engine.status()["version"]) == ("clean", 2)
+
+
+def push_to_mortals(ctx, address):
+    model, expected = make_model(ctx)
+    sync = fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, timeout_s=20, deltas=True)
+    sums = {name: int(tensor.view(torch.uint8).long().sum()) for name, tensor in expected.items()}
+    if ctx.rank == 0:
+        engine = EngineProcess(address, last_bucket=3)
+    dist.barrier()
+    with pytest.raises(SyncError, match="phase 'load', bucket 2 .*the other side closed the connection"):
+        sync.push(version=1)
+    for version in (2, 3):
+        if ctx.rank == 0:  # another engine at the same address
+            engine.__exit__()
+            engine = EngineProcess(address)
+        dist.barrier()
+        sync.push(version=version)
+        if ctx.rank == 0:
+            status = engine.status()
+            assert (status["state"], status["version"], status["sums"]) == ("clean", version, sums)
+    if ctx.rank == 0:
+        engine.__exit__()
+        engine = EngineProcess(address)
+    dist.barrier()
+    with pytest.raises(SyncError, match="takes no deltas|holds None and is initial"):
+        sync.push(version=4, mode="delta")
+    if ctx.rank == 0:
+        engine.__exit__()
+
+
+def test_an_engine_that_dies():
+    dist_run(push_to_mortals, 2, new_address(), timeout=120)

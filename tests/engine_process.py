@@ -1,0 +1,44 @@
+"""An engine in a process of its own, for tests: nothing of fsdp2x but the file that engines are given.
+
+    python engine_process.py PATH_OF_ENGINE_PY ADDRESS BUCKET_IN_WHICH_IT_DIES
+
+Answers each line of its standard input with the state of the weights and their checksums, as JSON.
+"""
+
+import importlib.util
+import json
+import os
+import select
+import sys
+
+import torch
+
+
+def main(path, address, last_bucket):
+    spec = importlib.util.spec_from_file_location("engine", path)
+    engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    assert "fsdp2x" not in sys.modules
+    weights, num_calls = {}, 0
+
+    def load(items):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == last_bucket:
+            os._exit(9)
+        weights.update(items)
+
+    receiver = engine.Receiver(address, load, timeout_s=20)
+    print("ready", flush=True)
+    while True:
+        receiver.poll(0.05)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            if not sys.stdin.readline():
+                return
+            sums = {name: int(tensor.view(torch.uint8).long().sum()) for name, tensor in weights.items()}
+            print(json.dumps({**receiver.status, "sums": sums}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
