@@ -24,6 +24,7 @@ import bench_optimizer
 import bench_score
 import bench_sequence
 import bench_step
+import bench_sync
 import harness
 from gpu import bench_kernels, bench_units
 from gpu import bench_memory as bench_gpu_memory
@@ -41,6 +42,7 @@ TITLES = {
     "memory": "Memory above the imports",
     "load": "From HuggingFace files to shards",
     "export": "Whole tensors of a sharded model",
+    "sync": "Weights into an engine process",
     "sequence": "Packing and sequence parallelism",
     "moe": "Experts and tiled MLPs",
     "score": "Log-probabilities without logits",
@@ -55,6 +57,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "memory": bench_memory.rows_of,
     "load": bench_load.rows_of,
     "export": bench_export.rows_of,
+    "sync": bench_sync.rows_of,
     "sequence": bench_sequence.rows_of,
     "moe": bench_moe.rows_of,
     "score": bench_score.rows_of,

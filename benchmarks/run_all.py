@@ -23,6 +23,7 @@ FULL = {
     "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],
     "memory_cpu_2ranks": ["bench_memory.py"],
     "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
+    "sync_cpu_2ranks": ["bench_sync.py"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
     "score_cpu": ["bench_score.py"],

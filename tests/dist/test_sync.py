@@ -4,8 +4,9 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
@@ -283,3 +284,27 @@ def test_refusals(ctx):
     sync.close()
     with pytest.raises(RuntimeError, match="the session is closed; connect again"):
         sync.push(version=3)
+
+
+@distributed(world_sizes=(3,))
+def test_ranks_that_train_something_else(ctx):
+    """A group of its own: rank 0 has no part of the model, and is not waited for."""
+    group = dist.new_group([1, 2])
+    if ctx.rank == 0:
+        return
+    model = Stack()
+    expected = values(model)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    shard(ctx, model, STACK_UNITS, mesh=mesh)
+    store = Store()
+    target = InProcess(store.load if ctx.rank == 2 else None, apply_delta=store.apply_delta)
+    with fsdp2x.sync.connect(model, target, names="model", bucket_bytes=300, deltas=True, group=group) as sync:
+        sync.push(version=1)
+        same(store.weights, expected if ctx.rank == 2 else {})
+        change(model, 0.1, seed=ctx.rank)
+        sync.push(version=2, mode="delta")
+        expected = bits(wire(model, names="model"))
+        same(bits(store.weights), expected if ctx.rank == 2 else {})
+    alone = dist.new_group([ctx.rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="ranks .[12]. have parts of the model, but are not in group"):
+        fsdp2x.sync.connect(model, target, deltas=True, group=alone)

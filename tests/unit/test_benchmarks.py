@@ -16,6 +16,7 @@ TITLES = {
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
+    "sync": "Weights into an engine process",
     "sequence": "Packing and sequence parallelism",
     "score": "Log-probabilities without logits",
 }
@@ -57,6 +58,8 @@ def records() -> dict[str, object]:
                 "floor": phases("optimizer"),
             }
         },
+        "sync": {way: phases("step", factor=4.0) for way in ("per tensor", "one bucket", "push", "delta", "copy")}
+        | {"wire_bytes": dict.fromkeys(("per tensor", "one bucket", "push", "delta", "copy"), 2**20)},
         "host": [{"case": case, "fsdp2x": per_unit(10.0), "stock": per_unit(40.0), "unsharded": per_unit(0.0)}],
         "collectives": [
             {

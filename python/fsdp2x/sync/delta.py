@@ -1,8 +1,9 @@
 """Deltas: which elements of this rank's shards differ from what the engines committed last, and their new values.
 
 A snapshot holds the shards in the dtypes of the wire, at their ranks, on their devices. Bits are compared, so NaNs with
-other payloads and zeros of the other sign are changes. It advances at a commit only: a push that is given up changes
-nothing. Per bucket the ranks exchange counts, agree what is sent how, and gather positions and values of the rest:
+other payloads and zeros of the other sign are changes. It follows a push bucket by bucket, while engines are busy with
+the one before; a push that fails leaves it useless, and is followed by a full one, which fills it anew. The ranks
+exchange one count for each parameter, agree what is sent how, and gather positions and values bucket by bucket:
 
     unchanged   nothing is sent
     sparse      positions in the whole tensor (int64) and values: at most half of the tensor's bytes
@@ -12,6 +13,7 @@ nothing. Per bucket the ranks exchange counts, agree what is sent how, and gathe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,22 +31,21 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as integers; complex numbers of 16 bytes as two."""
+    """A flat tensor viewed as integers; complex numbers of 16 bytes as two each."""
     if tensor.itemsize not in _BITS:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.itemsize])
 
 
 class Snapshot:
-    """What the engines hold of this rank's shards, by FQN."""
+    """What the engines hold of this rank's shards, by FQN, after a push that was committed."""
 
     def __init__(self, plans: list[Plan]) -> None:
         """
         Raises:
             NotImplementedError: a shard is a tensor subclass, whose bits are not its own.
         """
-        self._entries = [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]
-        for entry in self._entries:
+        for entry in [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]:
             if type(local := entry.local) not in (torch.Tensor, nn.Parameter):
                 raise NotImplementedError(
                     f"fsdp2x.sync.connect: deltas of {entry.name!r}, which is a {type(local).__name__}, are not "
@@ -53,24 +54,56 @@ class Snapshot:
         self._held: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def advance(self) -> None:
-        """The engines hold the shards as they are now."""
-        for entry in self._entries:
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """These shards go out as they are now."""
+        for entry in entries:
             held = self._held.get(entry.name)
             if held is None:
-                self._held[entry.name] = entry.local.to(entry.dtype, copy=True)
+                self._held[entry.name] = entry.local.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
             else:
                 held.copy_(entry.local)
 
     @torch.no_grad()
     def changed(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
         """(positions, values) of what differs, both flat, positions in the local shard."""
-        now = entry.local.to(entry.dtype)
-        differs = _bits(now) != _bits(self._held[entry.name])
-        if differs.dim() > now.dim():
-            differs = differs.any(-1)
-        positions = differs.reshape(-1).nonzero().view(-1)
-        return positions, now.reshape(-1)[positions]
+        now = entry.local.to(entry.dtype).contiguous().view(-1)
+        positions = _differing(_bits(now), _bits(self._held[entry.name].view(-1)))
+        return positions, now[positions]
+
+    @torch.no_grad()
+    def hold_changes(self, entry: Entry, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """These elements go out as ``changed`` gave them."""
+        self._held[entry.name].view(-1)[positions] = values
+
+
+_WORD_BYTES, _GROUP = 8, 8
+_MANY = -1  # in place of a count: more than is worth to be told one by one
+
+
+def _differing(now: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Where two flat tensors of integers differ; those of more than one dim are of several integers an element.
+
+    Words of 8 bytes are compared, and groups of 8 words that differ looked into: where little has changed, there is no
+    pass over single elements.
+    """
+    if now.dim() > 1:
+        return (now != held).any(-1).nonzero().view(-1)
+    per_group = _WORD_BYTES * _GROUP // now.itemsize
+    num_groups = now.numel() // per_group
+    if not num_groups or any(one.data_ptr() % _WORD_BYTES for one in (now, held)) or _is_misplaced(now, held):
+        return (now != held).nonzero().view(-1)
+    end = num_groups * per_group
+    differs = now[:end].view(torch.int64) != held[:end].view(torch.int64)
+    groups = differs.view(torch.int64).nonzero().view(-1)
+    now_rows, held_rows = (one[:end].view(-1, per_group).index_select(0, groups) for one in (now, held))
+    row, column = (now_rows != held_rows).nonzero().unbind(1)
+    rest = (now[end:] != held[end:]).nonzero().view(-1)
+    return torch.cat([groups[row] * per_group + column, rest + end])
+
+
+def _is_misplaced(*tensors: torch.Tensor) -> bool:
+    """Whether torch would not view one of them as words."""
+    return any(tensor.storage_offset() * tensor.itemsize % _WORD_BYTES for tensor in tensors)
 
 
 @dataclass
@@ -86,54 +119,60 @@ class BucketDelta:
     counts: torch.Tensor | None
 
 
-def find_changes(
-    plan: Plan, snapshot: Snapshot, first_ring: list[int], own_ring: list[int], slot_bytes: int
-) -> BucketDelta:
-    """Collective over the default group, which exchanges one count for each parameter.
+class Changes:
+    """What differs in all buckets of a push; takes at most half of the bytes of a snapshot."""
 
-    Args:
-        first_ring: ranks of the default group that gather this bucket on rank 0: their counts decide, so that
-            replicas do not decide differently.
-        own_ring: those of this rank's ring.
-        slot_bytes: twice what the gathered sparse parts may take.
-    """
-    entries = [*plan.gathered, *plan.alone]
-    found = {entry.name: snapshot.changed(entry) for entry in entries}
-    counts = _exchange_counts(plan, [found[entry.name][0].numel() for entry in entries])
-    column = {entry.name: index for index, entry in enumerate(entries)}
-    gathered = {entry.name: entry for entry in plan.gathered}
-    dense, sparse, columns = Plan(plan.index, plan.group, plan.device), [], []
-    padded_bytes = torch.zeros(len(first_ring), dtype=torch.int64)
-    for family in plan.families:
-        of_family = counts[:, [column[name] for name in family.params]]
-        name = family.params[0]
-        if not of_family.any():
-            continue
-        entry = gathered.get(name)
-        if family.is_renamed_only and len(family.params) == 1 and entry is not None:
-            sizes = [delta_bytes(int(count), entry.dtype)[1] for count in of_family[first_ring]]
-            # The ranks' parts are padded to the longest when they are gathered.
-            padded_bytes += torch.tensor(sizes)
-            is_small = 2 * len(first_ring) * int(padded_bytes.max()) <= slot_bytes
-            if is_small and 2 * sum(sizes) <= entry.whole_bytes:
-                sparse.append((family, entry, *found[name]))
-                columns.append(column[name])
+    def __init__(self, plans: list[Plan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+        """Collective over ``group``, which exchanges one count for each parameter."""
+        entries = [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]
+        self._column = {entry.name: index for index, entry in enumerate(entries)}
+        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        counts = []
+        for entry in entries:
+            positions, values = snapshot.changed(entry)
+            is_few = 2 * delta_bytes(positions.numel(), entry.dtype)[1] <= entry.local.numel() * entry.dtype.itemsize
+            if is_few:
+                self._found[entry.name] = positions, values
+            counts.append(positions.numel() if is_few else _MANY)
+        device = entries[0].wire_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        mine = torch.tensor(counts, dtype=torch.int64, device=device)
+        everyone = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
+        with explained(group, "exchange of what changed"):
+            dist.all_gather_into_tensor(everyone, mine, group=group)
+        self._counts = everyone.view(-1, len(counts)).cpu()
+
+    def of_bucket(self, plan: Plan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
+        """Its part of the changes, which are forgotten here.
+
+        Args:
+            first_ring: ranks of the group that gather this bucket on rank 0: their counts decide, so that replicas do
+                not decide differently.
+            own_ring: those of this rank's ring.
+        """
+        gathered = {entry.name: entry for entry in plan.gathered}
+        slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
+        dense, sparse, columns = Plan(plan.index, plan.group, plan.device), [], []
+        padded_bytes = torch.zeros(len(first_ring), dtype=torch.int64)
+        for family in plan.families:
+            of_family = self._counts[:, [self._column[name] for name in family.params]]
+            found = [self._found.pop(name, None) for name in family.params]
+            name = family.params[0]
+            if not of_family.any():
                 continue
-            padded_bytes -= torch.tensor(sizes)
-        dense.families.append(family)
-        dense.gathered += [gathered[name] for name in family.params if name in gathered]
-        dense.alone += [entry for entry in plan.alone if entry.name in family.params]
-    return BucketDelta(dense, sparse, counts[own_ring][:, columns] if columns else None)
-
-
-def _exchange_counts(plan: Plan, mine: list[int]) -> torch.Tensor:
-    """[ranks of the default group, parameters] on the CPU."""
-    device = (plan.gathered or plan.alone)[0].device if dist.get_backend() == "nccl" else torch.device("cpu")
-    counts = torch.tensor(mine, dtype=torch.int64, device=device)
-    everyone = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64, device=device)
-    with explained(None, f"exchange of the changes in bucket {plan.index}"):
-        dist.all_gather_into_tensor(everyone, counts)
-    return everyone.view(dist.get_world_size(), len(mine)).cpu()
+            entry = gathered.get(name)
+            if family.is_renamed_only and entry is not None and not (of_family == _MANY).any():
+                sizes = torch.tensor([delta_bytes(int(count), entry.dtype)[1] for count in of_family[first_ring]])
+                # The ranks' parts are padded to the longest when they are gathered.
+                longest_bytes = int((padded_bytes + sizes).max())
+                if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * int(sizes.sum()) <= entry.whole_bytes:
+                    padded_bytes += sizes
+                    sparse.append((family, entry, *found[0]))
+                    columns.append(self._column[name])
+                    continue
+            dense.families.append(family)
+            dense.gathered += [gathered[name] for name in family.params if name in gathered]
+            dense.alone += [entry for entry in plan.alone if entry.name in family.params]
+        return BucketDelta(dense, sparse, self._counts[own_ring][:, columns] if columns else None)
 
 
 @torch.no_grad()

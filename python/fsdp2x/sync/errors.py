@@ -10,8 +10,8 @@ class SyncError(RuntimeError):
     """A push that was not committed. Every rank raises it, with the same fields.
 
     ``phase``: "begin", "load", "finish" or "commit". ``bucket``: number of the bucket that failed, None outside of one;
-    ``names``: first and last tensor in it. ``rank``: of the default group, where it failed. ``reason``: what the engine
-    or its loader says.
+    ``names``: first and last tensor in it. ``rank``: of the session's group, where it failed. ``reason``: what the
+    engine or its loader says.
     """
 
     def __init__(self, message: str, failure: Failure, rank: int) -> None:

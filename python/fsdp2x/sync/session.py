@@ -30,7 +30,7 @@ from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import unit_states
-from fsdp2x.sync.delta import BucketDelta, Snapshot, find_changes, gather_changes
+from fsdp2x.sync.delta import BucketDelta, Changes, Snapshot, gather_changes
 from fsdp2x.sync.engine import POSITION_BYTES
 from fsdp2x.sync.errors import Failure, PushReport, SyncError
 from fsdp2x.sync.targets.base import Parcel, Target, TargetError
@@ -50,10 +50,11 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES,
     transport: str = "auto",
     timeout_s: float = 300.0,
+    group: dist.ProcessGroup | None = None,
 ) -> Session:
     """Plans how the weights of ``model`` get into engines; the result's ``push`` sends them.
 
-    Collective over the default process group, with the same arguments on every rank, the target's excepted where its
+    Collective over ``group``, with the same arguments on every rank, the target's excepted where its
     class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets of ``bucket_bytes`` of whole
     tensors per host (over a process group: per rank), or of one larger family of parameters, and what the target adds.
 
@@ -66,11 +67,13 @@ def connect(
         names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
         params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
         deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
-            bytes of the wire's weights, divided by the ranks, on the parameters' device.
+            bytes of the wire's weights, divided by the ranks, on the parameters' device; and half of it while a delta
+            is sent.
         bucket_bytes: limit of a bucket; what must be converted together, or one larger parameter, exceeds it.
         transport: as for ``fully_shard``.
         timeout_s: seconds to wait for an engine's answer. Less than the process group's own timeout, so that it is
             the push that fails, and not the group.
+        group: all ranks that have a part of ``model``; default the default process group.
 
     Raises:
         ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
@@ -88,7 +91,7 @@ def connect(
         raise ValueError(f"{caller}: no parameter is chosen")
     _check_adapters(caller, model, chosen, names)
     plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes)
-    return Session(model, target, plans, deltas, transport, float(timeout_s))
+    return Session(model, target, plans, deltas, transport, float(timeout_s), group)
 
 
 def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], names: str) -> None:
@@ -105,21 +108,38 @@ class Session:
     """What ``connect`` returns; a context manager that closes itself."""
 
     def __init__(
-        self, model: nn.Module, target: Target, plans: list[Plan], deltas: bool, transport: str, timeout_s: float
+        self,
+        model: nn.Module,
+        target: Target,
+        plans: list[Plan],
+        deltas: bool,
+        transport: str,
+        timeout_s: float,
+        group: dist.ProcessGroup | None,
     ) -> None:
+        self._group = group
         self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
         self._transport, self._deltas = transport, deltas
-        self._receives = target.receives(dist.get_rank())
-        digests = _exchange(layout_digest(plans))
+        self._receives = target.receives(dist.get_rank(group))
+        digests = self._exchange(layout_digest(plans))
         if len(set(digests)) > 1:
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
                 f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
                 "the same model and pass the same arguments"
             )
-        # Ranks of the default group that gather a bucket: this rank's ring, and that of rank 0.
+        # Ranks that gather a bucket: this rank's ring, and that of rank 0.
         rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
-        self._own_rings, self._first_rings = rings, _exchange(rings)[0]
+        everywhere = self._exchange(rings)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        outside = sorted({rank for of_rank in everywhere for ring in of_rank for rank in ring} - set(ranks))
+        if outside:
+            raise ValueError(
+                f"fsdp2x.sync.connect: ranks {outside} have parts of the model, but are not in group; pass all of them"
+            )
+        self._own_rings, self._first_rings = (
+            [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
+        )
         self._snapshot = Snapshot(plans) if deltas else None
         self._state, self._version = "fresh", None
         self._rings: dict | None = None
@@ -182,8 +202,6 @@ class Session:
             self._settle(version, failure)
             self._settle(version, self._guarded("finish", lambda: self._target.finish(version)))
             self._settle(version, self._guarded("commit", lambda: self._target.commit(version)))
-            if self._snapshot is not None:
-                self._snapshot.advance()
         except SyncError:
             raise
         except BaseException as error:
@@ -207,12 +225,18 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _exchange(self, mine: Any) -> list:
+        everyone = [None] * dist.get_world_size(self._group)
+        with torch_private.unobserved(), explained(self._group, "push of weights"):
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
     # ---- what must be so before a push
 
     def _agree(self, version: int | str, mode: str) -> None:
         """Raises the same on every rank, before anything has changed."""
         require_own_process("push weights")
-        said = _exchange((version, mode, self._why_not(mode), self._rings is None))
+        said = self._exchange((version, mode, self._why_not(mode), self._rings is None))
         for rank, (_, _, problem, _) in enumerate(said):
             if problem is not None:
                 kind, text = problem
@@ -284,7 +308,7 @@ class Session:
 
     def _settle(self, version: int | str, mine: tuple[Failure, Exception] | None) -> None:
         """Every rank learns how a phase ended; raises on all of them where it failed on one."""
-        failures = _exchange(None if mine is None else mine[0])
+        failures = self._exchange(None if mine is None else mine[0])
         rank, failure = next(((r, f) for r, f in enumerate(failures) if f is not None), (0, None))
         if failure is None:
             return
@@ -336,13 +360,15 @@ class Session:
 
     def _changes(self, traffic: Traffic) -> Iterator[Parcel]:
         before = None
+        found = Changes(self._plans, self._snapshot, self._group)
         for plan, own, first in zip(self._plans, self._own_rings, self._first_rings, strict=True):
-            slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
-            changes = find_changes(plan, self._snapshot, first, own, slot_bytes)
+            changes = found.of_bucket(plan, first, own)
             deltas = gather_changes(plan, changes, self._receives)
             if not changes.dense.families and not changes.sparse:
                 continue
             self._fill(changes.dense)
+            for _, entry, positions, values in changes.sparse:
+                self._snapshot.hold_changes(entry, positions, values)
             parcel = self._gathered(changes.dense, before, traffic)
             parcel.deltas = deltas
             traffic.count_changes(changes)
@@ -352,6 +378,8 @@ class Session:
     def _fill(self, plan: Plan) -> None:
         if plan.gathered:
             ring_of(self._rings, plan).fill(plan.gathered)
+        if self._snapshot is not None:
+            self._snapshot.hold((*plan.gathered, *plan.alone))
 
     def _gathered(self, plan: Plan, before: Parcel | None, traffic: Traffic) -> Parcel:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
@@ -398,10 +426,3 @@ class Traffic:
             self.num_changed,
             self.waited_s,
         )
-
-
-def _exchange(mine: Any) -> list:
-    everyone = [None] * dist.get_world_size()
-    with torch_private.unobserved(), explained(None, "push of weights"):
-        dist.all_gather_object(everyone, mine)
-    return everyone

@@ -70,7 +70,7 @@ class Target:
     """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
 
     def receives(self, rank: int) -> bool:
-        """Whether ``rank`` of the default group wants the tensors; asked once."""
+        """Whether ``rank`` of the session's group wants the tensors; asked once."""
         raise NotImplementedError
 
     def check(self, caller: str, deltas: bool) -> None:

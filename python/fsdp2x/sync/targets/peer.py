@@ -38,7 +38,7 @@ class Peer(Target):
         """
         Args:
             address: of one ``Receiver``, or of those of all workers of an engine: "@name" or the path of a socket.
-            rank: of the default group, that talks to them; it runs on the engines' host.
+            rank: of the session's group, that talks to them; it runs on the engines' host.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
