@@ -1,12 +1,16 @@
 """fsdp2x.sync: pushes are the model's weights bit for bit, full or as deltas, under the names that engines load."""
 
 import contextlib
+import mmap
+import random
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
@@ -49,7 +53,7 @@ def change(model, fraction, seed):
 
 
 def bits(tensors):
-    return {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
+    return {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -231,6 +235,28 @@ def test_engines_that_keep_what_they_are_given_need_copies(ctx):
     assert wrong
 
 
+@distributed(world_sizes=(3,))
+def test_slots_wait_for_a_slow_engine(ctx):
+    """Ranks that do not talk to the engine are fast: they must not fill a slot that it still reads."""
+
+    class Slow(Store):
+        def load(self, items):
+            time.sleep(0.02)
+            super().load(items)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))
+    expected = values(model)
+    shard(ctx, model)
+    store = Slow()
+    with peer(ctx, store) as (target, served), fsdp2x.sync.connect(model, target, bucket_bytes=1024) as sync:
+        report = sync.push(version=1)
+        assert report.num_buckets == 12
+        if served:
+            same(store.weights, expected)
+            assert report.waited_s > 0.1
+
+
 @distributed(world_sizes=(2,))
 def test_refusals(ctx):
     model = shard(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -308,3 +334,54 @@ def test_ranks_that_train_something_else(ctx):
     alone = dist.new_group([ctx.rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match="ranks .[12]. have parts of the model, but are not in group"):
         fsdp2x.sync.connect(model, target, deltas=True, group=alone)
+
+
+class Made(nn.Module):
+    """Parameters of any shape and dtype, in modules of their own."""
+
+    def __init__(self, choose):
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.complex64)
+        self.dims = {}
+        for index in range(choose.randint(2, 6)):
+            shape = [choose.randint(1, 9) for _ in range(choose.randint(1, 3))]
+            dtype = choose.choice(dtypes)
+            if len(shape) > 1 and choose.random() < 0.5:
+                shape[1] *= 6  # even on 2 and 3 ranks: cut along dim 1
+            is_trained = dtype.is_floating_point
+            value = torch.randint(0, 9, shape).to(dtype)
+            module = nn.Module()
+            module.weight = nn.Parameter(value, requires_grad=is_trained)
+            self.dims[module.weight] = int(len(shape) > 1 and shape[1] % 6 == 0)
+            self.add_module(f"layer{index}", module)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@distributed(world_sizes=(2, 3))
+def test_made_up_models(ctx, seed):
+    """Any shapes, dtypes, shard dims and bucket sizes: full pushes, and deltas of any sparsity, in two buckets."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Made(choose)
+    expected = values(model)
+    dims = dict(model.dims)
+    units = [name for name, _ in model.named_children() if choose.random() < 0.7]
+    shard(ctx, model, units, shard_placement_fn=lambda param: Shard(dims[param]))
+    store = Store()
+    bucket_bytes = choose.choice((1, 200, 1000, 1 << 20))
+    dtype = choose.choice((None, torch.bfloat16, torch.float32))
+    options = {"names": "model", "bucket_bytes": bucket_bytes, "dtype": dtype}
+    with peer(ctx, store) as (target, served), fsdp2x.sync.connect(model, target, deltas=True, **options) as sync:
+        for version, fraction in enumerate((None, 0.0, 0.03, 0.3, 1.0, 0.1)):
+            if fraction is not None:
+                change(model, fraction, seed=100 * seed + 10 * version + ctx.rank)
+            sync.push(version=version, mode="full" if version in (0, 4) else "delta")
+            now = wire(model, names="model", dtype=dtype)
+            if version == 0:
+                cast = {n: v.to(dtype) if dtype and v.is_floating_point() else v for n, v in expected.items()}
+                same(bits(now), bits(cast))
+            if served:
+                same(bits(store.weights), bits(now))
+        largest = max(value.nbytes for value in now.values())
+        taken = sum(num_bytes for _, num_bytes in sync._layout.files)
+        assert taken <= 2 * (max(bucket_bytes, largest) + 64 * len(now) + mmap.PAGESIZE)
