@@ -134,7 +134,9 @@ class Changes:
             if is_few:
                 self._found[entry.name] = positions, values
             counts.append(positions.numel() if is_few else _MANY)
-        device = entries[0].wire_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        device = torch.device("cpu")
+        if dist.get_backend(group) == "nccl":
+            device = next((entry.wire_device for entry in entries if entry.group is not None), entries[0].device)
         mine = torch.tensor(counts, dtype=torch.int64, device=device)
         everyone = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
         with explained(group, "exchange of what changed"):
