@@ -304,6 +304,11 @@ def test_refusals(ctx):
     (model(torch.ones(2, 4)).sum() + loss).backward()
     handle.remove()
     assert len(refused) == 2
+    model.zero_grad()
+    fsdp2x.sleep(model)
+    with pytest.raises(RuntimeError, match="parameter '0.weight' cannot be read: .*asleep"):
+        sync.push(version=1)
+    fsdp2x.wake(model)
     assert sync.version is None and not sync.is_torn
     sync.push(version=2)
     assert sync.version == 2 and set(engine.weights) == {name for name, _ in model.named_parameters()}
