@@ -20,7 +20,7 @@ Choice = Callable[[str, nn.Parameter], bool]
 
 
 @dataclass
-class Plan:
+class BucketPlan:
     """One bucket: its families, and which of their parameters are gathered together over ``group``.
 
     ``device``: where those parameters are.
@@ -57,7 +57,7 @@ def plan_buckets(
     dtypes: Mapping[str, torch.dtype | None],
     names: str,
     bucket_bytes: int,
-) -> list[Plan]:
+) -> list[BucketPlan]:
     """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is."""
     entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
     described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items()}
@@ -65,8 +65,8 @@ def plan_buckets(
     return pack(families, entries, bucket_bytes)
 
 
-def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -> list[Plan]:
-    plans: list[Plan] = []
+def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -> list[BucketPlan]:
+    plans: list[BucketPlan] = []
     filled_bytes = 0
     for family in families:
         members = [entries[name] for name in family.params]
@@ -82,7 +82,7 @@ def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -
             and (plan.group is not first.group or plan.device != first.device)
         )
         if plan is None or differs or filled_bytes + size_bytes > bucket_bytes:
-            plan = Plan(len(plans))
+            plan = BucketPlan(len(plans))
             plans.append(plan)
             filled_bytes = 0
         plan.families.append(family)
@@ -101,11 +101,11 @@ def check_buckets(caller: str, bucket_bytes: int, names: str) -> None:
         raise ValueError(f'{caller}: names must be "hf" or "model", got {names!r}')
 
 
-def ring_of(rings: dict, plan: Plan) -> GroupRing | SharedRing:
+def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:
     return rings[id(plan.group), plan.device]
 
 
-def make_rings(plans: list[Plan], receive: bool, transport: str, keep_files: bool = False) -> dict:
+def make_rings(plans: list[BucketPlan], receive: bool, transport: str, keep_files: bool = False) -> dict:
     """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``: shared ones have a ``file``."""
     require_own_process("export a sharded model")
     buckets: dict = {}
@@ -124,7 +124,7 @@ def make_rings(plans: list[Plan], receive: bool, transport: str, keep_files: boo
 
 
 @torch.no_grad()
-def finish(plan: Plan, rings: dict, receive: bool) -> tuple[torch.Tensor, ...] | None:
+def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, ...] | None:
     """The whole tensors of a bucket that was filled, in the order of ``plan.specs``; None without ``receive``."""
     whole: dict[str, torch.Tensor] = {}
     if plan.gathered:

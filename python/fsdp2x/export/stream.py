@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.export.plans import (
-    Plan,
+    BucketPlan,
     check_buckets,
     chosen_params,
     finish,
@@ -102,7 +102,7 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
     return _run(plan_buckets(model, chosen, dtypes, names, bucket_bytes), receive, transport)
 
 
-def _run(plans: list[Plan], receive: bool, transport: str) -> Iterator[Bucket]:
+def _run(plans: list[BucketPlan], receive: bool, transport: str) -> Iterator[Bucket]:
     rings = make_rings(plans, receive, transport)
     for plan, following in zip(plans, [*plans, None][1:], strict=True):
         if plan.index == 0 and plan.gathered:

@@ -1,6 +1,6 @@
 """Weights of a sharded model into running inference engines: ``connect`` once, then ``push`` a version at a time."""
 
-from fsdp2x.sync.errors import PushReport, SyncError
+from fsdp2x.sync.outcomes import PushReport, SyncError
 from fsdp2x.sync.session import Session, connect
 from fsdp2x.sync.targets.in_process import InProcess
 from fsdp2x.sync.targets.peer import Peer

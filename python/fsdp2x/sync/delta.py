@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.export.entries import Entry
-from fsdp2x.export.plans import Plan
+from fsdp2x.export.plans import BucketPlan
 from fsdp2x.hf.names import Family
 from fsdp2x.runtime.explain import explained
 from fsdp2x.sync.engine import POSITION_BYTES, delta_bytes
@@ -40,7 +40,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class Snapshot:
     """What the engines hold of this rank's shards, by FQN, after a push that was committed."""
 
-    def __init__(self, plans: list[Plan]) -> None:
+    def __init__(self, plans: list[BucketPlan]) -> None:
         """
         Raises:
             NotImplementedError: a shard is a tensor subclass, whose bits are not its own.
@@ -114,7 +114,7 @@ class BucketDelta:
     ``counts``: [ranks of the ring, sparse families], None without any.
     """
 
-    dense: Plan
+    dense: BucketPlan
     sparse: list[tuple[Family, Entry, torch.Tensor, torch.Tensor]]
     counts: torch.Tensor | None
 
@@ -122,7 +122,7 @@ class BucketDelta:
 class Changes:
     """What differs in all buckets of a push; takes at most half of the bytes of a snapshot."""
 
-    def __init__(self, plans: list[Plan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, plans: list[BucketPlan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
         """Collective over ``group``, which exchanges one count for each parameter."""
         entries = [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]
         self._column = {entry.name: index for index, entry in enumerate(entries)}
@@ -143,7 +143,7 @@ class Changes:
             dist.all_gather_into_tensor(everyone, mine, group=group)
         self._counts = everyone.view(-1, len(counts)).cpu()
 
-    def of_bucket(self, plan: Plan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
+    def of_bucket(self, plan: BucketPlan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
         """Its part of the changes, which are forgotten here.
 
         Args:
@@ -153,7 +153,7 @@ class Changes:
         """
         gathered = {entry.name: entry for entry in plan.gathered}
         slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
-        dense, sparse, columns = Plan(plan.index, plan.group, plan.device), [], []
+        dense, sparse, columns = BucketPlan(plan.index, plan.group, plan.device), [], []
         padded_bytes = torch.zeros(len(first_ring), dtype=torch.int64)
         for family in plan.families:
             of_family = self._counts[:, [self._column[name] for name in family.params]]
@@ -178,7 +178,7 @@ class Changes:
 
 
 @torch.no_grad()
-def gather_changes(plan: Plan, changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
+def gather_changes(plan: BucketPlan, changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
     """The sparse part, with positions in the whole tensors. Collective over the bucket's ring."""
     if not changes.sparse:
         return ()

@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.export.entries import Entry
-from fsdp2x.export.plans import Plan, check_buckets, chosen_params, finish, make_rings, ring_of
+from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params, finish, make_rings, ring_of
 from fsdp2x.export.stream import BUCKET_BYTES
 from fsdp2x.lookup import named_params
 from fsdp2x.runtime import torch_private
@@ -32,15 +32,15 @@ from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import unit_states
 from fsdp2x.sync.delta import BucketDelta, Changes, Snapshot, gather_changes
 from fsdp2x.sync.engine import POSITION_BYTES
-from fsdp2x.sync.errors import Failure, PushReport, SyncError
-from fsdp2x.sync.targets.base import Parcel, Target, TargetError
+from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
+from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
 
 
 @checked
 def connect(
     model: nn.Module,
-    target: Target,
+    target: EngineTarget,
     *,
     dtype: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
@@ -110,8 +110,8 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        target: Target,
-        plans: list[Plan],
+        target: EngineTarget,
+        plans: list[BucketPlan],
         deltas: bool,
         transport: str,
         timeout_s: float,
@@ -189,7 +189,7 @@ class Session:
         """
         began = time.perf_counter()
         self._agree(version, mode)
-        traffic, failure = Traffic(), None
+        traffic, failure = PushTraffic(), None
         try:
             self._move("open")
             self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
@@ -340,14 +340,14 @@ class Session:
 
     # ---- buckets
 
-    def _parcels(self, mode: str, traffic: Traffic) -> Iterator[Parcel]:
+    def _parcels(self, mode: str, traffic: PushTraffic) -> Iterator[Parcel]:
         try:
             yield from self._all(traffic) if mode == "full" else self._changes(traffic)
         except Exception as error:
             traffic.error = error
             raise
 
-    def _all(self, traffic: Traffic) -> Iterator[Parcel]:
+    def _all(self, traffic: PushTraffic) -> Iterator[Parcel]:
         before = None
         for plan, following in zip(self._plans, [*self._plans, None][1:], strict=True):
             if before is None:
@@ -358,7 +358,7 @@ class Session:
                 self._fill(following)
             before = parcel
 
-    def _changes(self, traffic: Traffic) -> Iterator[Parcel]:
+    def _changes(self, traffic: PushTraffic) -> Iterator[Parcel]:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for plan, own, first in zip(self._plans, self._own_rings, self._first_rings, strict=True):
@@ -375,13 +375,13 @@ class Session:
             yield parcel
             before = parcel
 
-    def _fill(self, plan: Plan) -> None:
+    def _fill(self, plan: BucketPlan) -> None:
         if plan.gathered:
             ring_of(self._rings, plan).fill(plan.gathered)
         if self._snapshot is not None:
             self._snapshot.hold((*plan.gathered, *plan.alone))
 
-    def _gathered(self, plan: Plan, before: Parcel | None, traffic: Traffic) -> Parcel:
+    def _gathered(self, plan: BucketPlan, before: Parcel | None, traffic: PushTraffic) -> Parcel:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
         if before is not None:
             began = time.perf_counter()
@@ -397,14 +397,14 @@ class Session:
         return Parcel(plan.index, plan.specs, tensors, file=file)
 
 
-class Traffic:
+class PushTraffic:
     """What a push has sent so far, the same on every rank but ``waited_s``; ``error``: that of a gather."""
 
     def __init__(self) -> None:
         self.num_buckets = self.num_tensors = self.bytes_sent = self.num_changed = 0
         self.waited_s, self.error = 0.0, None
 
-    def count(self, plan: Plan) -> None:
+    def count(self, plan: BucketPlan) -> None:
         self.num_buckets += 1
         self.num_tensors += len(plan.specs)
         self.bytes_sent += sum(spec.num_bytes for spec in plan.specs)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fsdp2x.export.entries import ALIGN_BYTES, aligned
-from fsdp2x.export.plans import Plan, plan_buckets, ring_of
+from fsdp2x.export.plans import BucketPlan, plan_buckets, ring_of
 from fsdp2x.export.rings import SharedRing
 from fsdp2x.hf.names import clean_name
+from fsdp2x.runtime.native import _C
 from fsdp2x.sync.targets.base import WireLayout
 
 
@@ -24,7 +24,7 @@ def plan_wire(
     keep: Mapping[str, torch.dtype],
     names: str,
     bucket_bytes: int,
-) -> list[Plan]:
+) -> list[BucketPlan]:
     """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
 
     Raises:
@@ -58,19 +58,19 @@ def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, 
     return {name: dtype for name, (_, dtype) in kept.items()}
 
 
-def layout_digest(plans: list[Plan]) -> str:
+def layout_digest(plans: list[BucketPlan]) -> str:
     """Equal where names, shapes, dtypes and buckets are."""
     text = repr([[(spec.name, tuple(spec.shape), str(spec.dtype)) for spec in plan.specs] for plan in plans])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_wire(plans: list[Plan], rings: Mapping, deltas: bool) -> WireLayout:
+def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> WireLayout:
     """The layout of ``plans``, whose rings are made with ``keep_files``."""
     shared = {id(ring): ring for ring in rings.values() if isinstance(ring, SharedRing)}
     files = tuple((ring.file, ring.num_bytes) for ring in shared.values())
     # Deltas take at most half of their tensors' bytes, besides what aligns them.
     spare = [
-        sum(aligned(spec.num_bytes) + ALIGN_BYTES for spec in plan.specs)
+        sum(_C.align_up(spec.num_bytes) + _C.ALIGN_BYTES for spec in plan.specs)
         for plan in plans
         if deltas or not lies_in_ring(plan, rings)
     ]
@@ -78,7 +78,7 @@ def describe_wire(plans: list[Plan], rings: Mapping, deltas: bool) -> WireLayout
     return WireLayout(specs, layout_digest(plans), files, max(spare, default=0))
 
 
-def lies_in_ring(plan: Plan, rings: Mapping) -> bool:
+def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:
     """Whether what is handed out is the very memory that the ranks wrote to, shared with other processes."""
     if plan.alone or not all(family.is_renamed_only for family in plan.families):
         return False

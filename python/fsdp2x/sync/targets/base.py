@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp2x.hf.names import TensorSpec
-from fsdp2x.sync.errors import Failure
+from fsdp2x.sync.outcomes import Failure
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TargetError(RuntimeError):
         self.failure = failure
 
 
-class Target:
+class EngineTarget:
     """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
 
     def receives(self, rank: int) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 
 from fsdp2x.arguments import checked
-from fsdp2x.sync.errors import Failure, span
-from fsdp2x.sync.targets.base import Parcel, Target, TargetError
+from fsdp2x.sync.outcomes import Failure, span
+from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
-class InProcess(Target):
+class InProcess(EngineTarget):
     """Hands (name, whole tensor) to ``load_weights`` on every rank that has an engine.
 
         InProcess(llm_model.load_weights)                     a list for each bucket

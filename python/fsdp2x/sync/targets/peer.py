@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fsdp2x.arguments import checked
-from fsdp2x.export.entries import aligned
 from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.native import _C
 from fsdp2x.sync import engine
-from fsdp2x.sync.errors import Failure, span
-from fsdp2x.sync.targets.base import Parcel, Target, TargetError, WireLayout
+from fsdp2x.sync.outcomes import Failure, span
+from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 
 
-class Peer(Target):
+class Peer(EngineTarget):
     """Engine processes on the host of one trainer rank, by the addresses of their receivers.
 
     Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
@@ -130,7 +130,7 @@ class Peer(Target):
             if file is None:
                 file, offset = self._places[self._spare.file], end
                 self._spare.view(end, spec.num_bytes, spec.dtype).view(spec.shape).copy_(tensor)
-                end = aligned(end + spec.num_bytes)
+                end = _C.align_up(end + spec.num_bytes)
             tensors.append([self._indices[spec.name], file, offset])
         for delta in parcel.deltas:
             count = delta.positions.numel()
@@ -138,7 +138,7 @@ class Peer(Target):
             self._spare.view(end, count * engine.POSITION_BYTES, torch.int64).copy_(delta.positions)
             self._spare.view(end + values, count * delta.spec.dtype.itemsize, delta.spec.dtype).copy_(delta.values)
             deltas.append([self._indices[delta.spec.name], self._places[self._spare.file], end, count])
-            end = aligned(end + num_bytes)
+            end = _C.align_up(end + num_bytes)
         return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}
 
     def finish(self, version: int | str) -> None:
