@@ -176,9 +176,12 @@ def test_ctrl_c_where_nothing_is_saved_says_so(config, tmp_path):
     assert output.strip().endswith("; nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0")
 
 
-def test_the_second_ctrl_c_ends_at_once():
+def test_the_second_ctrl_c_ends_at_once(request):
     from fsdp2x.train.interrupt import Interrupt
 
+    # A shell that starts pytest in the background has it ignore the signal.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     with pytest.raises(KeyboardInterrupt, match="ends without saving"), Interrupt(says=False) as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.noted
