@@ -119,6 +119,8 @@ void Root::abandon_forward(bool interrupted, const std::string& why) {
     for (const auto& shared : shared_groups_) shared->leave(why);
   }
   end_pass();
+  // A backward that comes all the same waits for ranks that left this forward, too.
+  forward_is_alone_ = false;
   if (forward_has_grad_) ++forwards_.num_raised;
   forward_root_ = nullptr;
   this_sequence_.clear();

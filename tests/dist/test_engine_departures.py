@@ -130,3 +130,24 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps):
         time.sleep(SLOW_S)
     same(step(model, ctx, 2), step(twin, ctx, 2), "loss")
     same(grads(model), grads(twin), "gradients")
+
+
+@distributed(world_sizes=(2, 3))
+def test_all_leave_a_forward_and_come_to_a_backward(ctx):
+    """A forward that is stopped on purpose, whose activations have a loss: who takes longer for it is waited for."""
+    only_fsdp2x(ctx)
+    model = sharded(ctx)
+    step(model, ctx)
+    model.zero_grad()
+    seen = []
+    handle = model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    model.place = "last"
+    with pytest.raises(KeyError, match="on purpose"):
+        model(inputs(ctx.rank))
+    handle.remove()
+    if ctx.rank == 0:
+        time.sleep(SLOW_S)
+    seen[0].square().mean().backward()
+    model.place = ""
+    model.zero_grad()
+    step(model, ctx, 1)

@@ -29,7 +29,9 @@ def memory_files():
     """Descriptors and mappings of this package's memory, and what has a name in shared memory."""
     found = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.islink(path)]
     found += Path("/proc/self/maps").read_text().split()
-    return sum("memfd:fsdp2x" in one for one in found), sorted(os.listdir("/dev/shm"))
+    return sum("memfd:fsdp2x" in one for one in found), sorted(
+        name for name in os.listdir("/dev/shm") if "fsdp2x" in name
+    )
 
 
 class Broken(Store):
@@ -166,11 +168,11 @@ def test_an_engine_that_hangs(ctx):
         engine = Broken(place)
         engine.waits = True
         with peer(ctx, engine) as (target, served):
-            with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=1.0) as sync:
+            with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=3.0) as sync:
                 began = time.monotonic()
                 with pytest.raises(SyncError, match=f"in phase '{phase}'.*the other side hangs or is busy"):
                     sync.push(version=1)
-                assert time.monotonic() - began < 15
+                assert time.monotonic() - began < 25
                 with pytest.raises(SyncError, match="hangs or is busy|no receiver answers"):
                     sync.push(version=2)
                 engine.go_on.set()

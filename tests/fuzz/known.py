@@ -90,6 +90,14 @@ def _has_checkpoint(case: Case) -> bool:
     return bool(_kinds(case.program.tree) & {"checkpoint", "reentrant"})
 
 
+def _cast_without_gradients(case: Case) -> bool:
+    """A part that runs without gradients returns what it was given, which the policy casts: the copy has no graph."""
+    if case.program.policy == "full":
+        return False
+    alone = [part for part in case.program.tree.walk() if part.kind == "no_grad"]
+    return any(one.returns == "input" for part in alone for one in part.walk())
+
+
 def _zeros_of_a_checkpoint(case: Case) -> bool:
     """Upstream has zeros as a gradient that the others have not."""
     if not _has_checkpoint(case):
@@ -104,7 +112,7 @@ def _inference_gathers_first(case: Case) -> bool:
 
 
 def _reads_left_parameter(case: Case) -> bool:
-    """A part returns a parameter that its unit has freed, and the policy casts outputs. Upstream refuses that, too."""
+    """A part returns a parameter that its unit has freed. Upstream refuses some uses of it, and crashes in others."""
     has_one = any(part.returns == "param" for part in case.program.tree.walk())
     return has_one and "was used while it is resharded" in case.raised(case.side)
 
@@ -174,7 +182,7 @@ RULES = (
     ),
     Rule(
         UNSHARDED,
-        frozenset({"result"}),
+        frozenset({"result", "log"}),
         False,
         "a parameter whose unit has been left is a DTensor, also behind a backward hook",
         _left_parameter,
@@ -202,7 +210,7 @@ RULES = (
     ),
     Rule(UNSHARDED, ALL, True, "a backward behind one that failed", _graph_after_failure),
     Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
-    Rule(UNSHARDED, ALL, True, "computes with parameters outside of their units", _reads_left_parameter),
+    Rule((*STOCK, *UNSHARDED), ALL, True, "uses parameters outside of their units", _reads_left_parameter),
     Rule(
         UNSHARDED,
         ALL,
@@ -217,6 +225,7 @@ RULES = (
         "computes in other dtypes than the policy's",
         lambda case: case.program.policy != "full",
     ),
+    Rule(UNSHARDED, ALL, True, "gives gradients through what upstream casts without", _cast_without_gradients),
     Rule(
         (),
         frozenset({"sharded", "log"}),

@@ -62,7 +62,8 @@ class Machine(Extras):
         self.held: dict[str, torch.Tensor | None] = {}
         self.watched: set[str] = set()  # parameters with a hook
         self.registered: set[int] = set()  # parts with a second forward method
-        self.initialized = False  # the root has run
+        self.has_begun = False  # a forward of the root
+        self.initialized = False  # one has ended
         self.is_manual = False  # backwards are finalized by an operation of their own
         self.last: Op | None = None
         self.taint: set[str] = set()
@@ -164,6 +165,7 @@ class Machine(Extras):
     def begin_forward(self, number: int) -> None:
         """A forward of the root drops what a failed backward left behind."""
         if number == 0:
+            self.has_begun = True
             self.taint.discard("stale")
 
     def do_backward(self, slots=(0,), retain=False, again=False, fault=None):

@@ -58,6 +58,9 @@ def describe(value: Any, x: torch.Tensor | None = None) -> Any:
     if isinstance(value, nn.Parameter) or isinstance(value, DTensor):
         # Memory of a parameter may be gone when its unit has been left.
         return ("parameter", tuple(value.shape), value.requires_grad)
+    if isinstance(value, torch.Tensor) and value.numel() and value.untyped_storage().nbytes() == 0:
+        # Upstream's parameter, behind a hook: to read it is to crash.
+        return ("freed", tuple(value.shape), value.requires_grad)
     if isinstance(value, torch.Tensor):
         facts = "input" if value is x and not x.requires_grad else "inference" if value.is_inference() else "tensor"
         return (facts, str(value.dtype), value.requires_grad, value.detach().clone())
@@ -75,6 +78,8 @@ def differences(got: Any, expected: Any, tolerance: float, where: str = "") -> l
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
         if got.dtype != expected.dtype or got.shape != expected.shape:
             return [f"{where}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
+        if isinstance(got, DTensor) != isinstance(expected, DTensor):
+            return [f"{where}: a {type(got).__name__}, expected a {type(expected).__name__}"]
         if torch.equal(got, expected):  # quick, and the usual case
             return []
         if torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True):

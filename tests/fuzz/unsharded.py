@@ -124,7 +124,7 @@ class Unsharded(Machine):
         self.graphs.clear()
         self.pending.clear()
         self.taint.clear()
-        if self.initialized:  # before, there is no iteration to drop
+        if self.has_begun:  # before, there is no iteration to drop
             for param in self.owner:
                 param.grad = None
 

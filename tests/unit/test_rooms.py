@@ -236,6 +236,10 @@ def test_a_file_name_stands_for_one_file():
 # ---- folder READMEs
 
 
+def _is_room(path: Path) -> bool:
+    return path.is_dir() and path.name[0] not in "_." and any(path.glob("[!_.]*"))
+
+
 def untold(folder: Path) -> list[str]:
     """Files and folders that a folder's README does not name, and files that it names and that are not there."""
     text = re.sub(
@@ -246,7 +250,7 @@ def untold(folder: Path) -> list[str]:
     here = {
         path.stem if path.is_file() else f"{path.name}/"
         for path in folder.iterdir()
-        if path.suffix in {*CODE, ".py"} and path.stem != "__init__" or path.is_dir() and any(path.glob("[!_.]*"))
+        if path.suffix in {*CODE, ".py"} and path.stem != "__init__" or _is_room(path)
     }
     missing = [
         name for name in here if not re.search(rf"(?<!\w){re.escape(name)}{'' if name[-1] == '/' else '[.]'}", text)

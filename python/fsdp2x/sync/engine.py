@@ -3,7 +3,7 @@
 This file needs torch 2.6 or newer and the standard library: copy it into any engine. The dialogue is requests, each
 with one answer, over a Unix socket; tensors lie in memory files, whose descriptors come with the layout:
 
-    hello   {wire, session, layout}      who comes; the answer says what is held
+    hello   {wire, session}              who comes; the answer says what is held
     layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file
     begin   {mode, version, base}        from here on nothing is generated
     bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
@@ -128,7 +128,9 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float, files: 
     rights = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
     while len(received) < num_bytes:
         connection.settimeout(_left(deadline))
-        part, ancillary, _, _ = connection.recvmsg(min(num_bytes - len(received), 1 << 20), rights)
+        part, ancillary, _, _ = connection.recvmsg(
+            min(num_bytes - len(received), 1 << 20), rights, socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 numbers = array.array("i")
@@ -260,6 +262,7 @@ class Receiver:
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
         self._files: list[MappedFile] = []
         self._next, self._is_finished = None, False
+        self._session, self._version_of = "", ""  # of the trainers that are connected, and of those that committed
         self._connection: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -338,7 +341,7 @@ class Receiver:
                 except WireError as error:
                     self._drop(str(error))
                     return None
-                if kind == "begin":
+                if kind in ("begin", "abort"):
                     held.enter_context(self._weights)
                 answer = self._handle(kind, body, files)
                 try:
@@ -368,6 +371,7 @@ class Receiver:
     def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
         if body["wire"] != WIRE:
             raise WireError(f"the trainer speaks {body['wire']}, this engine {WIRE}")
+        self._session = body["session"]
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
@@ -385,10 +389,11 @@ class Receiver:
         if mode == "delta":
             if not hasattr(self._sink, "apply_delta"):
                 raise NotImplementedError('this engine takes no deltas (its sink has no apply_delta); push mode="full"')
-            if self._state != "clean" or self._version != body["base"]:
+            if self._state != "clean" or (self._version, self._version_of) != (body["base"], self._session):
+                held = f"{self._version!r}{'' if self._version_of == self._session else ' of another session'}"
                 raise ValueError(
-                    f"a delta to version {body['base']!r}, but this engine holds {self._version!r} and is "
-                    f'{self._state}; push mode="full"'
+                    f"a delta to version {body['base']!r}, but this engine holds {held} and is {self._state}; push "
+                    'mode="full"'
                 )
         self._reason, self._is_finished = "", False
         self._state, self._next = "open", body["version"]
@@ -425,7 +430,7 @@ class Receiver:
     def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
         if self._state != "open" or not self._is_finished or body["version"] != self._next:
             raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
-        self._state, self._version = "clean", body["version"]
+        self._state, self._version, self._version_of = "clean", body["version"], self._session
 
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
         self._tear(body["reason"])

@@ -13,6 +13,7 @@ buckets have come to their end, so that no rank leaves the others alone in a col
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -85,7 +86,6 @@ def connect(
     if not timeout_s > 0:
         raise ValueError(f"{caller}: timeout_s must be positive, got {timeout_s}")
     transport = check_transport(transport)
-    target.check(caller, deltas)
     chosen = chosen_params(caller, model, params)
     if not chosen:
         raise ValueError(f"{caller}: no parameter is chosen")
@@ -102,6 +102,15 @@ def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], na
             'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
             'under their own names with names="model"'
         )
+
+
+def _refusal_of(target: EngineTarget, deltas: bool) -> Exception | None:
+    """What the target of this rank refuses, for all ranks to raise."""
+    try:
+        target.check("fsdp2x.sync.connect", deltas)
+    except (ValueError, NotImplementedError) as error:
+        return error
+    return None
 
 
 class Session:
@@ -121,7 +130,12 @@ class Session:
         self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
         self._transport, self._deltas = transport, deltas
         self._receives = target.receives(dist.get_rank(group))
-        digests = self._exchange(layout_digest(plans))
+        refusal = _refusal_of(target, deltas)
+        digests, receivers, refusals = zip(
+            *self._exchange((layout_digest(plans), self._receives, refusal)), strict=True
+        )
+        if refusal := refusal or next(filter(None, refusals), None):
+            raise refusal
         if len(set(digests)) > 1:
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
@@ -136,6 +150,11 @@ class Session:
         if outside:
             raise ValueError(
                 f"fsdp2x.sync.connect: ranks {outside} have parts of the model, but are not in group; pass all of them"
+            )
+        if not any(receivers):
+            raise ValueError(
+                "fsdp2x.sync.connect: no rank has an engine: Peer(rank=...) names none of the ranks, or every rank has "
+                "InProcess(None)"
             )
         self._own_rings, self._first_rings = (
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
@@ -323,8 +342,11 @@ class Session:
 
     def _tear(self, reason: str) -> None:
         self._move("torn")
-        if self._receives:
-            self._target.abort(reason)
+        try:
+            if self._receives:
+                self._target.abort(reason)
+        except Exception as error:
+            warnings.warn(f"fsdp2x.sync: abort raised {type(error).__name__}: {error}; {reason}", stacklevel=3)
 
     def _give_up(self, error: BaseException) -> None:
         """A gather failed, so that ranks may be at different places: memory and connections are made again."""

@@ -75,7 +75,7 @@ def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> Wire
         if deltas or not lies_in_ring(plan, rings)
     ]
     specs = tuple(spec for plan in plans for spec in plan.specs)
-    return WireLayout(specs, layout_digest(plans), files, max(spare, default=0))
+    return WireLayout(specs, files, max(spare, default=0))
 
 
 def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:

@@ -53,7 +53,6 @@ class WireLayout:
     """
 
     specs: tuple[TensorSpec, ...]
-    digest: str
     files: tuple[tuple[int, int], ...]
     spare_bytes: int
 
@@ -74,7 +73,7 @@ class EngineTarget:
         raise NotImplementedError
 
     def check(self, caller: str, deltas: bool) -> None:
-        """Raises what can be known before anything is gathered; the same on every rank."""
+        """Raises ValueError or NotImplementedError for what can be known before anything is gathered."""
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         """Called on ranks that receive before each push; connects where there is no connection."""
@@ -93,7 +92,7 @@ class EngineTarget:
         """All engines have finished: they may generate, with this version."""
 
     def abort(self, reason: str) -> None:
-        """The push has failed, here or elsewhere; must not raise."""
+        """The push has failed, here or elsewhere."""
 
     def close(self) -> None:
         """Lets go of the engine."""

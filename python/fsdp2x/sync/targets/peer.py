@@ -43,7 +43,9 @@ class Peer(EngineTarget):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
-        self._rank, self._session = rank, secrets.token_hex(8)
+        self._rank = rank
+        self._told: WireLayout | None = None  # what the connections know
+        self._session, self._has_begun = "", False
         self._connections: dict[str, socket.socket] = {}
         self._spare: _Spare | None = None
         self._timeout_s = 0.0
@@ -57,7 +59,10 @@ class Peer(EngineTarget):
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         require_own_process("push weights")
-        self._timeout_s = timeout_s
+        self._timeout_s, self._has_begun = timeout_s, False
+        if layout is not self._told:  # another session, or one whose memory was made again
+            self.close()
+            self._told, self._session = layout, secrets.token_hex(8)
         if self._spare is None:
             self._spare = _Spare(max(layout.spare_bytes, mmap.PAGESIZE))
         files = [*layout.files, (self._spare.file, self._spare.num_bytes)]
@@ -81,7 +86,7 @@ class Peer(EngineTarget):
             reason = f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
             raise TargetError(Failure("begin", reason)) from error
         self._connections[address] = connection
-        hello = {"wire": engine.WIRE, "session": self._session, "layout": layout.digest}
+        hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
         body = {"tensors": tensors, "files": [num_bytes for _, num_bytes in files]}
         try:
@@ -92,7 +97,7 @@ class Peer(EngineTarget):
             raise
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
-        self._failure, self._taken = None, None
+        self._failure, self._taken, self._has_begun = None, None, True
         self._ask(self._addresses, "begin", "begin", {"version": version, "mode": mode, "base": base})
 
     def take(self, parcels: Iterator[Parcel]) -> None:
@@ -149,7 +154,7 @@ class Peer(EngineTarget):
 
     def abort(self, reason: str) -> None:
         self._taken = None
-        for address in list(self._connections):
+        for address in list(self._connections) if self._has_begun else ():
             try:
                 self._ask([address], "abort", "abort", {"reason": reason})
             except TargetError:
