@@ -120,3 +120,40 @@ def test_a_module_that_leaves(ctx):
     gc.collect()
     model(inputs(ctx.rank)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+MOVES = {
+    "to": lambda model: model.to("cpu"),
+    "float": lambda model: model.float(),
+    "apply": lambda model: model._apply(lambda tensor: tensor),
+    "requires_grad": lambda model: model.requires_grad_(True),
+    "state_dict": lambda model: model.load_state_dict(model.state_dict()),
+}
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_hooks_of_gradients_outlive_moves(ctx, move, late):
+    """An optimizer that runs in backward goes on after `.to()`, before the first forward or later."""
+    model = shard(ctx, Stack(), STACK_UNITS)
+    seen = {name: 0 for name, _ in model.named_parameters()}
+    params = dict(model.named_parameters())
+
+    def count(name):
+        def hook(param):
+            assert param is params[name] and param.grad is not None
+            seen[name] += 1
+
+        return hook
+
+    handles = [param.register_post_accumulate_grad_hook(count(name)) for name, param in params.items()]
+    if late:
+        steps(ctx, model, 1)
+    MOVES[move](model)
+    steps(ctx, model, 2)
+    assert set(seen.values()) == {2 + late}, seen
+    for handle in handles:
+        handle.remove()
+    steps(ctx, model, 1)
+    assert set(seen.values()) == {2 + late}, seen

@@ -208,6 +208,8 @@ class GroupParams(GroupNames):
         is new (first call, or dtypes or the device changed).
         """
         self.follow_modules()
+        for sharded in self.params:
+            torch_private.restore_gradient_hooks(sharded.param)
         is_fresh = self._adopt()
         if self.engine is not None:
             self._watch_shards()

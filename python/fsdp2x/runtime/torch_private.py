@@ -151,6 +151,12 @@ def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
     param._local_tensor = local
 
 
+def restore_gradient_hooks(param: torch.Tensor) -> None:
+    """Post-accumulate hooks stay with the Python object when ``Module._apply`` swaps the tensor under it."""
+    if hooks := param._post_accumulate_grad_hooks:
+        param._post_accumulate_grad_hooks = hooks
+
+
 def set_spec(param: torch.Tensor, spec: DTensorSpec) -> None:
     """Gives a DTensor an equal spec: an operation makes one of its own."""
     param._spec = spec
