@@ -146,7 +146,8 @@ class Unit(nn.Module):
         x = rows_of(given)
         out = self.compute(x, flag)
         self.stage.fail(self.number, "after")
-        if out.requires_grad and not out.is_leaf:
+        # What was given is a leaf only where no unit has put a node behind it.
+        if out.requires_grad and not out.is_leaf and out is not x:
             weak = weakref.ref(self)
             out.register_hook(lambda grad: weak().stage.fail(weak().number, "gradient") if weak() is not None else None)
         return wrap(self.part.returns, out, x, self)
