@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, CSRC = ROOT / "python/fsdp2x", ROOT / "csrc"
 CSRC_RINGS = {"core": 0, "cpu": 1, "cuda": 1, "engine": 2, "bind": 3}
 # A file name says which of its folder it is; these stand in several folders, each for the same thing there.
-SHARED_FILE_NAMES = {"config", "layout", "names", "plan", "sources", "state", "strategy"}
+SHARED_FILE_NAMES = {"config", "layout", "names", "plan", "sources", "state"}
 CODE = {".cpp", ".hpp", ".cu", ".cuh"}
 
 

@@ -199,8 +199,8 @@ def test_lists_of_keys(capsys):
         assert main(["config", "list", "--dialect", dialect]) == 0
         text = capsys.readouterr().out
         assert ("optimizer.lr: float = 0.0003" in text) == (dialect in ("sections", "all"))
-    for module in DIALECTS:
-        for key in module.KEYS:
+    for other in DIALECTS:
+        for key in other.keys:
             assert key in text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .config import ParallelConfig, TrainConfig, TrainSection
-from .dialects import DIALECTS, OWN, OWN_TITLE, Translation, translate_file
+from .dialects import OWN, TITLES, Translation, translate_file
 from .dialects.rules import show
 from .idle import idle_settings
 from .model import build_on_meta, idle_expert_units, prepare, unit_policy
@@ -19,8 +19,6 @@ from .parse import build, parse_config
 from .resolve import resolve_batching
 from .strategy import MeshPlan, plan_mesh, usual_node
 from .tokenizer import Tokenizer, choose_tokenizer, make_tokenizer
-
-TITLES = {OWN: OWN_TITLE, **{dialect.NAME: dialect.TITLE for dialect in DIALECTS}}
 
 
 @dataclass(frozen=True)

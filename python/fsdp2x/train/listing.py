@@ -35,10 +35,10 @@ def list_keys(dialect: str = OWN) -> list[KeyRow]:
             KeyRow(key, type_name(types[key]), field.metadata["help"], _default(field))
             for key, field in known_keys().items()
         ]
-    for module in DIALECTS:
-        if dialect in (module.NAME, "all"):
+    for other in DIALECTS:
+        if dialect in (other.name, "all"):
             rows += [
-                KeyRow(key, type_name(rule.kind), rule.help, has_default=False) for key, rule in module.KEYS.items()
+                KeyRow(key, type_name(rule.kind), rule.help, has_default=False) for key, rule in other.keys.items()
             ]
     return rows
 

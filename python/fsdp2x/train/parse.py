@@ -107,6 +107,8 @@ def build(cls: type, settings: Any, path: str = "") -> Any:
 
 def convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as `kind`, or a `ConfigError` that says what was got and what is expected."""
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind):
         return build(kind, value, path)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

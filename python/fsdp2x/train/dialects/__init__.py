@@ -1,7 +1,6 @@
 """Which dialect a config is written in, told by its keys, and its translation into our own sections.
 
-A dialect is a module with NAME, TITLE, KEYS (a table of rules), `owns(key, value)`, `read(settings, role)` and
-`finish(draft)`. fsdp2x's own sections need no translation.
+A dialect is a `Dialect`: a table of rows, and how its keys are found. fsdp2x's own sections need no translation.
 """
 
 from __future__ import annotations
@@ -9,20 +8,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..config import ConfigError, TrainConfig
 from ..parse import apply_overrides, first_leaf, known_keys, read_overrides, read_yaml, unknown_key_message
-from . import flat, nested, strategy
+from .by_role import BY_ROLE
+from .draft import Translation, check_keys, draw_up
+from .flat import FLAT
 from .interpolate import interpolate
-from .rules import Draft, Fate, Translation, apply_rules, check_keys, unknown
+from .nested import NESTED
+from .rules import Dialect, Fate, refuse_role, unknown
 
-__all__ = ["DIALECTS", "Draft", "Fate", "Translation", "translate", "translate_file"]
+__all__ = ["DIALECTS", "OWN", "TITLES", "Translation", "translate", "translate_file"]
 
-DIALECTS: tuple[ModuleType, ...] = (flat, strategy, nested)
+DIALECTS = (FLAT, BY_ROLE, NESTED)
 OWN = "sections"
-OWN_TITLE = "fsdp2x's own sections"
+TITLES = {OWN: "fsdp2x's own sections", **{dialect.name: dialect.title for dialect in DIALECTS}}
 SECTIONS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 
 
@@ -50,27 +51,21 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
     settings = apply_overrides(settings, theirs)
     dialect = detect(settings)
     if dialect is None:
-        if role is not None:
-            raise ConfigError(f"role={role}: {OWN_TITLE} describe one model; leave role out")
+        refuse_role(role, TITLES[OWN])
         merged = apply_overrides(settings, ours)
         _check_sections(merged)
-        return Translation(OWN, merged, [], _needs(merged))
-    draft = Draft(ours=apply_overrides({}, ours))
+        return Translation(OWN, merged, needs=_needs(merged))
     # A misspelt key is told before the references that it breaks.
-    check_keys(dialect.read(settings, role), dialect.KEYS, dialect.TITLE)
-    apply_rules(draft, dialect.read(interpolate(settings), role), dialect.KEYS)
-    dialect.finish(draft)
-    merged = apply_overrides(draft.settings, ours)
+    check_keys(dialect.read(settings, role), dialect)
+    found = draw_up(dialect.read(interpolate(settings), role), dialect, apply_overrides({}, ours))
+    merged = apply_overrides(found.settings, ours)
     _check_sections(merged)
-    fates = [
-        *draft.fates,
-        *(Fate(key, value, remark="of the command line", used=True) for key, value in read_overrides(ours)),
-    ]
-    needs = [] if any(text.startswith("model.") for text in ours) else draft.needs
-    return Translation(dialect.NAME, merged, fates, [*needs, *_needs(merged)])
+    fates = [Fate({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
+    needs = [] if any(text.startswith("model.") for text in ours) else found.needs
+    return Translation(dialect.name, merged, [*found.fates, *fates], [*needs, *_needs(merged)])
 
 
-def detect(settings: Mapping[str, Any]) -> ModuleType | None:
+def detect(settings: Mapping[str, Any]) -> Dialect | None:
     """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
     owners = {key: _owners(str(key), value) for key, value in settings.items()}
     surely: dict[str, str] = {}
@@ -83,21 +78,20 @@ def detect(settings: Mapping[str, Any]) -> ModuleType | None:
     if name is None and settings:
         key = next(iter(settings))
         raise ConfigError(_nearest_of_all(str(key), settings[key]))
-    return next((dialect for dialect in DIALECTS if dialect.NAME == name), None)
+    return next((dialect for dialect in DIALECTS if dialect.name == name), None)
 
 
 def _owners(key: str, value: Any) -> list[str]:
     own = [OWN] if key in SECTIONS else []
-    return own + [dialect.NAME for dialect in DIALECTS if dialect.owns(key, value)]
+    return own + [dialect.name for dialect in DIALECTS if dialect.owns(key, value)]
 
 
 def _mixed(owners: Mapping[str, str]) -> str:
-    titles = {OWN: OWN_TITLE, **{dialect.NAME: dialect.TITLE for dialect in DIALECTS}}
-    parts = " and ".join(f"{key} of {titles[name]}" for name, key in owners.items())
+    parts = " and ".join(f"{key} of {TITLES[name]}" for name, key in owners.items())
     hint = ""
-    if OWN in owners and flat.NAME in owners:
-        became = flat.KEYS[owners[flat.NAME]].help
-        hint = f" (in sections: {became.removeprefix('-> ')})" if became.startswith("-> ") else ""
+    if OWN in owners and FLAT.name in owners:
+        row = FLAT.keys[owners[FLAT.name]]
+        hint = f" (in sections: {row.help.removeprefix('-> ')})" if row.to else ""
     return f"the file mixes {parts}{hint}; write it in one of them, the rest can go on the command line"
 
 
@@ -106,7 +100,7 @@ def _nearest_of_all(key: str, value: Any) -> str:
     path = first_leaf(key, value)
     known = {**dict.fromkeys(known_keys()), **dict.fromkeys(SECTIONS)}
     for dialect in DIALECTS:
-        known |= dict.fromkeys(dialect.KEYS)
+        known |= dict.fromkeys(dialect.keys)
     return unknown(path, path, known, "all dialects")
 
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ConfigError
-from .rules import Draft, ForeignSetting, Rule, becomes, leaves, no_effect, only, unknown
+from .draft import ALL_TEXT, Draft, evaluates
+from .rules import Dialect, Fate, ForeignKey, Implied, Rule, becomes, leaves, no_effect, only
 
-NAME = "nested"
 TITLE = "models.* and runtime_args.*"
 ROLES = ("policy_trainer", "ref_policy")
 
@@ -26,77 +26,54 @@ _REINFORCEMENT = "it belongs to reinforcement learning; this run trains on text"
 _ENGINE = "it belongs to the engine that samples"
 
 
-def _clip(draft: Draft, value: float) -> None:
-    draft.set("train.clip", value or None)
+def _max_tokens(value: int, given: Mapping) -> Any:
+    return value if any(given.get(f"models.{role}.packing") for role in ROLES) else Fate(remark="packing is off")
 
 
-def _num_gpu(draft: Draft, value: int) -> None:
-    draft.set("parallel.world_size", value)
-    draft.remark("torchrun starts the ranks")
-
-
-def _max_tokens(draft: Draft, value: int) -> None:
-    if draft.values.get("models.policy_trainer.packing") or draft.values.get("models.ref_policy.packing"):
-        draft.set("data.max_tokens", value)
-    else:
-        draft.remark("packing is off")
-
-
-def _trainable(draft: Draft, value: bool) -> None:
-    draft.set("train.mode", "train" if value else "evaluate")
-
-
-def _save_hf(draft: Draft, value: bool) -> None:
-    draft.remark("`fsdp2x export CHECKPOINT FOLDER` writes HuggingFace folders")
-
-
-def _wandb(name: str) -> Rule:
-    return becomes(f"logging.wandb_options.{name}", str | None)
-
-
-def _steps_per_episode(draft: Draft) -> int | None:
-    samples = draft.values.get("runtime_args.sample_per_episode")
-    batch = draft.values.get("runtime_args.train_global_batch_size")
+def _steps_per_episode(given: Mapping) -> int | None:
+    samples, batch = given.get("runtime_args.sample_per_episode"), given.get("runtime_args.train_global_batch_size")
     return math.ceil(samples / batch) if samples and batch else None
 
 
 def _episodes(path: str) -> Rule:
-    def act(draft: Draft, value: int) -> None:
-        steps = _steps_per_episode(draft)
+    def by(value: int, given: Mapping) -> Fate:
+        steps = _steps_per_episode(given)
         if steps is None:
-            draft.remark("steps of an episode follow from sample_per_episode and train_global_batch_size")
-        else:
-            draft.set(path, value * steps)
-            draft.remark(f"{steps} step(s) an episode")
+            return Fate(remark="steps of an episode follow from sample_per_episode and train_global_batch_size")
+        return Fate({path: value * steps}, f"{steps} step(s) an episode")
 
-    return Rule(int, f"-> {path}, in steps of an episode", act)
+    return becomes(int, path, by=by, note=", in steps of an episode")
 
 
-def _samples(draft: Draft, value: int) -> None:
-    if _steps_per_episode(draft) is None:
-        draft.remark("steps of an episode need train_global_batch_size as well")
-    else:
-        draft.remark(f"{_steps_per_episode(draft)} step(s) an episode", used=True)
+def _samples(_: int, given: Mapping) -> Fate:
+    steps = _steps_per_episode(given)
+    if steps is None:
+        return Fate(remark="steps of an episode need train_global_batch_size as well")
+    return Fate(remark=f"{steps} step(s) an episode", used=True)
 
 
 def _trainer(role: str) -> dict[str, Rule]:
     keys = {
-        "load": becomes("model.path", str),
-        "trainable": Rule(bool, "-> train.mode", _trainable),
-        "num_gpu": Rule(int, "-> parallel.world_size", _num_gpu),
-        "gpu_per_process": only(int, [1], "one GPU a rank", "a rank has one GPU; set gpu_per_process: 1"),
-        "fsdp_size": becomes("parallel.fsdp_size", int),
-        "ulysses_sequence_parallel_size": becomes("parallel.sequence_parallel", int),
-        "packing": becomes("data.packing", bool),
-        "max_token_in_packing": Rule(int, "-> data.max_tokens", _max_tokens),
-        "meta_init": becomes("model.load", bool, lambda value: "rows" if value else "whole"),
-        "groupgemm": becomes("model.grouped_gemm", bool),
-        "gradient_checkpointing": becomes("train.activation_checkpointing", bool),
-        "generation_batch_size": becomes("train.eval_batch_size", int),
-        "optimizer.lr": becomes("optimizer.lr", float),
-        "optimizer.clip_grad": Rule(float, "-> train.clip; 0 does not clip", _clip),
-        "optimizer.weight_decay": becomes("optimizer.weight_decay", float),
-        "save_hf": Rule(bool, "no effect: fsdp2x export does it", _save_hf),
+        "load": becomes(str, "model.path"),
+        "trainable": becomes(bool, "train.mode", by={True: "train", False: "evaluate"}),
+        "num_gpu": becomes(int, "parallel.world_size", remark="torchrun starts the ranks"),
+        "gpu_per_process": only(int, 1, "one GPU a rank", "a rank has one GPU; set gpu_per_process: 1"),
+        "fsdp_size": becomes(int, "parallel.fsdp_size"),
+        "ulysses_sequence_parallel_size": becomes(int, "parallel.sequence_parallel"),
+        "packing": becomes(bool, "data.packing"),
+        "max_token_in_packing": becomes(int, "data.max_tokens", by=_max_tokens),
+        "meta_init": becomes(bool, "model.load", by={True: "rows", False: "whole"}),
+        "groupgemm": becomes(bool, "model.grouped_gemm"),
+        "gradient_checkpointing": becomes(bool, "train.activation_checkpointing"),
+        "generation_batch_size": becomes(int, "train.eval_batch_size"),
+        "optimizer.lr": becomes(float, "optimizer.lr"),
+        "optimizer.clip_grad": becomes(float, "train.clip", by={0: None}, note="; 0 does not clip"),
+        "optimizer.weight_decay": becomes(float, "optimizer.weight_decay"),
+        "save_hf": Rule(
+            bool,
+            note="no effect: fsdp2x export does it",
+            remark="`fsdp2x export CHECKPOINT FOLDER` writes HuggingFace folders",
+        ),
         "use_expandable_segments": no_effect("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead", bool),
     }
     keys |= {
@@ -127,59 +104,58 @@ KEYS: dict[str, Rule] = {
         f"models.reward.{name}": no_effect(_REINFORCEMENT, int)
         for name in ("num_cpu", "cpu_per_process", "generation_batch_size")
     },
-    "runtime_args.train_backend": only(str, ["fsdp"], "the only one", "only fsdp is trained here"),
+    "runtime_args.train_backend": only(str, "fsdp", "the only one", "only fsdp is trained here"),
     "runtime_args.exp_name": no_effect("a run is known by its output folder; wandb_name names it there", str),
     "runtime_args.colocation": no_effect(_REINFORCEMENT, list[str]),
-    "runtime_args.output_dir": becomes("logging.output", str),
-    "runtime_args.data_path": becomes("data.files", list[str]),
+    "runtime_args.output_dir": becomes(str, "logging.output"),
+    "runtime_args.data_path": becomes(list[str], "data.files"),
     "runtime_args.eval_data_path": no_effect("held-out text is a part of data_path (data.held_out)", str),
     "runtime_args.data_checkpoint_path": no_effect("the place in the data is part of each checkpoint", str),
     "runtime_args.num_episode": _episodes("train.steps"),
-    "runtime_args.sample_per_episode": Rule(int, "makes num_episode steps", _samples),
-    "runtime_args.train_micro_batch_size": becomes("train.batch_size", int),
-    "runtime_args.train_global_batch_size": becomes("train.global_batch_size", int),
+    "runtime_args.sample_per_episode": Rule(int, by=_samples, note="makes num_episode steps"),
+    "runtime_args.train_micro_batch_size": becomes(int, "train.batch_size"),
+    "runtime_args.train_global_batch_size": becomes(int, "train.global_batch_size"),
     "runtime_args.save_episode_interval": _episodes("checkpoint.save_every"),
     "runtime_args.eval_episode_interval": _episodes("train.eval_every"),
     "runtime_args.enable_eval_before_training": no_effect("evaluation is every train.eval_every steps", bool),
-    "runtime_args.data_shuffle": becomes("data.shuffle", bool),
+    "runtime_args.data_shuffle": becomes(bool, "data.shuffle"),
     "runtime_args.data_rerank": no_effect(_REINFORCEMENT, bool),
     "runtime_args.max_replay_episode": no_effect(_REINFORCEMENT, int),
-    "runtime_args.log_args_dict.log_dir": becomes("logging.output", str),
-    "runtime_args.log_args_dict.enable_wandb": becomes("logging.wandb", bool),
-    "runtime_args.log_args_dict.wandb_project": _wandb("project"),
-    "runtime_args.log_args_dict.wandb_dir": _wandb("dir"),
-    "runtime_args.log_args_dict.wandb_name": _wandb("name"),
-    "runtime_args.log_args_dict.wandb_id": _wandb("id"),
-    "runtime_args.log_args_dict.wandb_resume": _wandb("resume"),
+    "runtime_args.log_args_dict.log_dir": becomes(str, "logging.output"),
+    "runtime_args.log_args_dict.enable_wandb": becomes(bool, "logging.wandb"),
+    **{
+        f"runtime_args.log_args_dict.wandb_{name}": becomes(str | None, f"logging.wandb_options.{name}")
+        for name in ("project", "dir", "name", "id", "resume")
+    },
 }
 
 
-def owns(key: str, value: Any) -> bool:
-    return key in ("models", "runtime_args")
-
-
-def read(settings: Mapping, role: str | None) -> list[ForeignSetting]:
+def _read(settings: Mapping, role: str | None) -> list[ForeignKey]:
     role = role or "policy_trainer"
     if role not in ROLES:
         raise ConfigError(f"role={role}: expected one of {', '.join(ROLES)}")
-    items = []
-    for key, value in settings.items():
-        for leaf in leaves(key, key, value, KEYS):
-            other = any(leaf.canonical.startswith(f"models.{name}.") for name in ROLES if name != role)
-            inert = f"this run is the model {role}" if other else ""
-            if key not in ("models", "runtime_args"):
-                raise ConfigError(unknown(leaf.canonical, leaf.shown, KEYS, TITLE))
-            items.append(ForeignSetting(leaf.canonical, leaf.shown, leaf.value, inert))
-    return items
+    inert = tuple(f"models.{name}." for name in ROLES if name != role)
+    return [
+        leaf._replace(inert=f"this run is the model {role}") if leaf.canonical.startswith(inert) else leaf
+        for key, value in settings.items()
+        for leaf in leaves(key, key, value, KEYS)
+    ]
 
 
-def finish(draft: Draft) -> None:
-    if any(key.startswith("models.") and not key.startswith("models.policy.") for key in draft.values):
-        if draft.get("train.mode") == "evaluate":
-            draft.imply("(precision)", "model.dtype", "bfloat16", "nothing is trained")
-            draft.imply("(mode)", "data.held_out", 0.0, "the loss is that of all text")
-        else:
-            draft.imply("(precision)", "parallel.param_dtype", "bfloat16", "of computation; parameters are float32")
-            draft.imply("(precision)", "parallel.reduce_dtype", "float32", "of sums of gradients")
-    if draft.get("train.batch_size") and draft.get("train.global_batch_size") is None:
-        draft.imply("(batch)", "train.accumulation", 1, "train_global_batch_size is not given")
+def _trains(draft: Draft) -> bool:
+    names = (key for key in draft.given if key.startswith("models.") and not key.startswith("models.policy."))
+    return any(names) and not evaluates(draft)
+
+
+def _lacks_whole_batch(draft: Draft) -> bool:
+    return bool(draft.settings.get("train.batch_size")) and draft.settings.get("train.global_batch_size") is None
+
+
+IMPLIED = (
+    Implied("(precision)", "model.dtype", "bfloat16", "nothing is trained", evaluates),
+    ALL_TEXT,
+    Implied("(precision)", "parallel.param_dtype", "bfloat16", "of computation; parameters are float32", _trains),
+    Implied("(precision)", "parallel.reduce_dtype", "float32", "of sums of gradients", _trains),
+    Implied("(batch)", "train.accumulation", 1, "train_global_batch_size is not given", _lacks_whole_batch),
+)
+NESTED = Dialect("nested", TITLE, KEYS, lambda key, _: key in ("models", "runtime_args"), _read, IMPLIED)
