@@ -14,7 +14,7 @@ from fsdp2x.train.parse import known_keys
 
 ROWS = [(dialect, key) for dialect in DIALECTS for key in dialect.keys]
 SAMPLES = {
-    bool: [True, False], int: [2, 0], float: [0.5, 0.0], type(None): [None], Any: [[0, 1], "list(range(0,4))", "x"],
+    bool: [True, False], int: [2, 1, 0], float: [0.5, 0.0], type(None): [None], Any: [[0, 1], "list(range(0,4))", "x"],
     str: ["bf16", "fsdp", ""],
 }  # fmt: skip
 
@@ -45,7 +45,8 @@ def companions(dialect: Dialect) -> dict[str, Any]:
     for key, rule in dialect.keys.items():
         for value in samples(rule.kind)[:1]:
             try:
-                translate(nested({**file, key: value}))
+                for role in [(), ["role=ref_policy"]] if dialect.name == "nested" else [()]:
+                    translate(nested({**file, key: value}), role)
             except ConfigError:
                 continue
             file[key] = value
@@ -58,10 +59,13 @@ def wrongs_of(dialect: Dialect, key: str, beside: dict[str, Any]) -> Iterator[st
     for path in rule.to:
         if path not in known_keys() and path.rpartition(".")[0] not in known_keys():
             yield f"{key}: {path} is no setting of ours"
-    for value in samples(rule.kind):
-        for file in ({key: value}, {**beside, key: value}, {**nothing_of(rule, dialect, beside), key: value}):
+    for others in ({}, beside, nothing_of(rule, dialect, beside)):
+        for value in samples(rule.kind) if not fates or set(rule.to) - reached else ():
+            file = {**others, key: value}
             try:
-                translation = translate(nested(file))
+                translation = translate(
+                    nested(file), ["role=ref_policy"] if key.startswith("models.ref_policy.") else ()
+                )
             except ConfigError as error:
                 if not str(error).startswith(f"{key}: ") and "it means" not in str(error):
                     yield f"{key}={value!r} is refused without its name: {error}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -147,6 +148,7 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     raise ConfigError(_mismatch(path, value, kind))
 
 
+@functools.cache
 def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, dataclasses.Field]:
     """Dotted path of every setting -> its dataclass field (type, default and `metadata['help']`)."""
     keys: dict[str, dataclasses.Field] = {}
