@@ -263,6 +263,8 @@ class Receiver:
         self._files: list[MappedFile] = []
         self._next, self._is_finished = None, False
         self._session, self._version_of = "", ""  # of the trainers that are connected, and of those that committed
+        self._num_ends = 0  # of pushes, and of trainers' visits
+        self._heard_at = 0.0  # when the last request was answered
         self._connection: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -311,9 +313,28 @@ class Receiver:
             elif self._listener in ready:
                 self._accept()
 
+    def receive(self, contact_s: float) -> dict[str, Any]:
+        """One push from its beginning to its end, for engines that are told when one comes.
+
+        Returns:
+            ``status``: "clean" with the version that was committed, or "torn". What failed here has ended when the
+            trainer has said so, or has left.
+
+        Raises:
+            WireError: no push begins in ``contact_s`` seconds.
+        """
+        if self._connection is not None and is_closed(self._connection):
+            self.release("the trainer has left")
+        deadline, num_ends, self._heard_at = time.monotonic() + contact_s, self._num_ends, 0.0
+        while self._num_ends == num_ends:
+            if time.monotonic() > max(deadline, self._heard_at + self._timeout_s):
+                raise WireError(f"no trainer has begun a push at {self.address!r} in {contact_s:.0f} s")
+            self.poll(0.02)
+        return self.status
+
     def close(self) -> None:
         """Lets go of the socket and the trainers' memory."""
-        self._drop("the engine was closed")
+        self.release("the engine was closed")
         self._listener.close()
         if not self.address.startswith("@"):
             with contextlib.suppress(FileNotFoundError):
@@ -339,7 +360,7 @@ class Receiver:
                 try:
                     kind, body, files = receive_frame(self._connection, time.monotonic() + self._timeout_s)
                 except WireError as error:
-                    self._drop(str(error))
+                    self.release(str(error))
                     return None
                 if kind in ("begin", "abort"):
                     held.enter_context(self._weights)
@@ -348,7 +369,7 @@ class Receiver:
                     deadline = time.monotonic() + self._timeout_s
                     send_frame(self._connection, _ANSWER, {**self.status, **answer}, deadline)
                 except WireError as error:
-                    self._drop(str(error))
+                    self.release(str(error))
                 if self._state != "open" or self._connection is None:
                     return self._version if kind == "commit" and answer["ok"] else None
 
@@ -363,9 +384,10 @@ class Receiver:
                 # After a bad bucket the trainers finish their gathers, and then abort: until then nobody generates.
                 self._reason = self._reason or text
                 if kind != "bucket":
-                    self._tear(text)
+                    self.tear(text)
             return {"ok": False, "error": text}
         finally:
+            self._heard_at = time.monotonic()
             close_files(files)
 
     def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
@@ -431,14 +453,16 @@ class Receiver:
         if self._state != "open" or not self._is_finished or body["version"] != self._next:
             raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
         self._state, self._version, self._version_of = "clean", body["version"], self._session
+        self._num_ends += 1
 
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
-        self._tear(body["reason"])
+        self.tear(body["reason"])
+        self._num_ends += 1
 
     # ends
 
-    def _tear(self, reason: str) -> None:
-        """The push that is under way, or has just been committed, has failed."""
+    def tear(self, reason: str) -> None:
+        """The push that is under way, or has been committed, has failed: the weights are not those of one version."""
         if self._state != "torn" and hasattr(self._sink, "abort"):
             try:
                 self._sink.abort(reason)
@@ -446,14 +470,15 @@ class Receiver:
                 reason = f"{reason}; and then abort raised {type(error).__name__}: {error}"
         self._state, self._reason = "torn", self._reason or reason
 
-    def _drop(self, reason: str) -> None:
-        """Ends the connection; a push that is under way is torn."""
+    def release(self, reason: str) -> None:
+        """Lets go of the trainer, and of its memory; a push that is under way is torn."""
         if self._state == "open":
-            self._tear(f"the trainer is gone in the middle of a push: {reason}")
+            self.tear(f"the trainer is gone in the middle of a push: {reason}")
         self._layout, self._files = [], []
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+            self._num_ends += 1
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,0 +1,190 @@
+"""What ``fsdp2x.sync.Vllm`` talks to in vLLM: a worker extension that takes weights by vLLM's own reload.
+
+    vllm serve MODEL --worker-extension-cls fsdp2x.sync.vllm_worker.Fsdp2xWorker      with VLLM_SERVER_DEV_MODE=1
+    LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
+
+This file and ``engine.py`` need torch, the standard library, and vLLM: where fsdp2x is not installed, copy both into a
+folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. Written after the code of vLLM 0.32.0. ``LayerwiseReload`` was run with that release's
+own reload on stand-in layers; nothing here was run in a whole vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+if __package__:
+    from .engine import Receiver
+else:
+    from engine import Receiver
+
+
+def place_of_process() -> list[str]:
+    """The same for processes that reach each other's sockets: the host's boot, and the network's namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return [file.read().strip(), os.readlink("/proc/self/ns/net")]
+
+
+def _as_value(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Errors become answers: with several workers vLLM would hand the others' answers to whoever calls next."""
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: Any) -> dict[str, Any]:
+        try:
+            return {"ok": True, **method(self, *args)}
+        except Exception as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+class Fsdp2xWorker:
+    """Methods that vLLM adds to its workers, for ``collective_rpc``; none of them raises."""
+
+    @_as_value
+    def fsdp2x_listen(self) -> dict[str, Any]:
+        """Opens this worker's receiver, once; where it listens, and what it holds."""
+        if not hasattr(self, "fsdp2x_receiver"):
+            self.fsdp2x_reload = LayerwiseReload(self)
+            address = f"@fsdp2x-vllm-{os.getpid()}-{secrets.token_hex(8)}"
+            self.fsdp2x_receiver = Receiver(address, self.fsdp2x_reload)
+        receiver = self.fsdp2x_receiver
+        return {**receiver.status, "address": receiver.address, "place": place_of_process()}
+
+    @_as_value
+    def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:
+        """Takes one push, to its commit or its end; ``covers_all``: parameters that it leaves out are an error."""
+        self.fsdp2x_reload.covers_all = covers_all
+        return self.fsdp2x_receiver.receive(contact_s)
+
+    @_as_value
+    def fsdp2x_tear(self, reason: str) -> dict[str, Any]:
+        """What followed a push has failed."""
+        self.fsdp2x_receiver.tear(reason)
+        return self.fsdp2x_receiver.status
+
+    @_as_value
+    def fsdp2x_release(self) -> dict[str, Any]:
+        """Lets go of the trainers' memory."""
+        self.fsdp2x_receiver.release("the trainer's session was closed")
+        return self.fsdp2x_receiver.status
+
+
+class LayerwiseReload:
+    """The sink of a worker's receiver: vLLM's reload by layers, which repacks each layer once per push.
+
+    vLLM keeps what it is given until a layer is complete, and padded layers until the end, so that the receiver hands
+    out copies. A push that fails leaves layers without memory, and tensors that the next one would stumble over:
+    ``abort`` empties these layers and lets vLLM put its old tensors back.
+    """
+
+    keeps_tensors = True
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.covers_all = True
+        self._is_open = False
+        self._kernels: list[tuple[Any, Any]] = []  # of experts on the CPU: (method, the kernel that it had)
+
+    def start(self, mode: str) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with self._model() as model:
+            self._is_open = True
+            if torch.device(self._worker.device).type == "cpu":
+                self._forget_kernels(model)
+            initialize_layerwise_reload(model)
+
+    def load(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with self._model() as model, disable_mtp_completeness_check():
+            model.load_weights(items)
+
+    def finish(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._model() as model:
+            missing = _left_out(model) if self.covers_all else []
+            if missing:
+                raise ValueError(
+                    f"the push has nothing for {len(missing)} of this engine's layers, such as {missing[0]!r}: they "
+                    "would keep what they hold. Push all parameters, or say Vllm(..., partial=True)"
+                )
+            finalize_layerwise_reload(model, self._worker.model_config)
+            self._recall_kernels()
+            if torch.device(self._worker.device).type != "cpu":
+                torch.accelerator.synchronize()
+        self._is_open = False
+        self._worker.model_runner.reset_lora_state()  # as vLLM's own finish_weight_update does
+
+    def abort(self, reason: str) -> None:
+        if not self._is_open:
+            return
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        self._is_open = False
+        with self._model() as model:
+            for layer in model.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
+            try:
+                finalize_layerwise_reload(model, self._worker.model_config)
+            finally:
+                self._recall_kernels()
+
+    # Experts on the CPU are prepacked where a layer has no kernel, and silently not again: without a kernel the path of
+    # the first load is taken.
+
+    def _forget_kernels(self, model: torch.nn.Module) -> None:
+        methods = {id(m): m for m in (getattr(layer, "quant_method", None) for layer in model.modules())}.values()
+        for method in methods:
+            if getattr(method, "moe_kernel", None) is not None:
+                self._kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
+
+    def _recall_kernels(self) -> None:
+        """Layers that were not loaded hold what they held, and need the kernel that they had."""
+        while self._kernels:
+            method, kernel = self._kernels.pop()
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+    @contextlib.contextmanager
+    def _model(self) -> Iterator[torch.nn.Module]:
+        from vllm.config import set_current_vllm_config
+
+        device = torch.device(self._worker.device)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)  # of this thread, which may not be the worker's own
+        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+            yield self._worker.get_model()
+
+
+def _left_out(model: torch.nn.Module) -> list[str]:
+    """Layers that hold parameters, none of which came, nor belongs to a layer that got its own."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded: set[int] = set()
+    waiting: list[tuple[str, set[int]]] = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():  # complete: vLLM has put the tensors that it runs with back
+            loaded.update(id(param) for param in layer.parameters(recurse=False))
+            continue
+        held = {id(param) for param in info.kernel_tensors[0].values()}
+        if info.load_numel > 0:
+            loaded |= held
+        elif info.load_numel_total and info.restore_metadata[0] and not is_deferred_attention_layer(layer):
+            waiting.append((name, held))
+    return [name for name, held in waiting if not held or not held <= loaded]

@@ -1,0 +1,438 @@
+"""A vLLM for tests: the names, orders and traps of release 0.32.0, in threads of this process.
+
+`installed()` puts the modules that a worker extension imports where `import vllm` finds them. `Core` is an engine: its
+workers have a thread and queues each, as with tensor parallelism, and it does one thing at a time. `Llm` and `serving`
+are the ways in. Traps: tensors kept until a layer is complete, padded ones until the end, prepacked parameters, experts
+repacked without a kernel only, sessions that a bad tensor poisons, answers left behind by a worker that raised, a
+prefix cache that is not reset while requests hold it, partial wakes, weights that sleep drops.
+"""
+
+import contextlib
+import json
+import queue
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from torch import nn
+
+from fsdp2x.sync.vllm_worker import Fsdp2xWorker
+
+# ---- layers
+
+
+class Layer(nn.Module):
+    """`loads`: name in files -> the slice of `weight` that it fills. It runs with `packed`, not with `weight`."""
+
+    def __init__(self, shape, loads, has_packing=True):
+        super().__init__()
+        self.shape, self.loads, self.has_packing = shape, loads, has_packing
+        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        self.info = SimpleNamespace(restore_metadata=({"weight": torch.empty(shape, device="meta")}, {}))
+        self.info.reset = self.reset
+        self.info.can_load = lambda: self.info.load_numel_total is not None
+        self.reset()
+        self.process()
+
+    def reset(self):
+        self.info.loaded_weights, self.info.load_numel, self.info.load_numel_total = [], 0, None
+        self.info.kernel_tensors = None
+
+    def process(self):
+        """What follows a load: repacks, and leaves the parameter without elements."""
+        if self.has_packing:
+            self.packed = self.weight.detach().t().clone()
+            self.weight.data = torch.empty(0)
+
+    def value(self):
+        assert not self.weight.is_meta, "a layer without memory runs"
+        return self.packed.t() if self.has_packing else self.weight.detach()
+
+    def start(self):
+        if not self.info.can_load():
+            self.info.kernel_tensors = ({"weight": self.weight}, {})
+            self.weight = nn.Parameter(torch.empty(self.shape, device="meta"), requires_grad=False)
+            self.info.load_numel_total = self.weight.numel()
+
+    def load(self, name, tensor, rank):
+        target = self.loads[name]
+        if not self.info.can_load():
+            if self.weight.numel() != torch.Size(self.shape).numel():
+                raise ValueError(f"load weight {list(tensor.shape)} into parameter [0]")
+            return  # complete already: vLLM ignores what comes on top
+        self.info.loaded_weights.append((name, tensor))
+        part = target(torch.empty(self.shape, device="meta"))
+        self.require_fit(tensor, part)
+        self.info.load_numel += part.numel()
+        if self.info.load_numel >= self.info.load_numel_total:
+            self.complete(rank)
+
+    @staticmethod
+    def num_parts(tensor, part):
+        return max(1, tensor.shape[0] // max(1, part.shape[0]))
+
+    def require_fit(self, tensor, part):
+        if tensor.chunk(self.num_parts(tensor, part))[0].shape != part.shape:
+            raise ValueError(f"Attempted to load weight ({tensor.shape}) into parameter ({part.shape})")
+
+    def complete(self, rank):
+        held = self.info.kernel_tensors[0]["weight"]
+        fresh = torch.zeros(self.shape)
+        for name, tensor in self.info.loaded_weights:
+            part = self.loads[name](fresh)
+            self.require_fit(tensor, part)
+            part.copy_(tensor.chunk(self.num_parts(tensor, part))[rank % self.num_parts(tensor, part)])
+        self.weight = held
+        held.data = fresh
+        self.process()
+        self.reset()
+
+    def finish(self, rank):
+        if self.info.can_load():
+            if self.info.load_numel > 0:
+                self.complete(rank)
+            else:
+                self.weight = self.info.kernel_tensors[0]["weight"]
+                self.reset()
+
+
+class Experts(Layer):
+    """Prepacked where its method has no kernel; else what comes is copied as it is into packed storage."""
+
+    def __init__(self, shape, loads):
+        self.quant_method = SimpleNamespace(moe_kernel=None)
+        super().__init__(shape, loads)
+
+    def process(self):
+        if self.quant_method.moe_kernel is None:
+            self.packed = self.weight.detach().transpose(1, 2).contiguous()
+            self.quant_method.moe_kernel = object()
+        else:
+            self.packed = self.weight.detach().clone().reshape(self.packed.shape)
+        self.weight.data = torch.empty(0)
+
+    def value(self):
+        assert self.quant_method.moe_kernel is not None, "experts without a kernel run"
+        assert not self.weight.is_meta, "a layer without memory runs"
+        return self.packed.transpose(1, 2)
+
+
+def whole(tensor):
+    return tensor
+
+
+class Model(nn.Module):
+    """embed (padded to 16 rows), per layer a fused qkv (cut over ranks), norm, and experts; `bad`: raises once."""
+
+    def __init__(self, rank, world, num_layers=2, width=8, num_experts=2):
+        super().__init__()
+        self.rank, self.bad = rank, None
+        rows = width // world
+        layers = {"embed": Layer((16, width), {"embed.weight": lambda t: t[:10]})}
+        for i in range(num_layers):
+            qkv = {f"layers.{i}.{n}.weight": (lambda t, k=k: t[k * rows : (k + 1) * rows]) for k, n in enumerate("qkv")}
+            layers[f"qkv{i}"] = Layer((3 * rows, width), qkv)
+            layers[f"norm{i}"] = Layer((width,), {f"layers.{i}.norm.weight": whole}, has_packing=False)
+            experts = {f"layers.{i}.experts.{e}.weight": (lambda t, e=e: t[e]) for e in range(num_experts)}
+            layers[f"experts{i}"] = Experts((num_experts, 4, width), experts)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.attention = nn.Module()
+        self.attention.info = SimpleNamespace(
+            restore_metadata=({"k_scale": torch.empty(1, device="meta")}, {}),
+            load_numel=0,
+            load_numel_total=1,
+            kernel_tensors=({}, {}),
+            loaded_weights=[],
+            can_load=lambda: True,
+            reset=lambda: None,
+        )
+
+    def load_weights(self, items):
+        for name, tensor in items:
+            layer = next((layer for layer in self.children() if name in getattr(layer, "loads", ())), None)
+            if layer is None:
+                raise ValueError(f"There is no module or parameter named {name!r}")
+            if name == self.bad:
+                self.bad, tensor = None, tensor[:1]
+            layer.load(name, tensor, self.rank)
+
+    def values(self):
+        """What it runs with, under the names in files, cut as this rank holds it."""
+        return {
+            name: part(layer.value()).clone()
+            for layer in self.children()
+            if isinstance(layer, Layer)
+            for name, part in layer.loads.items()
+        }
+
+
+@contextlib.contextmanager
+def installed():
+    def initialize(model):
+        for layer in model.children():
+            if isinstance(layer, Layer):
+                layer.start()
+
+    def finalize(model, config):
+        assert config == "model config"
+        for layer in model.children():
+            if isinstance(layer, Layer):
+                layer.finish(model.rank)
+
+    nothing = SimpleNamespace(
+        restore_metadata=({}, {}),
+        kernel_tensors=({}, {}),
+        load_numel=0,
+        load_numel_total=0,
+        loaded_weights=[],
+        can_load=lambda: True,
+    )
+    content = {
+        "vllm": {},
+        "vllm.config": {"set_current_vllm_config": contextlib.nullcontext},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {
+            "is_deferred_attention_layer": lambda layer: "k_scale" in layer.info.restore_metadata[0]
+        },
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.mtp_validation": {"disable_mtp_completeness_check": contextlib.nullcontext},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": initialize,
+            "finalize_layerwise_reload": finalize,
+        },
+        "vllm.model_executor.model_loader.reload.layerwise": {
+            "get_layerwise_info": lambda layer: getattr(layer, "info", nothing)
+        },
+    }
+    before = {name: sys.modules.get(name) for name in content}
+    for name, names in content.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(names)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+# ---- workers and the engine's core
+
+
+class Worker(Fsdp2xWorker):
+    device = torch.device("cpu")
+    vllm_config, model_config = "vllm config", "model config"
+
+    def __init__(self, rank, world):
+        self.model, self.lora_resets = Model(rank, world), 0
+        self.model_runner = self
+
+    def reset_lora_state(self):
+        self.lora_resets += 1
+
+    def get_model(self):
+        return self.model
+
+    def drop(self):
+        for layer in self.model.children():
+            if isinstance(layer, Layer):
+                (layer.packed if hasattr(layer, "packed") else layer.weight.data).fill_(7)
+
+
+class Core:
+    """An engine, with as many workers as `world`; `events`: what was asked of it, in order."""
+
+    def __init__(self, world=1, extension="fsdp2x.sync.vllm_worker.Fsdp2xWorker"):
+        self.workers = [Worker(rank, world) for rank in range(world)]
+        self.events, self.busy, self.broken = [], threading.Lock(), {}
+        self.mode, self.asleep, self.version, self.cache_of = None, set(), "default", None
+        self.running, self.world_size, self.extension = [], world, extension
+        self.requests, self.replies = [queue.Queue() for _ in range(world)], [queue.Queue() for _ in range(world)]
+        for rank in range(world):
+            threading.Thread(target=self._work, args=(rank,), daemon=True).start()
+
+    def _work(self, rank):
+        while (request := self.requests[rank].get()) is not None:
+            try:
+                method, args = request
+                self.replies[rank].put((True, getattr(self.workers[rank], method)(*args)))
+            except Exception as error:
+                self.replies[rank].put((False, repr(error)))
+
+    def stop(self):
+        for rank, requests in enumerate(self.requests):
+            requests.put(None)
+            if hasattr(self.workers[rank], "fsdp2x_receiver"):
+                self.workers[rank].fsdp2x_receiver.close()
+
+    def ask(self, name, *args):
+        """One request at a time, in the order in which they come."""
+        with self.busy:
+            self.events.append((name, *args) if name != "collective_rpc" else args[0])
+            if name in self.broken:
+                raise RuntimeError(self.broken.pop(name))
+            return getattr(self, f"on_{name}")(*args)
+
+    def on_collective_rpc(self, method, args):
+        assert "weights" not in self.asleep or "receive" not in method, "weights that sleep are written"
+        for requests in self.requests:
+            requests.put((method, args))
+        answers = []
+        for replies in self.replies:  # the first that failed raises, and leaves the others' replies behind
+            is_well, answer = replies.get()
+            if not is_well:
+                raise RuntimeError(f"Worker failed with error {answer!r}")
+            answers.append(answer)
+        return answers
+
+    def on_pause(self, mode):
+        self.mode = mode
+        if mode != "keep":
+            self.running.clear()
+            self.cache_of = None
+
+    def on_resume(self):
+        assert not self.asleep, "an engine resumes without its memory"
+        self.mode = None
+
+    def on_sleep(self, level):
+        self.on_pause("abort")
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            for worker in self.workers:
+                worker.drop()
+
+    def on_wake_up(self, tags):
+        self.asleep -= set(tags)
+        if not self.asleep:
+            self.mode = None
+        return not self.asleep
+
+    def on_is_sleeping(self):
+        return self.mode is not None or bool(self.asleep)
+
+    def on_reset_prefix_cache(self, reset_running_requests=False):
+        if self.running and not reset_running_requests:
+            return False
+        self.cache_of = None
+        return True
+
+    def on_reset_encoder_cache(self):
+        pass
+
+    def on_set_weight_version(self, version):
+        self.version = version
+
+    def generate(self, keeps=False):
+        """(label of the weights, label of those that the cache was computed with) that a request is answered with."""
+        assert self.mode is None and not self.asleep, "it is paused or asleep"
+        for worker in self.workers:
+            worker.model.values()
+        if keeps:
+            self.running.append(object())
+        self.cache_of = self.cache_of or self.version
+        return self.version, self.cache_of
+
+
+class Llm:
+    def __init__(self, core):
+        self._core = core
+        config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=core.extension))
+        self.llm_engine = SimpleNamespace(
+            vllm_config=config,
+            is_sleeping=lambda: core.ask("is_sleeping"),
+            reset_encoder_cache=lambda: core.ask("reset_encoder_cache"),
+        )
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return self._core.ask("collective_rpc", method, args)
+
+    def sleep(self, level=1, mode="abort"):
+        return self._core.ask("sleep", level)
+
+    def wake_up(self, tags=None):
+        return self._core.ask("wake_up", tags)
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self._core.ask("reset_prefix_cache", reset_running_requests)
+
+    def update_weight_version(self, new_version):
+        self._core.ask("set_weight_version", new_version)
+
+
+@contextlib.contextmanager
+def serving(core, has_dev_routes=True):
+    """The address of a server in front of `core`."""
+
+    def answer(method, path, query, body):
+        def one(name, default):
+            return query.get(name, [default])[0]
+
+        match method, path:
+            case "GET", "/server_info":
+                return {"vllm_config": {"parallel_config": {"worker_extension_cls": core.extension}}}
+            case "GET", "/get_world_size":
+                return {"world_size": core.world_size}
+            case "GET", "/is_sleeping":
+                return {"is_sleeping": core.ask("is_sleeping")}
+            case "POST", "/collective_rpc":
+                results = core.ask("collective_rpc", body["method"], tuple(body.get("args", [])))
+                return {"results": [r if isinstance(r, dict | list) else str(r) for r in results]}
+            case "POST", "/pause":
+                return {"status": core.ask("pause", one("mode", "abort")) or "paused"}
+            case "POST", "/resume":
+                return {"status": core.ask("resume") or "resumed"}
+            case "POST", "/sleep":
+                return {"status": core.ask("sleep", int(one("level", "1"))) or "sleeping"}
+            case "POST", "/wake_up":
+                return {"status": "awake" if core.ask("wake_up", query.get("tags")) else "sleeping"}
+            case "POST", "/reset_prefix_cache":
+                running = one("reset_running_requests", "false") == "true"
+                return {"success": core.ask("reset_prefix_cache", running)}
+            case "POST", "/reset_encoder_cache":
+                return core.ask("reset_encoder_cache")
+            case "POST", "/update_weight_version":
+                return {"success": core.ask("set_weight_version", body["new_version"]) is None}
+        return None
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self):
+            url = urlsplit(self.path)
+            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                known = has_dev_routes or url.path == "/health"
+                content = (
+                    answer(self.command, url.path, parse_qs(url.query), json.loads(text or b"{}")) if known else None
+                )
+                is_empty = known and url.path == "/reset_encoder_cache"
+                status = 200 if content is not None or is_empty else 404
+                data = b"" if is_empty else json.dumps(content).encode()
+            except Exception as error:
+                status, data = 500, json.dumps({"error": {"message": str(error)}}).encode()
+            with contextlib.suppress(OSError):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        do_GET = do_POST = handle_any
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(30)
