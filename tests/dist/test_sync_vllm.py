@@ -269,6 +269,26 @@ def test_control_that_fails(ctx, broken):
 
 
 @distributed(world_sizes=(2,))
+def test_a_commit_that_one_worker_refuses(ctx):
+    """The other has committed and listens no more; it is torn all the same, and nobody waits for it."""
+    model = make_model(ctx)
+    with engine(ctx, "server", 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
+        sync.push(version=0)
+        receivers = [worker.fsdp2x_receiver for worker in core.workers] if core is not None else []
+        if core is not None:
+            receivers[1]._on_commit = lambda body, files: 1 / 0
+        with pytest.raises(SyncError, match="ZeroDivisionError") as caught:
+            sync.push(version=1)
+        assert caught.value.phase == "commit"
+        assert [one.status["state"] for one in receivers] == ["torn"] * len(receivers)
+        if core is not None:
+            assert core.mode == "keep" and core.version == "0"
+            del receivers[1]._on_commit
+        sync.push(version=2)
+        holds(model, core)
+
+
+@distributed(world_sizes=(2,))
 def test_a_cache_that_is_not_reset(ctx):
     model = make_model(ctx)
     with engine(ctx, "server") as (target, core), fsdp2x.sync.connect(model, target) as sync:

@@ -1,12 +1,17 @@
 """The engine's side of pushes, spoken to by hand: what it takes, what it refuses, what it survives."""
 
 import ast
+import contextlib
+import importlib
 import os
 import random
+import shutil
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +238,64 @@ def test_a_socket_with_a_path_is_removed(tmp_path):
     assert os.path.exists(path)
     receiver.close()
     assert not os.path.exists(path)
+
+
+@contextlib.contextmanager
+def one_call(sink, contact_s=20.0):
+    """(receiver, future of a call that lasts one push)."""
+    receiver = Receiver(new_address(), sink)
+    with ThreadPoolExecutor(1) as pool:
+        yield receiver, pool.submit(receiver.receive, contact_s)
+    receiver.close()
+
+
+def test_a_call_lasts_one_push():
+    with one_call(Store()) as (receiver, call), Client(receiver.address) as client:
+        client.introduce()
+        assert client.push(3, 1.0, 2.0, 3.0, 4.0, 5.0) == [True] * 4
+        status = call.result(20)
+        assert (status["state"], status["version"]) == ("clean", 3)
+
+
+def test_a_call_waits_for_the_trainers_word():
+    """A push that fails here has ended when the trainer says so: what it says must find somebody who listens."""
+
+    class Failing(Store):
+        def finish(self):
+            raise ValueError("no room")
+
+    with one_call(Failing()) as (receiver, call), Client(receiver.address) as client:
+        client.introduce()
+        assert client.push(3, 1.0, 2.0, 3.0, 4.0, 5.0) == [True, True, False, False]
+        assert not wait([call], timeout=0.2).done
+        assert client.ask("abort", reason="one engine failed")["ok"]
+        assert call.result(20)["state"] == "torn"
+
+
+def test_a_call_ends_when_the_trainer_leaves_and_when_none_comes():
+    with one_call(Store()) as (receiver, call):
+        with Client(receiver.address) as client:
+            client.introduce()
+            assert client.ask("begin", mode="full", version=1, base=None)["ok"]
+        assert call.result(20)["state"] == "torn"
+    with one_call(Store(), contact_s=0.1) as (_, call):
+        with pytest.raises(WireError, match="no trainer has begun a push at .* in 0 s"):
+            call.result(20)
+
+
+def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):
+    folder = Path(engine.__file__).parent
+    for name in ("engine.py", "vllm_worker.py"):
+        shutil.copy(folder / name, tmp_path)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    worker_file = importlib.import_module("vllm_worker")
+    assert worker_file.Receiver is importlib.import_module("engine").Receiver is not Receiver
+    assert "import fsdp2x" not in (text := (tmp_path / "vllm_worker.py").read_text()) and "from fsdp2x" not in text
+    worker = worker_file.Fsdp2xWorker()
+    first, again = worker.fsdp2x_listen(), worker.fsdp2x_listen()
+    assert first == again and first["ok"] and first["state"] == "initial"
+    assert worker.fsdp2x_receive(True, 0.0)["error"].startswith("WireError: no trainer has begun")
+    worker.fsdp2x_receiver.close()
+    for name in ("engine", "vllm_worker"):
+        sys.modules.pop(name)

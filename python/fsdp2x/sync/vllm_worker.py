@@ -4,8 +4,8 @@
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
 This file and ``engine.py`` need torch, the standard library, and vLLM: where fsdp2x is not installed, copy both into a
-folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. Written after the code of vLLM 0.32.0. ``LayerwiseReload`` was run with that release's
-own reload on stand-in layers; nothing here was run in a whole vLLM.
+folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0.
+``LayerwiseReload`` was run with that release's own reload, on stand-in layers; nothing was run in a whole vLLM.
 """
 
 from __future__ import annotations
