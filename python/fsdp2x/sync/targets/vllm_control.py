@@ -19,7 +19,7 @@ class EngineControl:
     """One engine. ``timeout_s`` is how long it may take to answer; every method raises ``ControlError``."""
 
     name = ""
-    timeout_s: float | None = None
+    timeout_s = 300.0
 
     def require_ready(self) -> None:
         """The engine can be spoken to, and its workers have the extension."""
@@ -69,9 +69,7 @@ class ServerControl(EngineControl):
 
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         body = {"method": method, "args": list(args)}
-        results = self._ask("POST", "/collective_rpc", body=body, timeout_s=None if patient else self.timeout_s)[
-            "results"
-        ]
+        results = self._ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
         num_workers = self._ask("GET", "/get_world_size")["world_size"]
         if num_workers != len(results):
             raise ControlError(
@@ -110,13 +108,13 @@ class ServerControl(EngineControl):
         path: str,
         query: dict[str, Any] | None = None,
         body: dict[str, Any] | None = None,
-        timeout_s: float | None = -1.0,
+        patient: bool = False,
     ) -> dict[str, Any]:
         url = f"{self.name}{path}" + (f"?{urllib.parse.urlencode(query, doseq=True)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with self._opener.open(request, timeout=self.timeout_s if timeout_s == -1.0 else timeout_s) as response:
+            with self._opener.open(request, timeout=None if patient else self.timeout_s) as response:
                 text = response.read()
                 return json.loads(text) if text else {}
         except urllib.error.HTTPError as error:
