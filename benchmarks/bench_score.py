@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import os
 import sys
@@ -174,8 +175,8 @@ def run_case(case: Case, steps: int) -> dict:
 
     sides = SIDES if case.dtype != "float32" else tuple(side for side in SIDES if side != "logits_fp32")
     # This process's CPU time: one thread, so what else runs on the machine matters little.
-    clock = time.process_time
-    samples = harness.alternate({side: step_of(side) for side in sides}, warmup=1, count=steps, clock=clock)
+    timer = functools.partial(harness.PhaseTimer, clock=time.process_time)
+    samples = harness.alternate({side: step_of(side) for side in sides}, warmup=1, count=steps, make_timer=timer)
     # After the timing: with this allocator every large tensor is a fresh mapping.
     if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES) != 1:
         raise OSError("mallopt(M_MMAP_THRESHOLD) failed: freed memory would stay in the peak")

@@ -102,18 +102,18 @@ def alternate(
     count: int,
     *,
     before: Callable[[], None] = start_together,
-    clock: Callable[[], float] = time.perf_counter,
+    make_timer: Callable[[Samples, bool], PhaseTimer] = PhaseTimer,
 ) -> dict[str, Samples]:
     """Runs the steps of all implementations in turn, so that drift of the machine hits all alike.
 
-    ``before`` runs in front of each step; ``clock`` is its timer's.
+    ``before`` runs in front of each step, and ``make_timer`` makes its clock of where to and whether it counts.
     """
     samples = {name: Samples() for name in steps}
     for index in range(warmup + count):
         names = list(steps) if index % 2 == 0 else list(reversed(steps))
         for name in names:
             before()
-            timer = PhaseTimer(samples[name], index >= warmup, clock)
+            timer = make_timer(samples[name], index >= warmup)
             steps[name](timer)
             timer.stop()
     return samples
