@@ -119,6 +119,14 @@ class Stack(nn.Module):
 STACK_UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 
+def mixed_stack() -> Stack:
+    """Of two dtypes, and with a frozen parameter of bytes."""
+    model = Stack()
+    model.blocks[0].bfloat16()
+    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
+    return model
+
+
 class Twice(nn.Module):
     """One unit runs twice in a forward."""
 

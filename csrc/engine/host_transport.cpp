@@ -85,7 +85,7 @@ void HostTransport::begin_gather(Group& group) {
   try {
     post_rows(group);
   } catch (const std::bad_alloc& error) {
-    // The sequence has a number without a gather.
+    // Peers wait for a gather that this rank does not post.
     if (!group_) throw;
     group_->give_up("the all-gather of unit '" + group.name + "' failed (" + error.what() + ")");
   }

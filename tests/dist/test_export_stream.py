@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, build, tiny_lora, tiny_vlm
-from reference import same, shard
+from models import STACK_UNITS, Stack, build, mixed_stack, tiny_lora, tiny_vlm
+from reference import params, same, shard
 
 TRANSPORTS = ("shm", "process_group")
 
@@ -32,17 +32,11 @@ def collect(model, **options):
     return found
 
 
-def values(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 3, 4))
 def test_equals_the_unsharded_model(ctx, transport):
-    model = Stack()
-    model.blocks[0].bfloat16()
-    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
-    expected = values(model)
+    model = mixed_stack()
+    expected = params(model)
     shard(ctx, model, STACK_UNITS, ignored_params={model.norm.weight})
     for bucket_bytes in (100, 64 << 20):
         got = collect(model, names="model", transport=transport, bucket_bytes=bucket_bytes)
@@ -65,7 +59,7 @@ def test_names_and_layout_of_the_files(ctx, name):
     from transformers.core_model_loading import revert_weight_conversion
 
     model = tiny_vlm() if name == "vlm" else build(name)
-    expected = revert_weight_conversion(model, values(model))
+    expected = revert_weight_conversion(model, params(model))
     fused = [key for key in dict(model.named_parameters()) if "experts." in key]
     fsdp2x.fully_shard(model)
     got = collect(model, bucket_bytes=3000)
@@ -79,7 +73,7 @@ def test_names_and_layout_of_the_files(ctx, name):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(3,))
 def test_ranks_may_decline_to_receive(ctx, transport):
-    expected = values(Stack())
+    expected = params(Stack())
     model = shard(ctx, Stack(), STACK_UNITS)
     for receivers in ({0}, {1, 2}, set()):
         options = {"names": "model", "bucket_bytes": 300, "transport": transport, "receive": ctx.rank in receivers}
@@ -97,7 +91,7 @@ def test_ranks_may_decline_to_receive(ctx, transport):
 @distributed(world_sizes=(2,))
 def test_memory_is_used_again_and_writes_stay_with_their_rank(ctx, transport):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-    expected = values(model)
+    expected = params(model)
     shard(ctx, model)
     places = []
     for bucket in fsdp2x.export.stream(model, bucket_bytes=256, transport=transport):
@@ -114,13 +108,13 @@ def test_memory_is_used_again_and_writes_stay_with_their_rank(ctx, transport):
 @distributed(world_sizes=(4,))
 def test_two_axes_and_tensor_parallel_parameters(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = values(Stack())
+    expected = params(Stack())
     model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
     for transport in TRANSPORTS:
         same(collect(model, transport=transport, bucket_bytes=200), expected)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    expected = values(model)
+    expected = params(model)
     parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     same(collect(shard(ctx, model, mesh=mesh["replicate"]), bucket_bytes=50), expected)
 

@@ -20,7 +20,7 @@ from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.files import Checkpoint
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, tiny_lora, tiny_vlm
-from reference import same, shard
+from reference import params, same, shard
 
 QUIET = {"progress": False}
 
@@ -56,10 +56,6 @@ def whole(model):
     return dict(fsdp2x.full_tensors(model))
 
 
-def values(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 def logits(model, name):
     ids = batch("llama", 0)["input_ids"]
     more = {"decoder_input_ids": ids} if name == "t5" else {}
@@ -88,7 +84,7 @@ def test_equals_transformers(ctx, name):
             plain = getattr(transformers, config.architectures[0]).from_pretrained(folder)
             model = fsdp2x.from_pretrained(folder, mode=mode, **QUIET)
         assert not model.training
-        same(whole(model), values(plain))
+        same(whole(model), params(plain))
         same(dict(model.named_buffers()), dict(plain.named_buffers()))
         same({"logits": logits(model, name)}, {"logits": logits(plain, name)})
     tied = {"qwen3", "gpt2", "t5", "bert", "vlm"}
@@ -102,7 +98,7 @@ def test_any_number_of_ranks(ctx):
         with shared_folder(ctx, writer(name)) as folder:
             for mode in ("each", "broadcast"):
                 model = fsdp2x.from_pretrained(folder, mode=mode, **QUIET)
-                same(whole(model), values(build(name)))
+                same(whole(model), params(build(name)))
 
 
 @distributed(world_sizes=(2,))
@@ -111,16 +107,16 @@ def test_dtypes(ctx):
 
     half = build("qwen3_moe", dtype=torch.bfloat16)
     with shared_folder(ctx, writer("qwen3_moe", dtype=torch.bfloat16)) as folder:
-        same(whole(fsdp2x.from_pretrained(folder, **QUIET)), values(half))
+        same(whole(fsdp2x.from_pretrained(folder, **QUIET)), params(half))
         for mode in ("each", "broadcast"):
             policy = fsdp2x.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             options = {"dtype": torch.float32, "mode": mode, "mp_policy": policy, **QUIET}
             masters = fsdp2x.from_pretrained(Qwen3MoeForCausalLM, folder, **options)
-            same(whole(masters), {name: value.float() for name, value in values(half).items()})
+            same(whole(masters), {name: value.float() for name, value in params(half).items()})
             assert not any(param.to_local().numel() and param.dtype != torch.float32 for param in masters.parameters())
     with shared_folder(ctx, writer("llama")) as folder:
         cast = fsdp2x.from_pretrained(folder, dtype=torch.bfloat16, **QUIET)
-        same(whole(cast), values(build("llama", dtype=torch.bfloat16)))
+        same(whole(cast), params(build("llama", dtype=torch.bfloat16)))
 
 
 @distributed(world_sizes=(2,))
@@ -156,20 +152,20 @@ def test_pickles(ctx):
                 model = fsdp2x.from_pretrained(folder, **QUIET)
             assert bool(opened) == (ctx.rank == 0)
             assert all(call.kwargs["weights_only"] for call in load.call_args_list)
-        same(whole(model), values(build("qwen3")))
+        same(whole(model), params(build("qwen3")))
 
 
 @pytest.mark.parametrize("mode", ["each", "broadcast"])
 @distributed(world_sizes=(4,))
 def test_layouts(ctx, mode):
     """Plain modules on HSDP and tensor parallel meshes, other shard dims, ignored and frozen parameters."""
-    expected = values(Stack())
+    expected = params(Stack())
     torch.manual_seed(0)
     linears = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
     def write(folder):
         save_file(expected, folder / "stack.safetensors")
-        save_file(values(linears), folder / "linears.safetensors")
+        save_file(params(linears), folder / "linears.safetensors")
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with shared_folder(ctx, write) as folder:
@@ -197,13 +193,13 @@ def test_layouts(ctx, mode):
             model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         shard(ctx, model, shard_placement_fn=lambda param: Shard(param.dim() - 1))
         load(model, "linears.safetensors")
-        same(whole(model), values(linears))
+        same(whole(model), params(linears))
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         shard(ctx, model, mesh=mesh["dp"])
         load(model, "linears.safetensors")
-        same(whole(model), values(linears))
+        same(whole(model), params(linears))
 
 
 @distributed(world_sizes=(2,))
@@ -228,7 +224,7 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
             options = {"strict": False} if cls is LlamaForCausalLM else {}
             report = fsdp2x.load_hf(model, folder, **options, **QUIET)
             assert (report.missing_keys, report.unexpected_keys) == (info["missing_keys"], info["unexpected_keys"])
-            got, expected = whole(model), values(plain)
+            got, expected = whole(model), params(plain)
             same(
                 {name: value for name, value in got.items() if name not in report.missing_keys},
                 {name: value for name, value in expected.items() if name not in report.missing_keys},
@@ -262,7 +258,7 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
 def test_what_does_not_fit_changes_nothing(ctx, mode):
     """A plain module: a weight that is lost, renamed, of integers, or tied and stored twice with other values."""
     torch.manual_seed(0)
-    expected = values(Stack())
+    expected = params(Stack())
     name = "blocks.0.up.weight"
 
     def write(folder):
@@ -353,7 +349,7 @@ def test_adapters(ctx):
         assert all(value.any() == ("lora_A" in name) for name, value in fresh.items()), "not PEFT's initialisation"
         report = fsdp2x.load_hf(model, folder / "adapter_model.safetensors", **QUIET)
         assert not report.missing_keys
-        same(whole(model), values(plain))
+        same(whole(model), params(plain))
         both = fsdp2x.from_pretrained(
             folder,
             prepare=lambda base: get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "v_proj"])),
@@ -385,7 +381,7 @@ def test_errors_reach_all_ranks(ctx, mode):
             with refuses("rank 1: .*elsewhere: no such folder"):
                 fsdp2x.load_hf(model, mine, mode=mode, **QUIET)
         fsdp2x.load_hf(model, mine if mode == "broadcast" else folder, mode=mode, **QUIET)
-        same(whole(model), values(build("qwen3")))
+        same(whole(model), params(build("qwen3")))
         with pytest.raises(ValueError, match='mode must be "auto", "each" or "broadcast", got .x.'):
             fsdp2x.load_hf(model, folder, mode="x")
     with refuses("config.json"):

@@ -17,14 +17,10 @@ import fsdp2x
 from engines import Layerwise, Store, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from harness import distributed
-from models import STACK_UNITS, Stack, build, tiny_lora, tiny_vlm
-from reference import same, shard
+from models import STACK_UNITS, Stack, build, mixed_stack, tiny_lora, tiny_vlm
+from reference import params, same, shard
 
 TRANSPORTS = ("shm", "process_group")
-
-
-def values(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def wire(model, **options):
@@ -60,10 +56,8 @@ def bits(tensors):
 @distributed(world_sizes=(1, 2, 3, 4))
 def test_equals_the_unsharded_model(ctx, transport):
     """Uneven and empty shards, ignored parameters, mixed dtypes, one tensor and all of them in a bucket."""
-    model = Stack()
-    model.blocks[0].bfloat16()
-    model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
-    expected = values(model)
+    model = mixed_stack()
+    expected = params(model)
     shard(ctx, model, STACK_UNITS, ignored_params={model.norm.weight})
     for bucket_bytes in (100, 300, 64 << 20):
         engine, store = Layerwise(), Store()
@@ -161,7 +155,7 @@ def test_two_axes_and_tensor_parallel_parameters(ctx):
     torch.manual_seed(0)
     parallel = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     for model in (Stack(), parallel):
-        expected = values(model)
+        expected = params(model)
         if model is parallel:
             parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         shard(ctx, model, mesh=mesh["replicate"] if model is parallel else mesh)
@@ -200,7 +194,7 @@ def test_adapters_alone(ctx):
 def test_ranks_without_an_engine_and_one_generator(ctx):
     """verl's way: one call with a generator on some ranks; memory is the gathered one when nothing is copied."""
     model = Stack()
-    expected = values(model)
+    expected = params(model)
     shard(ctx, model, STACK_UNITS)
     got = {}
 
@@ -220,7 +214,7 @@ def test_ranks_without_an_engine_and_one_generator(ctx):
 def test_engines_that_keep_what_they_are_given_need_copies(ctx):
     """The trap that copies are for: without them the memory is used again, and the engine's weights are wrong."""
     model = Stack()
-    expected = values(model)
+    expected = params(model)
     shard(ctx, model, STACK_UNITS)
     wrong = 0
     for copies in (True, False):
@@ -246,7 +240,7 @@ def test_slots_wait_for_a_slow_engine(ctx):
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))
-    expected = values(model)
+    expected = params(model)
     shard(ctx, model)
     store = Slow()
     with peer(ctx, store) as (target, served), fsdp2x.sync.connect(model, target, bucket_bytes=1024) as sync:
@@ -331,7 +325,7 @@ def test_what_one_rank_refuses_is_raised_on_all(ctx):
 def test_one_peer_for_two_sessions(ctx):
     """The engine reads the memory of the session that pushes, and no session changes what the other one left there."""
     model = Stack()
-    expected = values(model)
+    expected = params(model)
     shard(ctx, model, STACK_UNITS)
     store = Store()
     with peer(ctx, store) as (target, served):
@@ -360,7 +354,7 @@ def test_ranks_that_train_something_else(ctx):
     if ctx.rank == 0:
         return
     model = Stack()
-    expected = values(model)
+    expected = params(model)
     mesh = DeviceMesh.from_group(group, "cpu")
     shard(ctx, model, STACK_UNITS, mesh=mesh)
     store = Store()
@@ -404,7 +398,7 @@ def test_made_up_models(ctx, seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)
     model = Made(choose)
-    expected = values(model)
+    expected = params(model)
     dims = dict(model.dims)
     units = [name for name, _ in model.named_children() if choose.random() < 0.7]
     shard(ctx, model, units, shard_placement_fn=lambda param: Shard(dims[param]))

@@ -15,13 +15,13 @@ from engines import EngineProcess, Layerwise, Store, new_address, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from fsdp2x.sync.engine import TornWeights
 from harness import dist_run, distributed
-from reference import same, shard
+from reference import params, same, shard
 
 
 def make_model(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    expected = params(model)
     return shard(ctx, model), expected
 
 

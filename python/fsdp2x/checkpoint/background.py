@@ -57,7 +57,7 @@ class Saved:
     seconds: float | None = None
     stall_s: float = 0.0
     skipped: bool = False
-    _writer: Saver | None = field(default=None, repr=False)
+    _saver: Saver | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not self.stall_s:
@@ -66,12 +66,12 @@ class Saved:
     @property
     def done(self) -> bool:
         """Whether nothing of it is still going on."""
-        return self.skipped or self.seconds is not None or self._writer is None or not self._writer.is_busy
+        return self.skipped or self.seconds is not None or self._saver is None or not self._saver.is_busy
 
     def wait(self) -> Path:
         """Until the checkpoint is published; raises `CheckpointError` when it failed."""
-        if self._writer is not None:
-            self._writer.wait()
+        if self._saver is not None:
+            self._saver.wait()
         return self.path
 
 
@@ -91,15 +91,15 @@ class Saver:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Saver:
-        """The writer of a model; it lives as long as the model."""
-        writer = _writers.get(model)
-        if writer is None:
-            writer = _writers[model] = cls()
+        """The saver of a model; it lives as long as the model."""
+        saver = _savers.get(model)
+        if saver is None:
+            saver = _savers[model] = cls()
         world = dist.group.WORLD if dist.is_initialized() else None
-        if writer._world is not world:
+        if saver._world is not world:
             # Another process group: what was agreed with the ranks of the former one is void.
-            writer._world, writer._group, writer.plan, writer.lost_ranks = world, None, None, None
-        return writer
+            saver._world, saver._group, saver.plan, saver.lost_ranks = world, None, None, None
+        return saver
 
     @property
     def is_busy(self) -> bool:
@@ -139,7 +139,7 @@ class Saver:
             self._staging = Staging()
         job.staged = self._staging.fill(job.form, job.data)
         job.data = self._staging.views
-        saved = Saved(job.target.final, job.target.step, job.form.name, job.num_bytes, _writer=self)
+        saved = Saved(job.target.final, job.target.step, job.form.name, job.num_bytes, _saver=self)
 
         def work() -> None:
             try:
@@ -191,4 +191,4 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(whole, dtype=torch.uint8, pin_memory=True)
 
 
-_writers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()
+_savers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()

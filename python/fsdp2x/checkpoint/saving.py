@@ -104,24 +104,24 @@ def save(
     _check(target, form, when_busy)
     optimizers = as_optimizers(optimizer)
     what = f"saving checkpoint {target.final}"
-    writer = Saver.of(model)
-    writer.lost_ranks = lost_ranks = lost_ranks or writer.lost_ranks or LostRanks()
+    saver = Saver.of(model)
+    saver.lost_ranks = lost_ranks = lost_ranks or saver.lost_ranks or LostRanks()
     with lost_ranks.named(what):
-        if writer.is_busy_anywhere(when_busy):
+        if saver.is_busy_anywhere(when_busy):
             return Saved(target.final, target.step, form, skipped=True)
         root = target.path.resolve()
-        if not (target.is_file or overwrite or root in writer.roots):
+        if not (target.is_file or overwrite or root in saver.roots):
             on_rank_0(target.refuse_former_run, what=what)
-        writer.roots.add(root)
+        saver.roots.add(root)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-        state, plan, sources = _agree(writer, lambda: collect(model, optimizers, small, device, trusted), what)
+        state, plan, sources = _agree(saver, lambda: collect(model, optimizers, small, device, trusted), what)
     job = Job(target, form, plan, state, sources, what, lost_ranks, _manifest(model, state, form, target.step))
     job.write_assets = write_assets
     if not async_save:
         job.run(None)
         return Saved(target.final, target.step, form, job.num_bytes, seconds=time.perf_counter() - begun)
-    return writer.start(job, begun)
+    return saver.start(job, begun)
 
 
 @checked
@@ -306,7 +306,7 @@ def _check(target: SaveTarget, form: str, when_busy: str) -> None:
         raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
 
 
-def _agree(writer: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
+def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
     """State and data of this rank, and the plan: that of the last save where nothing changed on any rank.
 
     One meeting of the ranks in that case, since training waits for it.
@@ -321,15 +321,15 @@ def _agree(writer: Saver, work: Callable[[], State], what: str) -> tuple[State, 
     def is_known() -> bool:
         nonlocal state, sources
         state = work()
-        if writer.plan is None or writer.plan.signature != state.signature:
+        if saver.plan is None or saver.plan.signature != state.signature:
             return False
-        sources = data_of(writer.plan)
+        sources = data_of(saver.plan)
         return True
 
     if not all(gather_all(is_known, what=what)):
-        writer.plan = plan = make_plan(state, None)
+        saver.plan = plan = make_plan(state, None)
         sources = together(lambda: data_of(plan), what=what)
-    return state, writer.plan, sources
+    return state, saver.plan, sources
 
 
 def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dict[str, Any]:

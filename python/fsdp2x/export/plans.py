@@ -34,6 +34,10 @@ class BucketPlan:
     alone: list[Entry] = field(default_factory=list)
 
     @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (*self.gathered, *self.alone)
+
+    @property
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec for family in self.families for spec in family.outputs)
 
@@ -137,8 +141,6 @@ def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, 
             whole[entry.name] = tensor
     if not receive:
         return None
-    made: list[torch.Tensor] = []
-    for family in plan.families:
-        outputs = family.convert([whole[name] for name in family.params])
-        made += outputs
-    return tuple(made)
+    return tuple(
+        tensor for family in plan.families for tensor in family.convert([whole[name] for name in family.params])
+    )

@@ -45,7 +45,7 @@ class Snapshot:
         Raises:
             NotImplementedError: a shard is a tensor subclass, whose bits are not its own.
         """
-        for entry in [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]:
+        for entry in [entry for plan in plans for entry in plan.entries]:
             if type(local := entry.local) not in (torch.Tensor, nn.Parameter):
                 raise NotImplementedError(
                     f"fsdp2x.sync.connect: deltas of {entry.name!r}, which is a {type(local).__name__}, are not "
@@ -124,7 +124,7 @@ class Changes:
 
     def __init__(self, plans: list[BucketPlan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
         """Collective over ``group``, which exchanges one count for each parameter."""
-        entries = [entry for plan in plans for entry in (*plan.gathered, *plan.alone)]
+        entries = [entry for plan in plans for entry in plan.entries]
         self._column = {entry.name: index for index, entry in enumerate(entries)}
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         counts = []

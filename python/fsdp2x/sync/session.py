@@ -131,9 +131,10 @@ class Session:
         self._transport, self._deltas = transport, deltas
         self._receives = target.receives(dist.get_rank(group))
         refusal = _refusal_of(target, deltas)
-        digests, receivers, refusals = zip(
-            *self._exchange((layout_digest(plans), self._receives, refusal)), strict=True
-        )
+        # Ranks that gather a bucket: this rank's ring, and that of rank 0.
+        rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
+        said = self._exchange((layout_digest(plans), self._receives, refusal, rings))
+        digests, receivers, refusals, everywhere = zip(*said, strict=True)
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
         if len(set(digests)) > 1:
@@ -142,9 +143,6 @@ class Session:
                 f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
                 "the same model and pass the same arguments"
             )
-        # Ranks that gather a bucket: this rank's ring, and that of rank 0.
-        rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
-        everywhere = self._exchange(rings)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         outside = sorted({rank for of_rank in everywhere for ring in of_rank for rank in ring} - set(ranks))
         if outside:
@@ -292,7 +290,7 @@ class Session:
     def _why_not_params(self) -> tuple[str, str] | None:
         now = {name: param for name, param, _ in named_params(self._model)}
         for plan in self._plans:
-            for entry in (*plan.gathered, *plan.alone):
+            for entry in plan.entries:
                 param = now.get(entry.name)
                 if param is entry.param:
                     continue
@@ -301,7 +299,7 @@ class Session:
                     return "runtime", f"parameter {entry.name!r} is not what it was when connecting; connect again"
                 entry.param = param
         try:
-            entry = next(entry for plan in self._plans for entry in (*plan.gathered, *plan.alone))
+            entry = next(entry for plan in self._plans for entry in plan.entries)
             entry.local.reshape(-1)[:1].clone()
         except RuntimeError as error:
             return "runtime", f"parameter {entry.name!r} cannot be read: {error}"
@@ -401,7 +399,7 @@ class Session:
         if plan.gathered:
             ring_of(self._rings, plan).fill(plan.gathered)
         if self._snapshot is not None:
-            self._snapshot.hold((*plan.gathered, *plan.alone))
+            self._snapshot.hold(plan.entries)
 
     def _gathered(self, plan: BucketPlan, before: Parcel | None, traffic: PushTraffic) -> Parcel:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
