@@ -6,7 +6,6 @@
 #include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
-#include "bind/peers.hpp"
 #include "bind/shared_memory.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
@@ -391,5 +390,4 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
   fsdp2x::bind_optim(m);
-  fsdp2x::bind_peers(m);
 }

@@ -28,8 +28,6 @@ struct Scale {
 
 // Divides by `divisor`, by multiplication where that has the same bits.
 Scale divide_by(double divisor);
-// Multiplies; the factor is rounded to float.
-Scale multiply_by(double factor);
 
 enum class TableMode : uint8_t {
   write,  // becomes the value
@@ -49,15 +47,9 @@ struct TargetTable {
   TableMode mode[kMaxTable] = {};
 };
 
-// Base of every rank's buffer, in rank order. A reduction over what a collective has summed already has one.
-struct PeerTable {
-  const void* base[kMaxRanks] = {};
-  int num_ranks = 0;
-};
-
 struct ReduceArgs {
   Scale scale;
-  bool round = false;  // round the scaled sum to the source's type first, as a collective in that type returns it
+  bool round = false;  // round what is scaled to the source's type first, as a collective in that type returns it
 };
 
 struct AdamWArgs {
@@ -75,28 +67,17 @@ struct SgdArgs {
   const float* grad_scale = nullptr;
 };
 
-// The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
-struct SignalTable {
-  uint32_t* pad[kMaxRanks] = {};
-  int num_ranks = 0;
-  int rank = 0;
-};
-
 struct Kernels {
   const char* name;
 
   // Runs a plan of copies and casts from base to base.
   void (*copy)(const CopyList& list, const void* src, void* dst, Stream stream);
 
-  // Packs gradients (plan_pack) with cast(gradient * scale), densely; pads become zero where an entry is written.
-  void (*pack_gradients)(const CopyList& list, const PackTable& grads, void* dst, Scale scale, Stream stream);
+  // Packs gradients (plan_pack), cast and dense; pads become zero where an entry is written.
+  void (*pack_gradients)(const CopyList& list, const PackTable& grads, void* dst, Stream stream);
 
-  // Copies ranges of bytes from the bases of peers, by the segments' `source`. After a peer_barrier behind the writes.
-  void (*all_gather_peer)(const CopyList& list, const PeerTable& peers, void* dst, Stream stream);
-
-  // target (+)= cast(scale(sum over the sources in rank order, in fp32)). One source: the epilogue of a collective.
-  // Several: reduce-scatter by reading the peers' buffers, after a peer_barrier.
-  void (*reduce)(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+  // target (+)= cast(scale(rows)): the epilogue of a collective, whose result is in `source`.
+  void (*reduce)(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
                  Stream stream);
 
   // The sums of squares of gradients as they lie in their targets, one of each tile; skipped ones are 0.
@@ -117,11 +98,6 @@ struct Kernels {
   // moves by the moments before these are rounded to their type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
   void (*sgd)(const SgdList& list, const SgdArgs& args, Stream stream);
-
-  // Tells every peer that this rank's stream has come here for the `epoch`-th time (from 1, every rank the same) and
-  // holds the stream until all have. After `timeout_ns` it gives up and *timed_out becomes 1.
-  void (*peer_barrier)(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out,
-                       Stream stream);
 
   // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);

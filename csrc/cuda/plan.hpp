@@ -19,7 +19,6 @@ namespace fsdp2x::cuda {
 
 inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
 inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
-inline constexpr int kMaxRanks = 72;     // peers a launch can name
 inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
 
 // A plan as a launch takes it: pointers into the uploaded image.
@@ -68,7 +67,7 @@ struct CopySegment {
   DType dst = DType::f32;
 };
 
-// Rows to be summed: `numel` elements at `src_offset` bytes from every source's base go to a target.
+// Reduced rows: `numel` elements at `src_offset` bytes from the source's base go to a target.
 struct ReduceSegment {
   int64_t src_offset = 0;
   int64_t numel = 0;
@@ -148,7 +147,7 @@ CopyPlan plan_copies(std::span<const Copy> copies);
 // the table's entry i is then parameter `first + i`. Without parameters that have an f64 side.
 std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
 
-// This rank's reduced segment, where the sources' bases are -> the gradients. Several plans, and without parameters, as
+// This rank's reduced segment, where the source's base is -> the gradients. Several plans, and without parameters, as
 // in plan_pack.
 std::vector<ReducePlan> plan_reduce(const Layout& layout);
 

@@ -1,14 +1,9 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
-#include <sched.h>
-
-#include <chrono>
 #include <cmath>
 
 #include "cuda/bodies/copy.hpp"
 #include "cuda/bodies/optimizer.hpp"
 #include "cuda/bodies/reduce.hpp"
-#include "cuda/bodies/signals.hpp"
-#include "cuda/checks.hpp"
 #include "cuda/kernels.hpp"
 
 namespace fsdp2x::cuda {
@@ -33,19 +28,12 @@ void copy(const CopyList& list, const void* src, void* dst, Stream) {
   run_tiles(CopyBody{list, src, dst}, list.num_tiles);
 }
 
-void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Scale scale, Stream) {
-  run_tiles(PackBody{list, grads, dst, scale}, list.num_tiles);
+void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Stream) {
+  run_tiles(PackBody{list, grads, dst}, list.num_tiles);
 }
 
-void all_gather_peer(const CopyList& list, const PeerTable& peers, void* dst, Stream) {
-  require_ranks(peers.num_ranks, "all_gather_peer");
-  run_tiles(GatherPeersBody{list, peers, dst}, list.num_tiles);
-}
-
-void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
-            Stream) {
-  require_ranks(sources.num_ranks, "reduce");
-  run_tiles(ReduceBody{list, sources, targets, args}, list.num_tiles);
+void reduce(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args, Stream) {
+  run_tiles(ReduceBody{list, source, targets, args}, list.num_tiles);
 }
 
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream) {
@@ -80,22 +68,6 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
 
 void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
 
-void peer_barrier(const SignalTable& signals, uint32_t epoch, uint64_t timeout_ns, uint32_t* timed_out, Stream) {
-  using Clock = std::chrono::steady_clock;
-  require_signals(signals, epoch);
-  for (int peer = 0; peer < signals.num_ranks; ++peer) signal(signals.pad[peer] + signals.rank, epoch);
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
-  for (int peer = 0; peer < signals.num_ranks; ++peer) {
-    while (!has_signalled(signals.pad[signals.rank] + peer, epoch)) {
-      if (Clock::now() > deadline) {
-        *timed_out = 1;
-        return;
-      }
-      ::sched_yield();
-    }
-  }
-}
-
 // True when x * (1 / divisor) has the same bits as x / divisor for every x.
 bool reciprocal_is_exact(double divisor) {
   int exponent = 0;
@@ -111,17 +83,11 @@ Scale divide_by(double divisor) {
   return {divisor, 1.0 / divisor, ScaleMode::divide};
 }
 
-Scale multiply_by(double factor) {
-  if (factor == 1.0) return {};
-  return {factor, 1.0 / factor, ScaleMode::multiply};
-}
-
 const Kernels& twin_kernels() {
   static const Kernels kernels = {
       .name = "twin",
       .copy = copy,
       .pack_gradients = pack_gradients,
-      .all_gather_peer = all_gather_peer,
       .reduce = reduce,
       .sum_squares = sum_squares,
       .add_up = add_up,
@@ -129,7 +95,6 @@ const Kernels& twin_kernels() {
       .scale_gradients = scale_gradients,
       .adamw = adamw,
       .sgd = sgd,
-      .peer_barrier = peer_barrier,
       .is_capturing = [](Stream) { return false; },
   };
   return kernels;

@@ -88,7 +88,7 @@ std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackI
       table.base[entry] = item.source;
       table.mode[entry] = item.add ? cuda::TableMode::add : cuda::TableMode::write;
     }
-    kernels_.pack_gradients(part.list(), table, buffer, cuda::Scale(), stream);
+    kernels_.pack_gradients(part.list(), table, buffer, stream);
   }
   return left_over;
 }
@@ -98,9 +98,6 @@ std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<
   const DeviceScope scope(device_);
   Prepared& prepared = prepared_of(plan);
   if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), device_);
-  cuda::PeerTable source;
-  source.base[0] = segment;
-  source.num_ranks = 1;
   cuda::ReduceArgs args;
   args.scale = cuda::divide_by(divisor);
   args.round = true;
@@ -113,7 +110,7 @@ std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<
       table.base[entry] = item.target;
       table.mode[entry] = item.accumulate ? cuda::TableMode::add : cuda::TableMode::write;
     }
-    kernels_.reduce(part.list(), source, table, args, stream);
+    kernels_.reduce(part.list(), segment, table, args, stream);
   }
   std::vector<RowItem> left_over;
   for (const RowItem& item : items) {

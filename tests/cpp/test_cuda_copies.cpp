@@ -131,37 +131,6 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
   }
 }
 
-// A part of every rank, of an odd number of bytes and at odd places, to its place among the others.
-TEST_P(CopyWorld, PeersPullTheParts) {
-  std::mt19937_64 random(4);
-  for (const int64_t numel : kSizes) {
-    for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {1, 1}, {3, 0}}) {
-      std::vector<Region> parts;
-      std::vector<CopySegment> segments;
-      PeerTable peers;
-      peers.num_ranks = world();
-      Bytes expected;
-      for (int rank = 0; rank < world(); ++rank) {
-        const Bytes part = random_bytes(DType::byte, numel + 5, random);
-        parts.emplace_back(part, static_cast<size_t>(src_shift));
-        peers.base[rank] = parts.back().data();
-        CopySegment segment;
-        segment.src_offset = 5;
-        segment.dst_offset = rank * numel;
-        segment.numel = segment.piece_numel = segment.src_stride = segment.dst_stride = numel;
-        segment.source = rank;
-        segment.src = segment.dst = DType::byte;
-        segments.push_back(segment);
-        expected.insert(expected.end(), part.begin() + 5, part.end());
-      }
-      const Region out(expected.size(), static_cast<size_t>(dst_shift));
-      const Uploaded plan(make_plan(segments));
-      kernels().all_gather_peer(plan.list(), peers, out.data(), nullptr);
-      EXPECT_EQ(out.read(), expected) << numel << " bytes, shifts " << src_shift << " " << dst_shift;
-    }
-  }
-}
-
 // --- packing ---------------------------------------------------------------------------------------------------------
 
 struct Gradient {
@@ -170,11 +139,9 @@ struct Gradient {
 };
 
 // What packing makes of one element, by the CPU kernels.
-void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType src_type, Scale scale, TableMode mode) {
+void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType src_type, TableMode mode) {
   float value;
   cpu::cast_copy(DType::f32, &value, src_type, src, 1);
-  if (scale.mode == ScaleMode::multiply) cpu::multiply(DType::f32, &value, 1, scale.value);
-  if (scale.mode == ScaleMode::divide) cpu::divide(DType::f32, &value, 1, scale.value);
   if (mode == TableMode::add) {
     cpu::add(dst_type, dst, DType::f32, &value, 1);
   } else {
@@ -184,8 +151,7 @@ void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType sr
 
 // Packs by walking every element of every whole gradient; what the kernels do not compute stays as it is.
 void pack_plainly(const std::vector<Layout>& layouts, const std::vector<Gradient>& gradients,
-                  const std::vector<TableMode>& modes, const std::vector<bool>& missing, size_t stride, Scale scale,
-                  Bytes& packed) {
+                  const std::vector<TableMode>& modes, const std::vector<bool>& missing, size_t stride, Bytes& packed) {
   for (size_t p = 0; p < gradients.size(); ++p) {
     const ParamShape& shape = layouts[0].params()[p].shape;
     if (!shape.trainable || !computes(shape.reduce) || modes[p] == TableMode::skip ||
@@ -205,7 +171,7 @@ void pack_plainly(const std::vector<Layout>& layouts, const std::vector<Gradient
           const int64_t whole = o * shape.dim * shape.inner + i;
           pack_element(start + static_cast<size_t>(local) * element, shape.reduce,
                        gradients[p].bytes.data() + static_cast<size_t>(whole) * dtype_bytes(gradients[p].type),
-                       gradients[p].type, scale, modes[p]);
+                       gradients[p].type, modes[p]);
         }
       }
     }
@@ -217,7 +183,7 @@ TEST_P(CopyWorld, GradientsArePacked) {
   for (const Unit& unit : units()) {
     const Layout& layout = unit.layouts[0];
     const size_t stride = layout.reduce_segment_bytes() + kAlignBytes;  // as with flags behind the rows
-    for (const Scale scale : {Scale(), divide_by(world()), multiply_by(0.3)}) {
+    for (int repeat = 0; repeat < 3; ++repeat) {
       std::vector<Gradient> gradients;
       std::vector<DType> types;
       for (const ParamPlace& place : layout.params()) {
@@ -246,8 +212,8 @@ TEST_P(CopyWorld, GradientsArePacked) {
           table.base[p] = missing[p] ? nullptr : regions.back().data();
           table.mode[p] = modes[p];
         }
-        kernels().pack_gradients(plan.list(), table, packed.data(), scale, nullptr);
-        pack_plainly(unit.layouts, gradients, modes, missing, stride, scale, expected);
+        kernels().pack_gradients(plan.list(), table, packed.data(), nullptr);
+        pack_plainly(unit.layouts, gradients, modes, missing, stride, expected);
         const Bytes got = packed.read();
         for (const Layout& rank : unit.layouts) {
           const size_t begin = static_cast<size_t>(rank.rank()) * stride;
@@ -270,7 +236,6 @@ TEST_P(CopyWorld, GradientsArePacked) {
 
 struct PackCase {
   CopySegment segment;
-  Scale scale;
   TableMode mode = TableMode::write;
   size_t src_shift = 0, dst_shift = 0;  // in elements
 };
@@ -286,11 +251,11 @@ void expect_packed(const PackCase& c, std::mt19937_64& random) {
   table.base[0] = in.data();
   table.mode[0] = c.mode;
   const Uploaded plan(make_plan(std::vector{segment}));
-  kernels().pack_gradients(plan.list(), table, out.data(), c.scale, nullptr);
+  kernels().pack_gradients(plan.list(), table, out.data(), nullptr);
   for (int64_t i = 0; i < segment.numel; ++i) {
     const int64_t place = i / segment.piece_numel * segment.src_stride + i % segment.piece_numel;
     pack_element(expected.data() + static_cast<size_t>(i) * dst_bytes, segment.dst,
-                 src.data() + static_cast<size_t>(place) * src_bytes, segment.src, c.scale, c.mode);
+                 src.data() + static_cast<size_t>(place) * src_bytes, segment.src, c.mode);
   }
   if (c.mode == TableMode::write) {
     std::memset(expected.data() + static_cast<size_t>(segment.numel) * dst_bytes, 0,
@@ -299,39 +264,36 @@ void expect_packed(const PackCase& c, std::mt19937_64& random) {
   EXPECT_TRUE(same(segment.dst, out.read(), expected))
       << dtype_name(segment.src) << " to " << dtype_name(segment.dst) << ", " << count << " pieces of "
       << segment.piece_numel << ", stride " << segment.src_stride << ", pad " << segment.pad_numel << ", mode "
-      << static_cast<int>(c.mode) << ", scale " << static_cast<int>(c.scale.mode) << ", shifts " << c.src_shift << " "
-      << c.dst_shift;
+      << static_cast<int>(c.mode) << ", shifts " << c.src_shift << " " << c.dst_shift;
 }
 
 // Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart.
-TEST(Packing, EveryTypeScaleModeSizeAndAlignment) {
+TEST(Packing, EveryTypeModeSizeAndAlignment) {
   std::mt19937_64 random(5);
   for (const DType src : {DType::f32, DType::bf16, DType::f16}) {
     for (const DType dst : {DType::f32, DType::bf16, DType::f16}) {
-      for (const Scale scale : {Scale(), multiply_by(0.3), divide_by(7)}) {
-        for (const TableMode mode : {TableMode::write, TableMode::add}) {
-          PackCase c = {.segment = {}, .scale = scale, .mode = mode};
-          c.segment.src = src;
-          c.segment.dst = dst;
-          for (const int64_t numel : {1, 9, 4103}) {
-            for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {3, 3}, {0, 1}}) {
-              c.segment.numel = c.segment.piece_numel = c.segment.src_stride = c.segment.dst_stride = numel;
-              c.segment.pad_numel = numel % 3 * 7;
-              c.src_shift = static_cast<size_t>(src_shift);
-              c.dst_shift = static_cast<size_t>(dst_shift);
-              expect_packed(c, random);
-            }
+      for (const TableMode mode : {TableMode::write, TableMode::add}) {
+        PackCase c = {.segment = {}, .mode = mode};
+        c.segment.src = src;
+        c.segment.dst = dst;
+        for (const int64_t numel : {1, 9, 4103}) {
+          for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {3, 3}, {0, 1}}) {
+            c.segment.numel = c.segment.piece_numel = c.segment.src_stride = c.segment.dst_stride = numel;
+            c.segment.pad_numel = numel % 3 * 7;
+            c.src_shift = static_cast<size_t>(src_shift);
+            c.dst_shift = static_cast<size_t>(dst_shift);
+            expect_packed(c, random);
           }
-          for (const int64_t piece : {3, 8, 40}) {
-            for (const auto& [gap, dst_shift] : {std::pair{1, 0}, {8, 0}, {8, 1}}) {
-              c.segment.numel = (4500 / piece + 2) * piece;
-              c.segment.piece_numel = c.segment.dst_stride = piece;
-              c.segment.src_stride = piece + gap;
-              c.segment.pad_numel = 5;
-              c.src_shift = 0;
-              c.dst_shift = static_cast<size_t>(dst_shift);
-              expect_packed(c, random);
-            }
+        }
+        for (const int64_t piece : {3, 8, 40}) {
+          for (const auto& [gap, dst_shift] : {std::pair{1, 0}, {8, 0}, {8, 1}}) {
+            c.segment.numel = (4500 / piece + 2) * piece;
+            c.segment.piece_numel = c.segment.dst_stride = piece;
+            c.segment.src_stride = piece + gap;
+            c.segment.pad_numel = 5;
+            c.src_shift = 0;
+            c.dst_shift = static_cast<size_t>(dst_shift);
+            expect_packed(c, random);
           }
         }
       }
@@ -351,7 +313,7 @@ TEST(Packing, MissingGradientsAreZerosAtAnyAddress) {
         const Bytes garbage(static_cast<size_t>(numel + segment.pad_numel) * element, std::byte{1});
         const Region out(garbage, shift * element);
         const Uploaded plan(make_plan(std::vector{segment}));
-        kernels().pack_gradients(plan.list(), PackTable(), out.data(), Scale(), nullptr);
+        kernels().pack_gradients(plan.list(), PackTable(), out.data(), nullptr);
         EXPECT_EQ(out.read(), Bytes(garbage.size())) << dtype_name(dst) << ", " << numel << ", shift " << shift;
       }
     }
@@ -418,7 +380,7 @@ TEST(Packing, MoreParametersThanALaunchCanName) {
       table.base[i] = gradients[static_cast<size_t>(part.first) + i].data();
     }
     const Uploaded plan(part);
-    kernels().pack_gradients(plan.list(), table, packed.data(), Scale(), nullptr);
+    kernels().pack_gradients(plan.list(), table, packed.data(), nullptr);
   }
   const std::vector<float> got = packed.read_as<float>();
   for (size_t p = 0; p < shapes.size(); ++p) {

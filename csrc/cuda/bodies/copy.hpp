@@ -1,4 +1,4 @@
-// One thread's share of a tile of a copy plan: moves unchanged, or casts, scales, adds and zeroes.
+// One thread's share of a tile of a copy plan: moves unchanged, or casts, adds and zeroes.
 #pragma once
 
 #include "cuda/bodies/element.hpp"
@@ -60,12 +60,6 @@ struct MoveStep {
   FSDP2X_HOST_DEVICE MoveStep<U, DenseIndex, DenseIndex> dense() const { return {src, dst, {}, {}}; }
 };
 
-// How a cast changes values on their way.
-struct Change {
-  Scale scale;
-  bool add = false;  // to what is there
-};
-
 // `kFloats`: the destination is f32.
 template <bool kFloats, class SrcIndex, class DstIndex>
 struct CastStep {
@@ -75,7 +69,7 @@ struct CastStep {
   DstIndex dst_index;
   DType src_type;
   DType dst_type;
-  Change change;
+  bool add;  // to what is there
   template <int N>
   struct Values {
     float elements[N];
@@ -84,9 +78,7 @@ struct CastStep {
   FSDP2X_HOST_DEVICE Values<N> load_at(int64_t i) const {
     Values<N> values;
     load<N>(src_type, src, src_index(i), values.elements);
-    FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) values.elements[k] = scaled(values.elements[k], change.scale);
-    if (change.add) {
+    if (add) {
       float old[N];
       load_known<kFloats, N>(dst_type, dst, dst_index(i), old);
       FSDP2X_UNROLL
@@ -99,7 +91,7 @@ struct CastStep {
     store_known<kFloats, N>(dst_type, dst, dst_index(i), values.elements);
   }
   FSDP2X_HOST_DEVICE CastStep<kFloats, DenseIndex, DenseIndex> dense() const {
-    return {src, dst, {}, {}, src_type, dst_type, change};
+    return {src, dst, {}, {}, src_type, dst_type, add};
   }
 };
 
@@ -184,19 +176,19 @@ FSDP2X_HOST_DEVICE void move_tile(const CopySegment& segment, int64_t tile, cons
 // Where floats are written a vector is one word, as in `walk_written`.
 template <bool kFloats, class SrcIndex, class DstIndex>
 FSDP2X_HOST_DEVICE void cast_known_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
-                                        void* dst, DstIndex dst_index, Change change, int thread) {
-  const CastStep<kFloats, SrcIndex, DstIndex> step = {src, dst, src_index, dst_index, segment.src, segment.dst, change};
+                                        void* dst, DstIndex dst_index, bool add, int thread) {
+  const CastStep<kFloats, SrcIndex, DstIndex> step = {src, dst, src_index, dst_index, segment.src, segment.dst, add};
   walk_segment<kFloats ? kFloatVectorNumel : kVectorNumel>(segment, tile, segment.src == DType::f32 ? 4 : 2,
                                                            kFloats ? 4 : 2, thread, step);
 }
 
 template <class SrcIndex, class DstIndex>
 FSDP2X_HOST_DEVICE void cast_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
-                                  void* dst, DstIndex dst_index, Change change, int thread) {
+                                  void* dst, DstIndex dst_index, bool add, int thread) {
   if (segment.dst == DType::f32) {
-    return cast_known_tile<true>(segment, tile, src, src_index, dst, dst_index, change, thread);
+    return cast_known_tile<true>(segment, tile, src, src_index, dst, dst_index, add, thread);
   }
-  cast_known_tile<false>(segment, tile, src, src_index, dst, dst_index, change, thread);
+  cast_known_tile<false>(segment, tile, src, src_index, dst, dst_index, add, thread);
 }
 
 // Zeroes from element `first` on, in a dense destination.
@@ -234,23 +226,12 @@ struct CopyBody {
     void* dst = at(dst_base, segment.dst_offset);
     const PieceIndex src_index = piece_index(segment, segment.src_stride, tile);
     const PieceIndex dst_index = piece_index(segment, segment.dst_stride, tile);
-    if (segment.src != segment.dst) return cast_tile(segment, tile, src, src_index, dst, dst_index, Change(), thread);
+    if (segment.src != segment.dst)
+      return cast_tile(segment, tile, src, src_index, dst, dst_index, /*add=*/false, thread);
     if (segment.src == DType::byte) {
       return move_tile<uint8_t>(segment, tile, src, src_index, dst, dst_index, thread);
     }
     move_typed_tile(segment, tile, src, src_index, dst, dst_index, thread);
-  }
-};
-
-// Pieces that are dense on both sides.
-struct GatherPeersBody {
-  CopyList list;
-  PeerTable peers;
-  void* dst;
-  FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const CopySegment& segment = list.segments[list.tile_segments[tile]];
-    const void* src = at(peers.base[segment.source], segment.src_offset);
-    move_tile<uint8_t>(segment, tile, src, DenseIndex(), at(dst, segment.dst_offset), DenseIndex(), thread);
   }
 };
 
@@ -260,7 +241,6 @@ struct PackBody {
   CopyList list;
   PackTable grads;
   void* dst;
-  Scale scale;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
     const CopySegment& segment = list.segments[list.tile_segments[tile]];
     const TableMode mode = grads.mode[segment.source];
@@ -271,10 +251,10 @@ struct PackBody {
     if (base == nullptr) return zero_tile(segment, tile, out, 0, thread);
     const void* src = at(base, segment.src_offset);
     const PieceIndex src_index = piece_index(segment, segment.src_stride, tile);
-    if (segment.src == segment.dst && !add && scale.mode == ScaleMode::none) {
+    if (segment.src == segment.dst && !add) {
       move_typed_tile(segment, tile, src, src_index, out, DenseIndex(), thread);
     } else {
-      cast_tile(segment, tile, src, src_index, out, DenseIndex(), Change{scale, add}, thread);
+      cast_tile(segment, tile, src, src_index, out, DenseIndex(), add, thread);
     }
     if (!add) zero_tile(segment, tile, out, segment.numel, thread);
   }

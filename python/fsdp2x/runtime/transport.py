@@ -183,16 +183,6 @@ def has_streams(device: torch.device) -> bool:
 
 
 def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
-    if comm_memory == "peers" and group is not None:
-        peers = peer_collectives(group, layer.device)
-        return _C.DeviceTransport(
-            all_gather=peers.all_gather,
-            all_gather_group=peers.all_gather_group,
-            reduce_scatter=peers.reduce_scatter,
-            allocate=peers.allocate,
-            layer=layer,
-            pack_below_bytes=0,  # one launch reads parameters of any number: packing would only add a copy
-        )
     world = 1 if group is None else dist.get_world_size(group)
     pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
     return _C.DeviceTransport(
@@ -202,16 +192,6 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=pack_below or 0,
-    )
-
-
-def peer_collectives(group: dist.ProcessGroup, device: torch.device):
-    """Collectives of ``group`` by kernels that read the peers' memory."""
-    return _C.PeerCollectives(
-        dist.get_rank(group),
-        dist.get_world_size(group),
-        torch_private.peer_sharer(group, device),
-        torch_private.group_timeout(group, device).total_seconds(),
     )
 
 
