@@ -16,7 +16,8 @@ from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
 from models import Stack, inputs
 
-LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host")
+# Those of the engine, the host, and streams of the user beside the first one.
+LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host", "compute1", "compute2")
 KINDS = ("read", "write")
 # Bytes that count as one. The smallest alignment of anything two lanes touch.
 BLOCK = 16
@@ -63,6 +64,13 @@ class Accesses:
         times = [last[:, self._slice(one)].max(axis=1) for one in ranges if one[1]]
         return np.max(times, axis=0).tolist() if times else [0] * len(LANES)
 
+    def forget(self, ranges: list[tuple[int, int]]) -> None:
+        """Memory that is taken has no past: what it was used for before was judged when it was given back."""
+        for last in self._last.values():
+            for one in ranges:
+                if one[1]:
+                    last[:, self._slice(one)] = 0
+
     def set(self, kind: str, lane: str, ranges: list[tuple[int, int]], time: int) -> None:
         row = self._last[kind][LANES.index(lane)]
         for one in ranges:
@@ -70,32 +78,85 @@ class Accesses:
                 row[self._slice(one)] = time
 
 
+class Capture:
+    """What a graph takes: only streams that have followed the captured one, all of which it must follow at the end."""
+
+    def __init__(self, lane: str, clocks: dict[str, dict[str, int]]) -> None:
+        self._lane = lane
+        latest = {other: clocks[other][other] for other in LANES}
+        for clock in clocks.values():  # torch waits for the device before a capture
+            clock.update(latest)
+        clocks[lane][lane] += 1
+        self._begin = clocks[lane][lane]
+        self._last: dict[str, int] = {}
+
+    def fault_of(self, operation: str, lane: str, clock: dict[str, int]) -> str | None:
+        """What is wrong with work on a lane, whose clock tells what it has waited for."""
+        if lane == "host":
+            return f"the host waits for {operation} while a graph is captured" if operation == "wait" else None
+        self._last[lane] = clock[lane]
+        left_out = lane != self._lane and clock[self._lane] < self._begin
+        return f"{operation} on {lane} runs while a graph is captured, and is not in it" if left_out else None
+
+    def faults_at_end(self, clocks: dict[str, dict[str, int]]) -> list[str]:
+        late = [lane for lane, time in self._last.items() if clocks[self._lane][lane] < time]
+        return [f"{lane} is not joined to {self._lane} when its capture ends" for lane in late]
+
+
 def races(entries: list[tuple]) -> list[str]:
-    """Pairs of operations on different lanes that touch the same bytes and are not ordered; by vector clocks."""
+    """Pairs of operations on different lanes that touch the same bytes and are not ordered; by vector clocks.
+
+    And work that a capture would lose. Memory that was given back while another lane holds it waits for that one.
+    """
     clocks = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
     names: dict[str, list[str]] = {lane: [""] for lane in LANES}  # by time
     events: dict[str, dict[str, int]] = {}
+    holds: dict[tuple[int, int], list[str]] = {}
     accesses = Accesses(entries)
+    capture: Capture | None = None
     found = []
+
+    def join(clock: dict[str, int], other: dict[str, int]) -> None:
+        for lane, time in other.items():
+            clock[lane] = max(clock[lane], time)
+
     for operation, lane, subject, reads, writes in entries:
         clock = clocks[lane]
-        if operation == "record":
+        if operation == "begin_capture":
+            capture = Capture(lane, clocks)
+            names[lane].append("the beginning of a capture")
+        elif operation == "end_capture":
+            found.extend(capture.faults_at_end(clocks))
+            capture = None
+        elif operation == "record":
             events[subject] = dict(clock)
-            continue
-        if operation == "wait":
-            for other, time in events.get(subject, {}).items():
-                clock[other] = max(clock[other], time)
+        elif operation == "wait":
+            join(clock, events.get(subject, {}))
+            if capture is not None and lane == "host":
+                found.append(capture.fault_of("wait", lane, clock))
+        elif operation == "hold":
+            for one in reads:
+                holds.setdefault(one, []).append(lane)
+        if operation in NO_WORK:
             continue
         if lane != "host":
             # What the host enqueues comes after all that it has done and waited for.
-            for other, time in clocks["host"].items():
-                clock[other] = max(clock[other], time)
+            join(clock, clocks["host"])
         clock[lane] += 1
         names[lane].append(f"{operation} {subject}")
+        known = dict(clock)
+        if operation == "take":
+            accesses.forget(writes)
+        elif operation == "give_back":
+            for one in writes:
+                for holder in holds.pop(one, ()):
+                    join(known, clocks[holder])
+        elif capture is not None and (fault := capture.fault_of(operation, lane, clock)):
+            found.append(fault)
         for kind, ranges, against in (("read", reads, ("write",)), ("write", writes, ("read", "write"))):
             for before in against:
                 for other, time in zip(LANES, accesses.latest(before, ranges), strict=True):
-                    if other != lane and time > clock[other]:
+                    if other != lane and time > known[other]:
                         found.append(
                             f"{operation} {subject} on {lane} {kind}s what {names[other][time]} on {other} {before}s, "
                             "and nothing orders them"
@@ -118,8 +179,10 @@ def every_wait_is_needed(entries: list[tuple], kinds: dict[tuple[str, str], str]
         assert races(broken), f"not found: {why}"
 
 
-# Entries that are no work of a lane: for records of order and of memory only.
-MARKS = ("record", "wait", "take", "give_back")
+# Entries that touch no memory: for records of order only. "skip": a wait across the border of a capture, which is none.
+NO_WORK = ("record", "wait", "skip", "hold", "begin_capture", "end_capture")
+# Entries that are no work of a lane.
+MARKS = (*NO_WORK, "take", "give_back", "read plan")
 
 
 def on(entries: list[tuple], *lanes: str) -> list[tuple]:

@@ -65,12 +65,16 @@ void bind_device(py::module_& m) {
   py::class_<RecordingLayer, DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
       .def(py::init<bool>(), py::arg("with_twins"))
       .def("clear", &RecordingLayer::clear)
+      .def("use_stream", &RecordingLayer::use_stream, py::arg("number"))
+      .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
+      .def("begin_capture", &RecordingLayer::begin_capture)
+      .def("end_capture", &RecordingLayer::end_capture)
       // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
       .def_property_readonly("entries", [](const RecordingLayer& layer) {
         py::list result;
         // A copy: Python's collector may run here, and find transports whose end is recorded.
         for (const std::vector<RecordingLayer::Entry> entries = layer.entries(); const auto& entry : entries) {
-          result.append(py::make_tuple(entry.operation, lane_name(entry.lane), entry.subject, ranges_of(entry.reads),
+          result.append(py::make_tuple(entry.operation, entry.lane, entry.subject, ranges_of(entry.reads),
                                        ranges_of(entry.writes)));
         }
         return result;

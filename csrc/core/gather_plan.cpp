@@ -2,6 +2,7 @@
 #include "core/gather_plan.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsdp2x {
 namespace {
@@ -85,6 +86,7 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
           shard_to_whole(shape, rows, segment, shape.compute, place.slot_offset, shape.compute));
     }
   }
+  plan.staging_to_slot = joined(std::move(plan.staging_to_slot));
   return plan;
 }
 

@@ -33,7 +33,7 @@ struct GatherPlan {
   size_t segment_bytes = 0;            // of one rank in the staging; 0: nothing is packed
   std::vector<Copy> shard_to_slot;     // this rank's rows of the direct parameters: shard pool -> slot, with the cast
   std::vector<Copy> shard_to_segment;  // this rank's rows of the packed ones: shard pool -> its segment, with the cast
-  std::vector<Copy> staging_to_slot;   // all ranks' rows of the packed ones: staging -> slot
+  std::vector<Copy> staging_to_slot;   // all ranks' rows of the packed ones: staging -> slot, joined
 };
 
 // A parameter is gathered directly when its shards follow each other in the slot (Shard(0)), the chunks are aligned,

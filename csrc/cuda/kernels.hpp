@@ -35,10 +35,11 @@ enum class TableMode : uint8_t {
   skip,   // stays as it is
 };
 
-// Gradients of a launch, by entry. A null base with `write` packs zeros.
+// Gradients of a launch, by entry. A null base with `write` packs zeros. Flags are written unless the entry is skipped.
 struct PackTable {
   const void* base[kMaxTable] = {};
   TableMode mode[kMaxTable] = {};
+  bool flag[kMaxTable] = {};
 };
 
 // Where the reduced rows of each parameter go, by entry.
@@ -73,8 +74,8 @@ struct Kernels {
   // Runs a plan of copies and casts from base to base.
   void (*copy)(const CopyList& list, const void* src, void* dst, Stream stream);
 
-  // Packs gradients (plan_pack), cast and dense; pads become zero where an entry is written.
-  void (*pack_gradients)(const CopyList& list, const PackTable& grads, void* dst, Stream stream);
+  // Packs gradients (plan_pack), cast and dense; pads become zero where an entry is written, flags 1 or 0.
+  void (*pack_gradients)(const PackList& list, const PackTable& grads, void* dst, Stream stream);
 
   // target (+)= cast(scale(rows)): the epilogue of a collective, whose result is in `source`.
   void (*reduce)(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
@@ -83,8 +84,8 @@ struct Kernels {
   // The sums of squares of gradients as they lie in their targets, one of each tile; skipped ones are 0.
   void (*sum_squares)(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream);
 
-  // *sum = the sum of `num` values, always in the same order.
-  void (*add_up)(const double* values, int64_t num, double* sum, Stream stream);
+  // The sum of each kSumNumel of `num` values, and of what is left, always in the same order; of none one, 0.
+  void (*add_up)(const double* values, int64_t num, double* sums, Stream stream);
 
   // *norm = sqrt(*square_sum); *factor = min(1, max_norm / (*norm + 1e-6)), NaN when the norm is. With torch's
   // roundings: everything behind the square root in fp32, or in f64 when `in_f64`.

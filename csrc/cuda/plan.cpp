@@ -12,10 +12,12 @@ namespace fsdp2x::cuda {
 
 namespace {
 
-int64_t numel_of(const CopySegment& segment) { return segment.numel + segment.pad_numel; }
+int64_t tiles_of(int64_t numel) { return (numel + kTileNumel - 1) / kTileNumel; }
+
+int64_t tiles_of(const PackSegment& segment) { return int64_t{segment.num_ranks} * segment.rank_tiles; }
 template <class Segment>
-int64_t numel_of(const Segment& segment) {
-  return segment.numel;
+int64_t tiles_of(const Segment& segment) {
+  return tiles_of(segment.numel);
 }
 
 template <class Segment>
@@ -23,9 +25,8 @@ Plan<Segment> cut(std::vector<Segment>&& segments) {
   Plan<Segment> plan;
   plan.segments.reserve(segments.size());
   for (Segment& segment : segments) {
-    const int64_t numel = numel_of(segment);
-    if (numel == 0) continue;
-    const int64_t num_tiles = (numel + kTileNumel - 1) / kTileNumel;
+    const int64_t num_tiles = tiles_of(segment);
+    if (num_tiles == 0) continue;
     if (plan.num_tiles() + num_tiles > INT_MAX) {
       throw Error("a plan of the CUDA kernels has more than " + std::to_string(INT_MAX) + " tiles of " +
                   std::to_string(kTileNumel) + " elements, the most a launch can have: shard smaller units");
@@ -55,7 +56,6 @@ std::vector<CopySegment> with_countable_pieces(std::vector<CopySegment>&& segmen
       one.numel = one.piece_numel;
       one.src_offset += piece * one.src_stride * static_cast<int64_t>(dtype_bytes(one.src));
       one.dst_offset += piece * one.dst_stride * static_cast<int64_t>(dtype_bytes(one.dst));
-      if (piece + 1 < count) one.pad_numel = 0;
     }
   }
   return result;
@@ -92,21 +92,30 @@ void require_entry(int entry) {
               std::to_string(kMaxTable - 1) + "; make a plan for every " + std::to_string(kMaxTable) + " gradients");
 }
 
-// A rank's rows of a parameter in the reduce segments, and everything up to the next parameter as pad.
-CopySegment packed_rows(const Layout& layout, const ParamPlace& place, int rank, const Copy* rows,
-                        size_t segment_bytes) {
-  const size_t element_bytes = dtype_bytes(place.shape.reduce);
-  const size_t region = align_up(static_cast<size_t>(place.padded_shard_numel) * element_bytes) / element_bytes;
-  CopySegment segment;
-  if (rows != nullptr) segment = segment_of(*rows);
+PackSegment pack_segment(const Layout& layout, const ParamPlace& place, DType type, size_t segment_bytes) {
+  PackSegment segment;
+  segment.rank_bytes = static_cast<int64_t>(segment_bytes);
+  segment.num_ranks = layout.world();
+  segment.src = type;
   segment.dst = place.shape.reduce;
-  segment.dst_offset = static_cast<int64_t>(static_cast<size_t>(rank) * segment_bytes + place.reduce_segment_offset);
-  segment.pad_numel = static_cast<int64_t>(region) - segment.numel;
-  if (segment_bytes < layout.reduce_segment_bytes()) {
-    throw Error("a reduce segment of " + std::to_string(segment_bytes) + " bytes is too short: the layout's has " +
-                std::to_string(layout.reduce_segment_bytes()));
-  }
+  if (!packs(place, type)) return segment;
+  const size_t element_bytes = dtype_bytes(place.shape.reduce);
+  segment.dst_offset = static_cast<int64_t>(place.reduce_segment_offset);
+  segment.outer = place.shape.outer;
+  segment.dim = place.shape.dim;
+  segment.inner = place.shape.inner;
+  segment.rows = shard_rows(place.shape.dim, layout.world(), 0).size();
+  // Everything up to the next parameter.
+  segment.region_numel =
+      static_cast<int64_t>(align_up(static_cast<size_t>(place.padded_shard_numel) * element_bytes) / element_bytes);
   return segment;
+}
+
+DType flag_type_of(const Layout& layout) {
+  for (const ParamPlace& place : layout.params()) {
+    if (place.shape.reduce != DType::byte) return place.shape.reduce;
+  }
+  return DType::f32;
 }
 
 template <class MakeSegments>
@@ -132,11 +141,20 @@ CopyPlan make_plan(std::vector<CopySegment> segments) {
       throw Error(std::string("the CUDA kernels cannot cast ") + dtype_name(segment.src) + " to " +
                   dtype_name(segment.dst) + ": they compute in fp32, and only move bytes");
     }
-    if (segment.pad_numel > 0 && segment.numel > 0 && segment.dst_stride != segment.piece_numel) {
-      throw Error("a copy plan has a pad behind pieces that lie apart: only dense pieces can be padded");
-    }
   }
   return cut(with_countable_pieces(std::move(segments)));
+}
+
+PackPlan make_plan(std::vector<PackSegment> segments) {
+  for (PackSegment& segment : segments) {
+    if (segment.region_numel > 0 && !computes(segment.src, segment.dst)) {
+      throw Error(std::string("the CUDA kernels cannot pack ") + dtype_name(segment.src) + " as " +
+                  dtype_name(segment.dst) + ": they compute in fp32");
+    }
+    const int64_t num_tiles = std::max(tiles_of(segment.region_numel), int64_t{segment.flag_numel > 0 ? 1 : 0});
+    segment.rank_tiles = static_cast<int32_t>(std::min<int64_t>(num_tiles, INT_MAX));
+  }
+  return cut(std::move(segments));
 }
 
 ReducePlan make_plan(std::vector<ReduceSegment> segments) {
@@ -176,26 +194,40 @@ CopyPlan plan_copies(std::span<const Copy> copies) {
   return make_plan(std::move(segments));
 }
 
-std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes) {
-  if (grad_types.size() != layout.params().size()) {
+bool packs(const ParamPlace& place, DType type) {
+  const ParamShape& shape = place.shape;
+  return has_kernels(place, type) && (shape.outer == 1 || shape.dim * shape.inner <= kMaxPieceNumel);
+}
+
+bool packs_flags(const Layout& layout) { return computes(flag_type_of(layout)); }
+
+std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes) {
+  const size_t num_params = layout.params().size();
+  if (grad_types.size() != num_params) {
     throw Error("plan_pack: " + std::to_string(grad_types.size()) + " gradient types for " +
-                std::to_string(layout.params().size()) + " parameters");
+                std::to_string(num_params) + " parameters");
   }
+  const DType flag_type = flag_type_of(layout);
+  const size_t num_flags = segment_bytes < layout.reduce_segment_bytes()
+                               ? 0
+                               : (segment_bytes - layout.reduce_segment_bytes()) / dtype_bytes(flag_type);
+  if (segment_bytes < layout.reduce_segment_bytes() || (num_flags > 0 && num_flags < num_params)) {
+    throw Error("a reduce segment of " + std::to_string(segment_bytes) + " bytes is too short: the layout's has " +
+                std::to_string(layout.reduce_segment_bytes()) + ", and each of " + std::to_string(num_params) +
+                " parameters a flag behind them, or none has");
+  }
+  const bool has_flags = num_flags > 0 && packs_flags(layout);
   return in_parts(layout, [&](size_t first, size_t end) {
-    std::vector<CopySegment> segments;
+    std::vector<PackSegment> segments;
     for (size_t param = first; param < end; ++param) {
-      const ParamPlace& place = layout.params()[param];
-      if (!has_kernels(place, grad_types[param])) continue;
-      const std::vector<Copy> copies = layout.gradient_to_segments(param, grad_types[param]);
-      for (int rank = 0; rank < layout.world(); ++rank) {
-        const Copy* rows = nullptr;
-        for (const Copy& copy : copies) {
-          if (copy.dst_offset / layout.reduce_segment_bytes() == static_cast<size_t>(rank)) rows = &copy;
-        }
-        segments.push_back(packed_rows(layout, place, rank, rows, segment_bytes));
-        segments.back().src = grad_types[param];
-        segments.back().source = static_cast<int32_t>(param - first);
+      PackSegment segment = pack_segment(layout, layout.params()[param], grad_types[param], segment_bytes);
+      segment.source = static_cast<int32_t>(param - first);
+      if (has_flags) {
+        segment.flag_type = flag_type;
+        segment.flag_offset = static_cast<int64_t>(layout.reduce_segment_bytes() + param * dtype_bytes(flag_type));
+        segment.flag_numel = param + 1 == num_params ? static_cast<int32_t>(num_flags - param) : 1;
       }
+      segments.push_back(segment);
     }
     return segments;
   });

@@ -18,8 +18,12 @@
 namespace fsdp2x::cuda {
 
 inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
+inline constexpr int kSumNumel = 8192;   // values that one block adds up
 inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
 inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
+
+// Of add_up, for `num` values.
+inline int64_t num_sums(int64_t num) { return num == 0 ? 1 : (num + kSumNumel - 1) / kSumNumel; }
 
 // A plan as a launch takes it: pointers into the uploaded image.
 template <class Segment>
@@ -51,7 +55,7 @@ struct Plan {
   }
 };
 
-// A `Copy` as the kernels read it: `count` pieces, then zeros. Offsets in bytes, everything else in elements. f64 is
+// A `Copy` as the kernels read it. Offsets in bytes, everything else in elements. f64 is
 // pairs of f32.
 struct CopySegment {
   int64_t src_offset = 0;
@@ -60,11 +64,33 @@ struct CopySegment {
   int64_t piece_numel = 1;
   int64_t src_stride = 0;
   int64_t dst_stride = 0;
-  int64_t pad_numel = 0;  // zeros behind the pieces, which are dense in the destination then
   int64_t first_tile = 0;
-  int32_t source = 0;  // entry of the launch's table
   DType src = DType::f32;
   DType dst = DType::f32;
+};
+
+// A whole gradient, dense, on its way to the segments of all ranks: one entry, however many ranks there are. Of `outer`
+// blocks of `dim` rows of `inner` elements each rank gets `rows` rows of every block, the last ranks fewer or none.
+//
+//   segment of a rank:  | .. rows of all blocks | pad: zeros | .. | flag | zeros | ..
+//
+struct PackSegment {
+  int64_t dst_offset = 0;   // of rank 0's rows, in bytes
+  int64_t flag_offset = 0;  // of rank 0's flag, in bytes
+  int64_t rank_bytes = 0;   // from one rank's segment to the next one's
+  int64_t outer = 1;
+  int64_t dim = 0;
+  int64_t inner = 1;
+  int64_t rows = 0;
+  int64_t region_numel = 0;  // of a rank's rows and pad; 0: the flag alone
+  int64_t first_tile = 0;
+  int32_t num_ranks = 1;
+  int32_t rank_tiles = 1;  // of one rank
+  int32_t flag_numel = 0;  // the flag and the zeros behind it; 0: there is none
+  int32_t source = 0;      // entry of the launch's table
+  DType src = DType::f32;
+  DType dst = DType::f32;
+  DType flag_type = DType::f32;
 };
 
 // Reduced rows: `numel` elements at `src_offset` bytes from the source's base go to a target.
@@ -117,6 +143,8 @@ struct SgdSegment {
 
 using CopyPlan = Plan<CopySegment>;
 using CopyList = List<CopySegment>;
+using PackPlan = Plan<PackSegment>;
+using PackList = List<PackSegment>;
 using ReducePlan = Plan<ReduceSegment>;
 using ReduceList = List<ReduceSegment>;
 using AdamWPlan = Plan<AdamWSegment>;
@@ -132,6 +160,7 @@ inline bool serves(const Copy& copy) { return copy.src == copy.dst || computes(c
 // Cuts segments into tiles. Empty segments are left out. Throws Error for a type that the kernels do not compute, and
 // when there are more tiles than a launch can have.
 CopyPlan make_plan(std::vector<CopySegment> segments);
+PackPlan make_plan(std::vector<PackSegment> segments);
 ReducePlan make_plan(std::vector<ReduceSegment> segments);
 // Throws Error as well for moments that are neither f32 nor bf16, and for a group or gradient that no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
@@ -142,13 +171,19 @@ SgdPlan make_plan(std::vector<SgdSegment> segments);
 // Of copies that the kernels serve.
 CopyPlan plan_copies(std::span<const Copy> copies);
 
-// Whole gradients, dense, of `grad_types[parameter]` -> the W reduce segments, `segment_bytes` apart, with every byte
-// of theirs up to layout.reduce_segment_bytes() written. Several plans when there are more than kMaxTable parameters;
-// the table's entry i is then parameter `first + i`. Without parameters that have an f64 side.
-std::vector<CopyPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
+// Whether a gradient of `type` is packed by kernels: cast where they compute, in pieces that they can count.
+bool packs(const ParamPlace& place, DType type);
+// Whether the flags behind the rows of this layout are of a type that the kernels write.
+bool packs_flags(const Layout& layout);
 
-// This rank's reduced segment, where the source's base is -> the gradients. Several plans, and without parameters, as
-// in plan_pack.
+// Whole gradients, dense, of `grad_types[parameter]` -> the W reduce segments, `segment_bytes` apart, with every byte
+// of theirs written: those of gradients that `packs` refuses, and those of flags that `packs_flags` does, are not. In
+// what lies behind layout.reduce_segment_bytes() is room for a flag of each parameter. Several plans when there are
+// more than kMaxTable parameters; the table's entry i is then parameter `first + i`.
+std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
+
+// This rank's reduced segment, where the source's base is -> the gradients. Several plans as in plan_pack, without
+// parameters that have an f64 side.
 std::vector<ReducePlan> plan_reduce(const Layout& layout);
 
 }  // namespace fsdp2x::cuda

@@ -28,7 +28,7 @@ void copy(const CopyList& list, const void* src, void* dst, Stream) {
   run_tiles(CopyBody{list, src, dst}, list.num_tiles);
 }
 
-void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Stream) {
+void pack_gradients(const PackList& list, const PackTable& grads, void* dst, Stream) {
   run_tiles(PackBody{list, grads, dst}, list.num_tiles);
 }
 
@@ -46,11 +46,13 @@ void sum_squares(const ReduceList& list, const TargetTable& targets, double* til
   }
 }
 
-void add_up(const double* values, int64_t num, double* sum, Stream) {
-  double sums[kSumThreads];
-  for (int thread = 0; thread < kSumThreads; ++thread) sums[thread] = strided_sum(values, num, thread);
-  fold_block(sums, kSumThreads);
-  *sum = sums[0];
+void add_up(const double* values, int64_t num, double* sums, Stream) {
+  for (int64_t block = 0; block < num_sums(num); ++block) {
+    double parts[kSumThreads];
+    for (int thread = 0; thread < kSumThreads; ++thread) parts[thread] = strided_sum(values, num, block, thread);
+    fold_block(parts, kSumThreads);
+    sums[block] = parts[0];
+  }
 }
 
 void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream) {

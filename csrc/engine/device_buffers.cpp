@@ -86,9 +86,9 @@ void DeviceBuffers::drop(DeviceBuffer& buffer, bool has_waited) {
   if (!buffer.memory.defined()) return;
   // The current stream may be another one by now: of a user who runs backward elsewhere, or of a lane.
   const bool is_away = buffer.stream && buffer.stream != layer_->current_stream();
+  std::optional<StreamScope> home;
+  if (is_away) home.emplace(*layer_, *buffer.stream);
   if (is_away || !has_waited) {
-    c10::OptionalStreamGuard home;
-    if (is_away) home.reset_stream(*buffer.stream);
     layer_->wait(Lane::compute, *buffer.ready);
     layer_->wait(Lane::compute, *buffer.free);
   }

@@ -73,7 +73,16 @@ at::Tensor DeviceClip::sum_squares(const std::vector<DeviceGradient>& gradients)
   }
   tiles = tile_sums.mutable_data_ptr<double>();
   for (size_t bucket = 0; bucket < num_tiles.size(); ++bucket) {
-    kernels_->add_up(tiles, num_tiles[bucket], sums.mutable_data_ptr<double>() + bucket, scope.stream());
+    const double* values = tiles;
+    at::Tensor parts;  // freed in the order of the stream that reads it
+    int64_t num = num_tiles[bucket];
+    for (; num > cuda::kSumNumel; num = parts.numel()) {
+      const at::Tensor next = at::empty({cuda::num_sums(num)}, f64_on(device));
+      kernels_->add_up(values, num, next.mutable_data_ptr<double>(), scope.stream());
+      values = next.const_data_ptr<double>();
+      parts = next;
+    }
+    kernels_->add_up(values, num, sums.mutable_data_ptr<double>() + bucket, scope.stream());
     tiles += num_tiles[bucket];
   }
   return sums;

@@ -7,9 +7,11 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cuda/kernels.hpp"
+#include "engine/gradient_stream.hpp"
 #include "engine/uploaded_plan.hpp"
 
 namespace fsdp2x {
@@ -55,9 +57,12 @@ class KeptPlans {
     if (kept_.size() <= launch) kept_.resize(launch + 1);
     std::unique_ptr<Kept>& kept = kept_[launch];
     if (kept == nullptr || kept->plan.memory.device() != device || kept->segments != segments) {
-      kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}});
+      kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}, current_stream(device)});
       ++num_built_;
     }
+    // Freed in the order of the stream that it was made on.
+    const auto now = current_stream(device);
+    if (now && now != kept->home) kept->plan.memory.record_stream(*now);
     return kept->plan.list();
   }
   // So far.
@@ -67,6 +72,7 @@ class KeptPlans {
   struct Kept {
     std::vector<Segment> segments;
     UploadedPlan<Segment> plan;
+    std::optional<c10::Stream> home;
   };
   std::vector<std::unique_ptr<Kept>> kept_;
   size_t num_built_ = 0;

@@ -3,11 +3,14 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "core/error.hpp"
 #include "engine/device_copy.hpp"
 #include "engine/device_kernels.hpp"
 #include "engine/gil.hpp"
 #include "engine/plan_runner.hpp"
+#include "engine/uploaded_plan.hpp"
 
 namespace fsdp2x {
 
@@ -34,7 +37,7 @@ const char* lane_name(Lane lane) {
 // --- kernels ---
 
 DeviceLayer::DeviceLayer(at::Device device, const cuda::Kernels* kernels)
-    : device_(device), runner_(kernels == nullptr ? nullptr : std::make_unique<PlanRunner>(*kernels, device)) {}
+    : device_(device), runner_(kernels == nullptr ? nullptr : std::make_unique<PlanRunner>(*kernels, *this)) {}
 
 DeviceLayer::~DeviceLayer() = default;
 
@@ -75,10 +78,25 @@ void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
   zero_behind(plan, param, buffer, {whole + 1, world}, 0);
 }
 
+// All flags of every segment, and zeros behind them.
+void write_flags(const ReducePlan& plan, const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
+  const DType type = plan.flags_to_segments.dst;
+  const at::Tensor values = host_memory_for(buffer.device(), at::kFloat, plan.flags_numel());
+  values.zero_();
+  std::copy(flags.begin(), flags.end(), values.mutable_data_ptr<float>());
+  const int64_t world = plan.layout->world();
+  const at::Tensor segments =
+      buffer.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes) * world).view(torch_dtype(type)).view({world, -1});
+  const auto at = static_cast<int64_t>(plan.layout->reduce_segment_bytes() / dtype_bytes(type));
+  segments.slice(1, at).copy_(values.to(buffer.device(), /*non_blocking=*/true));
+}
+
 }  // namespace
 
-void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) {
-  for (const PackItem& item : runner_ ? runner_->pack(plan, items, buffer.data_ptr(), native_stream()) : items) {
+void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                       const at::Tensor& buffer) {
+  if (!runner_ || !PlanRunner::writes_flags(plan)) write_flags(plan, flags, buffer);
+  for (const PackItem& item : runner_ ? runner_->pack(plan, items, flags, buffer.data_ptr(), native_stream()) : items) {
     if (item.source == nullptr) {
       zero_behind(plan, item.param, buffer, {0, plan.layout->world()}, 0);
     } else if (item.add) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
+#include "engine/copy_program.hpp"
 #include "engine/reduce_plans.hpp"
 
 struct CUstream_st;
@@ -87,8 +88,10 @@ class DeviceLayer {
   // --- kernels, on the current lane; one launch each where the device has them as kernels of ours ---
   // Casts into the slot or the staging, and copies out of the staging.
   virtual void copy(const CopyProgram& program, const void* src, void* dst);
-  // Whole gradients -> the W segments of `plan` laid end to end in `buffer`, with their pads zeroed.
-  virtual void pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer);
+  // Whole gradients -> the W segments of `plan` laid end to end in `buffer`, with their pads zeroed. `flags`, by
+  // parameter: those of the items, and of what is never packed, lie behind the rows of every segment then.
+  virtual void pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                    const at::Tensor& buffer);
   // The rows of a segment -> gradients: target (+)= cast(rows / divisor), the quotient rounded to the type of the rows.
   virtual void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                           double divisor);
@@ -99,6 +102,9 @@ class DeviceLayer {
   // Between the device and host memory. Pinned memory stays alive until the copy is done.
   virtual void transfer(const at::Tensor& target, const at::Tensor& source);
 
+  // `memory`, of another stream's order, goes back to its allocator behind what the current stream has been given.
+  virtual void hold(const at::Tensor& memory) { memory.record_stream(*current_stream()); }
+
   // What torch and collectives do with memory on the current lane, for layers that keep a record.
   virtual bool is_recorder() const { return false; }
   virtual void note(const std::string& /*operation*/, const std::string& /*subject*/,
@@ -106,9 +112,13 @@ class DeviceLayer {
 
  protected:
   friend class LaneScope;
+  friend class StreamScope;
   // Returns the lane before.
   virtual Lane enter(Lane lane) { return lane; }
   virtual void leave(Lane /*before*/) {}
+  // The stream is the current one, whatever lane it is; returns what `leave_stream` takes.
+  virtual int enter_stream(c10::Stream /*stream*/) { return 0; }
+  virtual void leave_stream(int /*before*/) {}
   // The current stream as kernels take it.
   virtual CUstream_st* native_stream() { return nullptr; }
 
@@ -130,6 +140,22 @@ class LaneScope {
  private:
   DeviceLayer& layer_;
   Lane before_;
+  c10::OptionalStreamGuard guard_;
+};
+
+// While it lives, `stream` is the current one.
+class StreamScope {
+ public:
+  StreamScope(DeviceLayer& layer, c10::Stream stream) : layer_(layer), before_(layer.enter_stream(stream)) {
+    guard_.reset_stream(stream);
+  }
+  ~StreamScope() { layer_.leave_stream(before_); }
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  DeviceLayer& layer_;
+  int before_;
   c10::OptionalStreamGuard guard_;
 };
 

@@ -11,16 +11,8 @@
 #include "engine/device_transport.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
-#include "engine/uploaded_plan.hpp"
 
 namespace fsdp2x {
-
-namespace {
-
-// Patterns of flags that are kept on the device. A model that uses other parameters in every step makes many.
-constexpr size_t kMaxFlagPatterns = 64;
-
-}  // namespace
 
 bool DeviceTransport::is_alone(const Group& group) { return group.layout.world() == 1 && !group.has_replicas(); }
 
@@ -128,28 +120,16 @@ at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
     filled = 1;
     alive.push_back(std::move(dense));
   }
-  if (!items.empty()) layer_->pack(*mine.reduce, items, buffer);
-  if (for_reduction && !is_alone(group)) {
-    const at::Tensor& flags = flags_of(group);
-    layer_->copy(mine.reduce->flags_to_segments, flags.const_data_ptr(), buffer.data_ptr());
-  }
+  if (!items.empty() || for_reduction) layer_->pack(*mine.reduce, items, flags_of(group, layout), buffer);
   return buffer;
 }
 
-const at::Tensor& DeviceTransport::flags_of(const Group& group) {
-  std::vector<bool> pattern(group.scratch.filled.begin(), group.scratch.filled.end());
-  const ReducePlan& plan = *groups_.at(group.index).reduce;
-  for (size_t i = 0; i < pattern.size(); ++i) {
-    if (plan.layout->params()[i].shape.trainable && group.options().reduce_unused_params) pattern[i] = true;
+std::vector<uint8_t> DeviceTransport::flags_of(const Group& group, const Layout& plan) {
+  std::vector<uint8_t> flags = group.scratch.filled;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (plan.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1;
   }
-  pattern.resize(plan.flags_numel);
-  if (const auto found = flags_.find(pattern); found != flags_.end()) return found->second;
-  if (flags_.size() >= kMaxFlagPatterns) flags_.clear();  // freed in the order of the compute lane, which reads them
-  const at::Device device = layer_->device();
-  const at::Tensor values = host_memory_for(device, at::kFloat, pattern.size());
-  std::copy(pattern.begin(), pattern.end(), values.mutable_data_ptr<float>());
-  // In the order of the compute lane, which reads them.
-  return flags_.emplace(std::move(pattern), values.to(device, at::kFloat, /*non_blocking=*/true)).first->second;
+  return flags;
 }
 
 }  // namespace fsdp2x

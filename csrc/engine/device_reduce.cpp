@@ -14,14 +14,11 @@
 #include "engine/device_transport.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
+#include "engine/storage.hpp"
 
 namespace fsdp2x {
 
 namespace {
-
-at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t bytes) {
-  return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(torch_dtype(type));
-}
 
 std::vector<MemoryRange> range_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
@@ -205,10 +202,7 @@ bool DeviceTransport::finish_reduce(Group& group, bool /*flush*/) {
   PerGroup& mine = per_group(group);
   Running running = std::exchange(mine.running, Running());
   const std::shared_ptr<const Layout> plan = mine.reduce->layout;
-  std::vector<uint8_t> wanted = group.scratch.filled;
-  if (group.options().reduce_unused_params) {
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = plan->params()[i].shape.trainable ? 1 : 0;
-  }
+  std::vector<uint8_t> wanted = flags_of(group, *plan);
   close_scratch(group);
   group.scratch.reduced_this_backward = true;
   if (!running.rows.defined()) return true;  // waits for an all-reduce

@@ -1,6 +1,7 @@
 // Cuts the parameters of a step into launches and runs them through kept plans.
 #include "engine/device_steps.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "engine/storage.hpp"
@@ -9,7 +10,7 @@ namespace fsdp2x {
 
 namespace {
 
-// Consecutive jobs that one launch can step.
+// Jobs that one launch can step.
 template <class Job>
 struct Launch {
   at::Device device = at::kCPU;
@@ -99,12 +100,14 @@ std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
   std::vector<Launch<Job>> launches;
   for (const Job& job : jobs) {
     if (job.param.numel() == 0) continue;
-    if (launches.empty() || !has_room(launches.back(), job)) {
-      Launch<Job>& launch = launches.emplace_back();
-      launch.device = job.param.device();
-      set_rounding(job, launch.args);
+    // Those of another rounding or device may have come between.
+    auto launch = std::find_if(launches.rbegin(), launches.rend(), [&](const auto& one) { return has_room(one, job); });
+    if (launch == launches.rend()) {
+      launches.emplace_back().device = job.param.device();
+      set_rounding(job, launches.back().args);
+      launch = launches.rbegin();
     }
-    add(launches.back(), job);
+    add(*launch, job);
   }
   return launches;
 }

@@ -19,9 +19,6 @@ namespace fsdp2x {
 
 namespace {
 
-// Nothing to ask other ranks for: there are none, or every parameter gathers itself.
-bool is_local(const Group& group) { return group.layout.world() == 1 || group.layout.gather_segment_bytes() == 0; }
-
 PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
   return PyRef::steal(THPVariable_Wrap(memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes))));
 }
@@ -29,6 +26,8 @@ PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
 void append(const PyRef& list, const PyRef& item) {
   if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
 }
+
+constexpr size_t kNever = std::numeric_limits<size_t>::max();  // so large is no parameter
 
 }  // namespace
 
@@ -82,8 +81,6 @@ void DeviceTransport::register_group(Group& group) {
   PerGroup& mine = groups_[group.index];
   if (layer_->is_recorder()) mine.pool = group.pool;
   if (group.unit != nullptr) mine.unit = group.unit->weak_from_this();
-  constexpr size_t kNever = std::numeric_limits<size_t>::max();
-  mine.packed = Gather(plan_gather(group.layout, kNever));
   mine.gather = Gather(plan_gather(group.layout, collectives_.all_gather_group ? pack_below_bytes_ : kNever));
   mine.own_rows = CopyProgram(group.layout.shard_to_slot());
   mine.pool_event = layer_->make_event(group.name + ".pool");
@@ -147,7 +144,10 @@ void DeviceTransport::note_optimizer(bool with_shards) {
   }
 }
 
-void DeviceTransport::pool_written(Group& group) { layer_->record(*per_group(group).pool_event, Lane::compute); }
+void DeviceTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+  layer_->copy(rows, slot, group.pool.data_ptr());
+  layer_->record(*per_group(group).pool_event, Lane::compute);
+}
 
 void DeviceTransport::begin_gather(Group& group) {
   try {
@@ -163,8 +163,10 @@ void DeviceTransport::enqueue_gather(Group& group) {
   // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
   mine.in_one_piece = static_cast<bool>(group.calls.all_gather);
   mine.is_finished = false;
+  if (mine.in_one_piece && !mine.packed && !mine.gather.direct.empty()) {
+    mine.packed.emplace(plan_gather(group.layout, kNever));
+  }
   const Gather& gather = mine.running_gather();
-  const GatherPlan& plan = gather.plan;
   const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
   const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
 
@@ -182,8 +184,8 @@ void DeviceTransport::enqueue_gather(Group& group) {
   const Upload uploaded = open_upload(group, pools_stand_still);
   if (uploaded.buffer != nullptr) pool = uploaded.buffer->data();
   DeviceBuffer* staging = nullptr;
-  if (!is_local(group) && plan.segment_bytes > 0) {
-    mine.staging = staging_.acquire(plan.segment_bytes * world, group.name, &staging_is_new);
+  if (!group.gathers_alone() && gather.segment_bytes > 0) {
+    mine.staging = staging_.acquire(gather.segment_bytes * world, group.name, &staging_is_new);
     staging = &staging_[mine.staging];
   }
   if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) follow_compute(copy_lane);
@@ -193,12 +195,12 @@ void DeviceTransport::enqueue_gather(Group& group) {
   if (uploaded.buffer != nullptr) upload(group, uploaded, copy_lane);
   {
     const LaneScope scope(*layer_, copy_lane);
-    if (is_local(group)) {
+    if (group.gathers_alone()) {
       layer_->copy(mine.own_rows, pool, slot.data());
     } else {
       if (!gather.to_slot.empty()) layer_->copy(gather.to_slot, pool, slot.data());
       if (staging != nullptr) {
-        const size_t own = static_cast<size_t>(group.layout.rank()) * plan.segment_bytes;
+        const size_t own = static_cast<size_t>(group.layout.rank()) * gather.segment_bytes;
         layer_->copy(gather.to_segment, pool, staging->data() + own);
       }
     }
@@ -208,7 +210,7 @@ void DeviceTransport::enqueue_gather(Group& group) {
     layer_->record(*uploaded.buffer->free, copy_lane);
     if (!pools_stand_still) host_waits_for(copy_lane);  // the user may write to the shards next
   }
-  if (is_local(group)) return;
+  if (group.gathers_alone()) return;
   layer_->wait(gather_lane, *slot.ready);
   {
     const LaneScope scope(*layer_, gather_lane);
@@ -226,7 +228,7 @@ void DeviceTransport::close_gather(PerGroup& mine) {
 
 DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, const PerGroup& mine,
                                                          const DeviceBuffer& slot, const DeviceBuffer* staging) const {
-  const GatherPlan& plan = mine.running_gather().plan;
+  const Gather& plan = mine.running_gather();
   const auto world = static_cast<size_t>(group.layout.world());
   const auto rank = static_cast<size_t>(group.layout.rank());
   TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};

@@ -38,7 +38,7 @@ class DeviceTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
-  void pool_written(Group& group) override;
+  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void settle(Group& group) override;
   void begin_reduce(Group& group) override;
@@ -87,18 +87,20 @@ class DeviceTransport final : public Transport {
   };
   struct Gather {
     Gather() = default;
-    explicit Gather(GatherPlan made)
-        : plan(std::move(made)),
-          to_slot(plan.shard_to_slot),
-          to_segment(plan.shard_to_segment),
-          copy_out(plan.staging_to_slot) {}
-    GatherPlan plan;
+    explicit Gather(GatherPlan plan)
+        : direct(std::move(plan.direct)),
+          segment_bytes(plan.segment_bytes),
+          to_slot(std::move(plan.shard_to_slot)),
+          to_segment(std::move(plan.shard_to_segment)),
+          copy_out(std::move(plan.staging_to_slot)) {}
+    std::vector<DirectGather> direct;
+    size_t segment_bytes = 0;  // of one rank in the staging; 0: nothing is packed
     CopyProgram to_slot, to_segment, copy_out;
   };
   struct PerGroup {
-    const Gather& running_gather() const { return in_one_piece ? packed : gather; }
+    const Gather& running_gather() const { return in_one_piece && packed ? *packed : gather; }
     Gather gather;
-    Gather packed;                                     // for collectives that gather in one piece
+    std::optional<Gather> packed;                      // for collectives that gather in one piece, made for the first
     CopyProgram own_rows;                              // one rank alone: its pool -> the slot
     std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
     std::unique_ptr<DeviceEvent> pool_event;           // the pool was written, by the compute lane
@@ -165,7 +167,8 @@ class DeviceTransport final : public Transport {
   at::Tensor pool_to_pack(Group& group);
   // Returns where to; undefined if there was nothing to pack.
   at::Tensor pack_held(Group& group, bool for_reduction);
-  const at::Tensor& flags_of(const Group& group);
+  // By parameter: whether it has a gradient, or is reduced as zeros.
+  static std::vector<uint8_t> flags_of(const Group& group, const Layout& plan);
 
   // Reducing and attaching (device_reduce.cpp).
   at::Tensor rows_for(Group& group, Running& running);
@@ -210,7 +213,6 @@ class DeviceTransport final : public Transport {
   std::array<bool, kNumLanes> gave_blocks_{};
   std::vector<at::Tensor> foreign_sums_;                   // of this backward, added to gradients that are not ours
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
-  std::map<std::vector<bool>, at::Tensor> flags_;          // on the device, as floats
   std::map<uint32_t, PerGroup> groups_;
   size_t num_scratches_ = 0;
 };

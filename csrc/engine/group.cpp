@@ -27,11 +27,6 @@ void call(const PyRef& function) {
   if (!result) throw_python_error();
 }
 
-at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t numel) {
-  const auto bytes = static_cast<int64_t>(numel * dtype_bytes(type));
-  return memory.narrow(0, static_cast<int64_t>(offset), bytes).view(torch_dtype(type));
-}
-
 // For gradients beside the shards. Whether memory is pinned is asked of a driver, so only where it may be.
 at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
   return at::TensorOptions().device(pool.device()).pinned_memory(offloads && pool.is_pinned());
@@ -181,23 +176,27 @@ void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sh
   post_forward_params_ = std::move(sharded);
 }
 
-void Group::free_after_forward() {
-  if (!post_forward) return free();
-  const OutsideTransforms outside;
-  is_filled_ = false;
+const CopyProgram& Group::rows_to_keep(const Group& source) {
+  CopyProgram& program = rows_to_keep_[&source];
+  if (!program.empty()) return program;
   // Whole parameters lie in both slots, not always at the same offsets.
-  std::vector<Copy> copies;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamPlace& place = post_forward->layout.params()[i];
     if (place.shard_numel == 0) continue;
     Copy copy = shard_to_whole(place.shape, place.rows, place.shard_offset, place.shape.compute,
-                               gathered_from_->layout.params()[i].slot_offset, place.shape.compute);
+                               source.layout.params()[i].slot_offset, place.shape.compute);
     std::swap(copy.src_offset, copy.dst_offset);
     std::swap(copy.src_stride, copy.dst_stride);
-    copies.push_back(copy);
+    program.copies.push_back(copy);
   }
-  run_copies_on(device, copies, gathered_from_->gather.read, post_forward->pool.data_ptr());
-  post_forward->transport->pool_written(*post_forward);
+  return program;
+}
+
+void Group::free_after_forward() {
+  if (!post_forward) return free();
+  const OutsideTransforms outside;
+  is_filled_ = false;
+  post_forward->transport->write_pool(*post_forward, rows_to_keep(*gathered_from_), gathered_from_->gather.read);
   {
     pybind11::gil_scoped_acquire gil;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -314,6 +313,8 @@ bool Group::reduces_unused() const {
   return false;
 }
 
+bool Group::gathers_alone() const { return layout.world() == 1 || layout.gather_segment_bytes() == 0; }
+
 DType Group::reduce_type() const {
   for (const ParamPlace& place : layout.params()) {
     if (place.shape.reduce != DType::byte) return place.shape.reduce;
@@ -345,7 +346,7 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
     return;
   }
   const size_t bytes = plan->flagged_segment_bytes();
-  const at::Tensor rows = typed(segment, reduce_type(), 0, bytes / dtype_bytes(reduce_type()));
+  const at::Tensor rows = typed(segment, reduce_type(), 0, bytes);
   if (partial_.defined() && partial_.nbytes() != bytes) {
     throw Error("fsdp2x: parameters of unit '" + name +
                 "' were frozen or unfrozen while gradients wait for their all-reduce; change requires_grad after a "
@@ -354,7 +355,7 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
   partial_parts_.add(root().backward_number(), /*is_first=*/!partial_.defined());
   if (scratch.parts.holds_earlier) partial_parts_.holds_earlier = true;
   if (partial_.defined()) {
-    typed(partial_, reduce_type(), 0, static_cast<size_t>(rows.numel())).add_(rows);
+    typed(partial_, reduce_type(), 0, bytes).add_(rows);
   } else {
     partial_ = segment.narrow(0, 0, static_cast<int64_t>(bytes)).clone();
   }
@@ -384,8 +385,7 @@ void Group::all_reduce() {
 void Group::all_reduce(const at::Tensor& partial) {
   {
     pybind11::gil_scoped_acquire gil;
-    const PyRef rows =
-        PyRef::steal(THPVariable_Wrap(typed(partial, reduce_type(), 0, partial.nbytes() / dtype_bytes(reduce_type()))));
+    const PyRef rows = PyRef::steal(THPVariable_Wrap(typed(partial, reduce_type(), 0, partial.nbytes())));
     const PyRef done = PyRef::steal(
         PyObject_CallFunctionObjArgs(calls.all_reduce.get(), rows.get(), averages() ? Py_True : Py_False, nullptr));
     if (!done) throw_collective_error(*this, calls.explain_all_reduce, "all-reduce");
@@ -397,11 +397,11 @@ void Group::all_reduce(const at::Tensor& partial) {
 void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double divisor) {
   const DType type = reduce_type();
   const size_t flags_at = plan.reduce_segment_bytes();
-  const at::Tensor flags =
-      typed(segment, type, flags_at, params.size()).to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+  const at::Tensor flags = typed(segment, type, flags_at, params.size() * dtype_bytes(type))
+                               .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
   pybind11::gil_scoped_acquire gil;
   if (calls.all_reduce_hook) {
-    const PyRef rows = PyRef::steal(THPVariable_Wrap(typed(segment, type, 0, flags_at / dtype_bytes(type))));
+    const PyRef rows = PyRef::steal(THPVariable_Wrap(typed(segment, type, 0, flags_at)));
     const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(calls.all_reduce_hook.get(), rows.get(), nullptr));
     if (!done) throw_python_error();
   }

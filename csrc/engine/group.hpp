@@ -4,11 +4,13 @@
 
 #include <ATen/ATen.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/layout.hpp"
+#include "engine/copy_program.hpp"
 #include "engine/gradients.hpp"
 #include "engine/param.hpp"
 #include "engine/transport.hpp"
@@ -103,6 +105,8 @@ class Group {
   // Parameters without a gradient are reduced as zeros, whatever this rank ran and under whichever gradient mode: other
   // ranks may have run something else.
   bool reduces_unused() const;
+  // Nothing to ask other ranks for: there are none, or every parameter gathers itself.
+  bool gathers_alone() const;
   DType reduce_type() const;
   // Whether the collectives divide by the number of ranks; otherwise they sum.
   bool averages() const;
@@ -137,6 +141,7 @@ class Group {
   void release_slot();
   void fetch_moved_shards();
   void attach_accumulator_hooks();
+  const CopyProgram& rows_to_keep(const Group& source);
   void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
@@ -145,6 +150,7 @@ class Group {
   bool holds_post_forward_ = false;
   Group* gathered_from_ = this;  // whose transport and slot the last gather used
   std::vector<PyRef> post_forward_params_;
+  std::map<const Group*, CopyProgram> rows_to_keep_;  // from the slot of the group that was gathered -> its pool
   at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
   std::shared_ptr<const Layout> partial_plan_;
   double partial_divisor_ = 1.0;

@@ -10,6 +10,7 @@
 #include "engine/device_copy.hpp"
 #include "engine/group.hpp"
 #include "engine/root.hpp"
+#include "engine/storage.hpp"
 
 namespace fsdp2x {
 
@@ -23,9 +24,6 @@ DType wire_type(const Layout& layout) {
   }
   return type;
 }
-
-// Nothing to ask other ranks for: there are none, or every parameter gathers itself.
-bool is_local(const Group& group) { return group.layout.world() == 1 || group.layout.gather_segment_bytes() == 0; }
 
 }  // namespace
 
@@ -62,10 +60,6 @@ void GroupTransport::wait(const Group& group, Staging& staging, const char* oper
   if (!done) throw_collective_error(group, group.calls.explain, operation);
 }
 
-at::Tensor GroupTransport::as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const {
-  return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes)).view(type);
-}
-
 void GroupTransport::open_slot(Group& group) {
   const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
   if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
@@ -75,7 +69,7 @@ void GroupTransport::open_slot(Group& group) {
 
 void GroupTransport::begin_gather(Group& group) {
   PerGroup& mine = per_group(group);
-  if (is_local(group)) {
+  if (group.gathers_alone()) {
     open_slot(group);
     run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
     return;
@@ -86,10 +80,10 @@ void GroupTransport::begin_gather(Group& group) {
   run_copies_on(at::kCPU, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
   pybind11::gil_scoped_acquire gil;
-  const at::ScalarType wire = torch_dtype(wire_type(group.layout));
+  const DType wire = wire_type(group.layout);
   const PyRef output = PyRef::steal(
-      THPVariable_Wrap(as_type(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout.world()))));
-  const PyRef input = PyRef::steal(THPVariable_Wrap(as_type(mine.gather.memory, wire, rank * segment, segment)));
+      THPVariable_Wrap(typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout.world()))));
+  const PyRef input = PyRef::steal(THPVariable_Wrap(typed(mine.gather.memory, wire, rank * segment, segment)));
   const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
   mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
   if (!mine.gather.work) throw_collective_error(group, group.calls.explain, "all-gather");
@@ -97,7 +91,7 @@ void GroupTransport::begin_gather(Group& group) {
 }
 
 void GroupTransport::finish_gather(Group& group) {
-  if (is_local(group)) return;
+  if (group.gathers_alone()) return;
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
@@ -128,6 +122,10 @@ void GroupTransport::open_scratch(Group& group) {
   std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
   group.scratch.open = true;
   ++num_scratches_;
+}
+
+void GroupTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
 }
 
 void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
@@ -165,13 +163,13 @@ void GroupTransport::fill_gaps(Group& group) {
   for (size_t i = 0; i < flags.size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     if (scratch.filled[i] || !place.shape.trainable) continue;
-    as_type(mine.reduction.memory, torch_dtype(type), 0, segment * static_cast<size_t>(layout.world()))
+    typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
         .view({layout.world(), -1})
         .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
         .zero_();
   }
-  flags.resize(mine.plan->flags_numel);
-  run_copies_on(at::kCPU, mine.plan->flags_to_segments.copies, flags.data(), scratch.data);
+  flags.resize(mine.plan->flags_numel());
+  run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), scratch.data);
 }
 
 void GroupTransport::begin_reduce(Group& group) {
@@ -181,13 +179,13 @@ void GroupTransport::begin_reduce(Group& group) {
   fill_gaps(group);
   const int world = group.layout.world();
   if (world == 1) return;
-  const at::ScalarType type = torch_dtype(group.reduce_type());
+  const DType type = group.reduce_type();
   const size_t segment = mine.plan->segment_bytes;
-  const at::Tensor input = as_type(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
+  const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = pre_divisor(group); before != 1.0) input.div_(before);
   mine.reduced.memory = take(segment);
   pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(as_type(mine.reduced.memory, type, 0, segment)));
+  const PyRef py_output = PyRef::steal(THPVariable_Wrap(typed(mine.reduced.memory, type, 0, segment)));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
   const PyRef& reduce_scatter = group.calls.reduce_scatter ? group.calls.reduce_scatter : collectives_.reduce_scatter;
   mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),

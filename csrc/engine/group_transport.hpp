@@ -33,6 +33,7 @@ class GroupTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
+  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void begin_reduce(Group& group) override;
   bool needs_empty_reduction(const Group& group) const override;
@@ -64,7 +65,6 @@ class GroupTransport final : public Transport {
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
   void wait(const Group& group, Staging& staging, const char* operation);
-  at::Tensor as_type(const at::Tensor& memory, at::ScalarType type, size_t offset, size_t bytes) const;
   PerGroup& per_group(const Group& group);
 
   Collectives collectives_;

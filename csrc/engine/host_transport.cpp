@@ -189,6 +189,10 @@ HostTransport::PackedGradient HostTransport::packed_gradient(const Group& group,
   return {place.shape.packed(), scratch + place.scratch_offset};
 }
 
+void HostTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
+}
+
 void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
   Scratch& scratch = group.scratch;

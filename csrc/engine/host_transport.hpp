@@ -25,6 +25,7 @@ class HostTransport final : public Transport {
   void begin_gather(Group& group) override;
   void finish_gather(Group& group) override;
   void release_gather(Group& group) override;
+  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
   void pack(Group& group, size_t param, const at::Tensor& gradient) override;
   void begin_reduce(Group& group) override;
   bool needs_empty_reduction(const Group& group) const override;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "engine/device_kernels.hpp"
 #include "engine/uploaded_plan.hpp"
@@ -11,10 +12,37 @@ namespace fsdp2x {
 
 namespace {
 
+// An uploaded plan, freed in the order of the stream that was current when it was made. Another one that runs it holds
+// it.
 template <class Segment>
-std::vector<UploadedPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, at::Device device) {
-  std::vector<UploadedPlan<Segment>> uploaded;
-  for (auto& plan : plans) uploaded.emplace_back(std::move(plan), device);
+struct LayerPlan {
+  LayerPlan(cuda::Plan<Segment> plan, DeviceLayer& layer)
+      : image(std::move(plan), layer.device()), home(layer.current_stream()) {
+    if (!layer.is_recorder()) return;
+    const LaneScope scope(layer, Lane::host);  // which waits until the plan has arrived
+    layer.note("take", "plan", {}, {range()});
+  }
+  cuda::List<Segment> list(DeviceLayer& layer) const {
+    if (home && home != layer.current_stream()) layer.hold(image.memory);
+    if (layer.is_recorder()) layer.note("read plan", "", {range()}, {});
+    return image.list();
+  }
+  // For records, before it is freed.
+  void note_end(DeviceLayer& layer) const {
+    if (!layer.is_recorder()) return;
+    const StreamScope scope(layer, *home);
+    layer.note("give_back", "plan", {}, {range()});
+  }
+  MemoryRange range() const { return {image.memory.const_data_ptr(), image.memory.nbytes()}; }
+
+  UploadedPlan<Segment> image;
+  std::optional<c10::Stream> home;
+};
+
+template <class Segment>
+std::vector<LayerPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, DeviceLayer& layer) {
+  std::vector<LayerPlan<Segment>> uploaded;
+  for (auto& plan : plans) uploaded.emplace_back(std::move(plan), layer);
   return uploaded;
 }
 
@@ -25,8 +53,8 @@ constexpr size_t kMaxPacks = 8;
 struct Prepared {
   // What each gradient had last. A missing one keeps it, so that plans do not depend on which gradients there are.
   std::vector<DType> types;
-  std::map<std::vector<DType>, std::vector<UploadedPlan<cuda::CopySegment>>> packs;
-  std::vector<UploadedPlan<cuda::ReduceSegment>> rows;
+  std::map<std::vector<DType>, std::vector<LayerPlan<cuda::PackSegment>>> packs;
+  std::vector<LayerPlan<cuda::ReduceSegment>> rows;
 };
 
 Prepared& prepared_of(ReducePlan& plan) {
@@ -40,64 +68,75 @@ Prepared& prepared_of(ReducePlan& plan) {
 
 // A CopyProgram's: copies that the kernels serve, and the others.
 struct PreparedCopies {
-  UploadedPlan<cuda::CopySegment> image;
+  LayerPlan<cuda::CopySegment> plan;
   std::vector<Copy> left_over;
 };
 
-std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, at::Device device) {
+std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, DeviceLayer& layer) {
   std::vector<Copy> served, left_over;
   for (const Copy& copy : copies) (cuda::serves(copy) ? served : left_over).push_back(copy);
-  return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), device}, std::move(left_over)});
+  return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), layer}, std::move(left_over)});
 }
 
 bool names(const auto& part, size_t param) {
-  return param >= static_cast<size_t>(part.plan.first) &&
-         param < static_cast<size_t>(part.plan.first) + static_cast<size_t>(cuda::kMaxTable);
+  return param >= static_cast<size_t>(part.image.plan.first) &&
+         param < static_cast<size_t>(part.image.plan.first) + static_cast<size_t>(cuda::kMaxTable);
 }
 
 }  // namespace
 
 const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void* src, void* dst,
                                           cuda::Stream stream) const {
-  const DeviceScope scope(device_);
-  if (!program.prepared) program.prepared = prepare(program.copies, device_);
+  const DeviceScope scope(layer_.device());
+  if (!program.prepared) program.prepared = prepare(program.copies, layer_);
   const auto& prepared = *static_cast<const PreparedCopies*>(program.prepared.get());
-  if (prepared.image.plan.num_tiles() > 0) kernels_.copy(prepared.image.list(), src, dst, stream);
+  if (prepared.plan.image.plan.num_tiles() > 0) kernels_.copy(prepared.plan.list(layer_), src, dst, stream);
   return prepared.left_over;
 }
 
-std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer,
-                                       cuda::Stream stream) const {
-  const DeviceScope scope(device_);
+std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items,
+                                       const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
   auto& [types, packs, rows] = prepared_of(plan);
+  const std::vector<ParamPlace>& places = plan.layout->params();
   std::vector<PackItem> left_over;
   for (const PackItem& item : items) {
     if (item.source != nullptr) types[item.param] = item.type;
-    if (!cuda::computes(types[item.param], plan.layout->params()[item.param].shape.reduce)) left_over.push_back(item);
+    if (!cuda::packs(places[item.param], types[item.param])) left_over.push_back(item);
   }
   if (!packs.contains(types)) {
-    if (packs.size() >= kMaxPacks) packs.clear();  // freed in the order of the compute lane, which reads them
-    packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), device_));
+    if (packs.size() >= kMaxPacks) {
+      for (const auto& [known, parts] : packs) {
+        for (const auto& part : parts) part.note_end(layer_);
+      }
+      packs.clear();
+    }
+    packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), layer_));
   }
   for (const auto& part : packs.at(types)) {
     cuda::PackTable table;
-    std::fill(std::begin(table.mode), std::end(table.mode), cuda::TableMode::skip);
+    const auto first = static_cast<size_t>(part.image.plan.first);
+    for (size_t entry = 0; entry < cuda::kMaxTable && first + entry < places.size(); ++entry) {
+      // Who is never packed has a flag as well.
+      const bool is_packed = places[first + entry].shape.trainable;
+      table.mode[entry] = is_packed ? cuda::TableMode::skip : cuda::TableMode::write;
+      table.flag[entry] = flags[first + entry] != 0;
+    }
     for (const PackItem& item : items) {
       if (!names(part, item.param)) continue;
-      const size_t entry = item.param - static_cast<size_t>(part.plan.first);
-      table.base[entry] = item.source;
-      table.mode[entry] = item.add ? cuda::TableMode::add : cuda::TableMode::write;
+      table.base[item.param - first] = item.source;
+      table.mode[item.param - first] = item.add ? cuda::TableMode::add : cuda::TableMode::write;
     }
-    kernels_.pack_gradients(part.list(), table, buffer, stream);
+    kernels_.pack_gradients(part.list(layer_), table, buffer, stream);
   }
   return left_over;
 }
 
 std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
                                             double divisor, cuda::Stream stream) const {
-  const DeviceScope scope(device_);
+  const DeviceScope scope(layer_.device());
   Prepared& prepared = prepared_of(plan);
-  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), device_);
+  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), layer_);
   cuda::ReduceArgs args;
   args.scale = cuda::divide_by(divisor);
   args.round = true;
@@ -106,11 +145,11 @@ std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<
     std::fill(std::begin(table.mode), std::end(table.mode), cuda::TableMode::skip);
     for (const RowItem& item : items) {
       if (!names(part, item.param)) continue;
-      const size_t entry = item.param - static_cast<size_t>(part.plan.first);
+      const size_t entry = item.param - static_cast<size_t>(part.image.plan.first);
       table.base[entry] = item.target;
       table.mode[entry] = item.accumulate ? cuda::TableMode::add : cuda::TableMode::write;
     }
-    kernels_.reduce(part.list(), segment, table, args, stream);
+    kernels_.reduce(part.list(layer_), segment, table, args, stream);
   }
   std::vector<RowItem> left_over;
   for (const RowItem& item : items) {

@@ -14,19 +14,22 @@ namespace fsdp2x {
 
 class PlanRunner {
  public:
-  PlanRunner(const cuda::Kernels& kernels, at::Device device) : kernels_(kernels), device_(device) {}
+  // `layer`: its owner, in whose current order plans are made and run.
+  PlanRunner(const cuda::Kernels& kernels, DeviceLayer& layer) : kernels_(kernels), layer_(layer) {}
 
   // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the runner's device,
   // whichever device is current.
   const std::vector<Copy>& copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
-  std::vector<PackItem> pack(ReducePlan& plan, const std::vector<PackItem>& items, void* buffer,
-                             cuda::Stream stream) const;
+  // Flags come with the items, except where they are f64.
+  std::vector<PackItem> pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                             void* buffer, cuda::Stream stream) const;
+  static bool writes_flags(const ReducePlan& plan) { return cuda::packs_flags(*plan.layout); }
   std::vector<RowItem> write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
                                   double divisor, cuda::Stream stream) const;
 
  private:
   const cuda::Kernels& kernels_;
-  at::Device device_;
+  DeviceLayer& layer_;
 };
 
 }  // namespace fsdp2x

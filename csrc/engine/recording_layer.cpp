@@ -12,7 +12,11 @@ namespace {
 struct NamedEvent final : DeviceEvent {
   explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
   std::string name;
+  uint64_t capture = 0;  // into which it was recorded last
 };
+
+// Streams by number: those of lanes, then the user's second one and the others.
+constexpr int kFirstUserStream = static_cast<int>(kNumLanes);
 
 size_t bytes_of(DType type, int64_t numel) { return static_cast<size_t>(numel) * dtype_bytes(type); }
 
@@ -43,29 +47,90 @@ std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name)
   return std::make_unique<NamedEvent>(number == 1 ? name : name + " (" + std::to_string(number) + ")");
 }
 
+// --- streams ---
+
+int RecordingLayer::stream_of(Lane lane) const { return lane == Lane::compute ? current_ : static_cast<int>(lane); }
+
+std::string RecordingLayer::name_of(int stream) {
+  if (stream < kFirstUserStream) return lane_name(static_cast<Lane>(stream));
+  return "compute" + std::to_string(stream - kFirstUserStream + 1);
+}
+
+std::optional<c10::Stream> RecordingLayer::current_stream() {
+  return c10::Stream(c10::Stream::UNSAFE, device(), current_);
+}
+
+Lane RecordingLayer::enter(Lane lane) {
+  before_.push_back(current_);
+  if (lane != Lane::compute && lane != Lane::host) current_ = static_cast<int>(lane);
+  return std::exchange(lane_, lane);
+}
+
+void RecordingLayer::leave(Lane before) {
+  lane_ = before;
+  current_ = before_.back();
+  before_.pop_back();
+}
+
+int RecordingLayer::enter_stream(c10::Stream stream) { return std::exchange(current_, static_cast<int>(stream.id())); }
+
+void RecordingLayer::use_stream(int number) { current_ = number == 0 ? 0 : kFirstUserStream + number - 1; }
+
+void RecordingLayer::wait_stream(int number) {
+  const int other = number == 0 ? 0 : kFirstUserStream + number - 1;
+  entries_.push_back({"record", name_of(other), "user", {}, {}});
+  entries_.push_back({"wait", name_of(current_), "user", {}, {}});
+}
+
+void RecordingLayer::begin_capture() {
+  ++num_captures_;
+  in_capture_ = true;
+  captured_ = {current_};
+  entries_.push_back({"begin_capture", name_of(current_), "", {}, {}});
+}
+
+void RecordingLayer::end_capture() {
+  in_capture_ = false;
+  entries_.push_back({"end_capture", name_of(current_), "", {}, {}});
+}
+
 void RecordingLayer::record(DeviceEvent& event, Lane lane) {
-  entries_.push_back({"record", lane, static_cast<NamedEvent&>(event).name, {}, {}});
+  auto& mine = static_cast<NamedEvent&>(event);
+  const int on = stream_of(lane);
+  mine.capture = in_capture_ && captured_.contains(on) ? num_captures_ : 0;
+  entries_.push_back({"record", name_of(on), mine.name, {}, {}});
 }
 
 void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
-  entries_.push_back({"wait", lane, static_cast<NamedEvent&>(event).name, {}, {}});
+  auto& mine = static_cast<NamedEvent&>(event);
+  const int on = stream_of(lane);
+  // As TorchLayer: across the border of a capture a wait is nothing.
+  const bool waits = mine.capture == (in_capture_ ? num_captures_ : 0);
+  if (waits && in_capture_) captured_.insert(on);
+  entries_.push_back({waits ? "wait" : "skip", name_of(on), mine.name, {}, {}});
 }
 
 void RecordingLayer::synchronize(DeviceEvent& event) {
-  entries_.push_back({"wait", Lane::host, static_cast<NamedEvent&>(event).name, {}, {}});
+  entries_.push_back({"wait", lane_name(Lane::host), static_cast<NamedEvent&>(event).name, {}, {}});
 }
+
+void RecordingLayer::hold(const at::Tensor& memory) { note("hold", "plan", {range_of(memory)}, {}); }
 
 void RecordingLayer::note(const std::string& operation, const std::string& subject,
                           const std::vector<MemoryRange>& reads, const std::vector<MemoryRange>& writes) {
-  entries_.push_back({operation, lane_, subject, reads, writes});
+  const std::string lane = lane_ == Lane::host ? lane_name(Lane::host) : name_of(current_);
+  entries_.push_back({operation, lane, subject, reads, writes});
 }
+
+// --- work ---
 
 void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst) {
   note("copy", "", touched(program.copies, src, false), touched(program.copies, dst, true));
   DeviceLayer::copy(program, src, dst);
 }
 
-void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const at::Tensor& buffer) {
+void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                          const at::Tensor& buffer) {
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;
   for (const PackItem& item : items) {
@@ -77,8 +142,13 @@ void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, 
                         bytes_of(place.shape.reduce, place.padded_shard_numel)});
     }
   }
+  const size_t flags_at = plan.layout->reduce_segment_bytes();
+  for (int rank = 0; rank < plan.layout->world(); ++rank) {
+    const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + flags_at;
+    writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
+  }
   note("pack", "", reads, writes);
-  DeviceLayer::pack(plan, items, buffer);
+  DeviceLayer::pack(plan, items, flags, buffer);
 }
 
 void RecordingLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,

@@ -40,15 +40,15 @@ ReducePlan& ReducePlans::of(const Group& group) {
     plan.segment_bytes = plan.layout->flagged_segment_bytes();
     const size_t element = dtype_bytes(group.reduce_type());
     // The same flags for every rank, and nothing behind them that was never written: it travels with them.
-    plan.flags_numel = (plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element;
-    plan.flags_to_segments.copies.push_back({.src_offset = 0,
-                                             .dst_offset = plan.layout->reduce_segment_bytes(),
-                                             .count = group.layout.world(),
-                                             .piece_numel = static_cast<int64_t>(plan.flags_numel),
-                                             .src_stride = 0,
-                                             .dst_stride = static_cast<int64_t>(plan.segment_bytes / element),
-                                             .src = DType::f32,
-                                             .dst = group.reduce_type()});
+    const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element);
+    plan.flags_to_segments = {.src_offset = 0,
+                              .dst_offset = plan.layout->reduce_segment_bytes(),
+                              .count = group.layout.world(),
+                              .piece_numel = flags_numel,
+                              .src_stride = 0,
+                              .dst_stride = static_cast<int64_t>(plan.segment_bytes / element),
+                              .src = DType::f32,
+                              .dst = group.reduce_type()};
     found = plans_.emplace(std::move(trainable), std::move(plan)).first;
   }
   return found->second;

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "engine/copy_program.hpp"
 
 namespace fsdp2x {
 
@@ -17,9 +16,9 @@ class Group;
 struct ReducePlan {
   std::shared_ptr<const Layout> layout;
   size_t segment_bytes = 0;  // Layout::flagged_segment_bytes
-  // One float per parameter, and zeros up to flags_numel -> what lies behind the rows of all W segments.
-  CopyProgram flags_to_segments;
-  size_t flags_numel = 0;
+  // One float per parameter, and zeros up to flags_numel() -> what lies behind the rows of all W segments.
+  Copy flags_to_segments;
+  size_t flags_numel() const { return static_cast<size_t>(flags_to_segments.piece_numel); }
   std::shared_ptr<void> prepared;  // of the one device layer that runs it, made at the first run
   // A whole gradient of that dtype -> the W segments laid end to end. The reference stays valid with the plan.
   const std::vector<Copy>& copies_of(size_t param, DType type);

@@ -1,6 +1,7 @@
 // Storages whose data pointer the engine moves.
 #include "engine/storage.hpp"
 
+#include "engine/device_copy.hpp"
 #include "engine/torch_compat.hpp"
 
 namespace fsdp2x {
@@ -40,6 +41,10 @@ DType engine_dtype(at::ScalarType type) {
     default:
       return DType::byte;
   }
+}
+
+at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes) {
+  return memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(num_bytes)).view(torch_dtype(type));
 }
 
 at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype) {

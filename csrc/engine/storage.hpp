@@ -13,6 +13,9 @@ namespace fsdp2x {
 // The engine's dtype for a torch dtype; types it cannot cast are `byte`.
 DType engine_dtype(at::ScalarType type);
 
+// Elements of `type` over [offset, offset + num_bytes) of `memory`, a tensor of bytes.
+at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes);
+
 // A tensor with a StorageImpl of its own over [offset, offset + its bytes) of `pool`, which it keeps alive.
 at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/slots.hpp"
+#include "engine/copy_program.hpp"
 #include "engine/gradients.hpp"
 
 namespace fsdp2x {
@@ -105,8 +106,8 @@ class Transport {
   // Adds a whole unsharded gradient to the group's scratch, which is not posted (opens it first); the first pack of a
   // parameter overwrites.
   virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;
-  // The group's pool was written by the engine itself.
-  virtual void pool_written(Group& /*group*/) {}
+  // Rows from another group's slot -> the group's pool.
+  virtual void write_pool(Group& group, const CopyProgram& rows, const void* slot) = 0;
 
   // This backward may have no more gradients for the group: what is held may be packed and freed.
   virtual void settle(Group& /*group*/) {}

@@ -182,7 +182,9 @@ TEST_P(CopyWorld, GradientsArePacked) {
   std::mt19937_64 random(3);
   for (const Unit& unit : units()) {
     const Layout& layout = unit.layouts[0];
-    const size_t stride = layout.reduce_segment_bytes() + kAlignBytes;  // as with flags behind the rows
+    const DType flag_type = layout.params()[0].shape.reduce;
+    const size_t flags_bytes = align_up(layout.params().size() * sizeof(double));
+    const size_t stride = layout.reduce_segment_bytes() + flags_bytes;
     for (int repeat = 0; repeat < 3; ++repeat) {
       std::vector<Gradient> gradients;
       std::vector<DType> types;
@@ -192,11 +194,12 @@ TEST_P(CopyWorld, GradientsArePacked) {
         gradients.push_back({random_bytes(type, place.shape.numel(), random), type});
         types.push_back(type);
       }
-      const std::vector<CopyPlan> plans = plan_pack(layout, types, stride);
+      const std::vector<PackPlan> plans = plan_pack(layout, types, stride);
       ASSERT_EQ(plans.size(), 1u);
       const Uploaded plan(plans[0]);
       Bytes expected(stride * static_cast<size_t>(world()), Region::kFill);
       const Region packed(expected.size());
+      std::vector<double> flags(flags_bytes / dtype_bytes(flag_type));
       // The first round writes everything; the second writes, adds, skips and misses.
       for (int round = 0; round < 2; ++round) {
         std::vector<TableMode> modes(gradients.size(), TableMode::write);
@@ -211,6 +214,8 @@ TEST_P(CopyWorld, GradientsArePacked) {
           regions.emplace_back(gradients[p].bytes, random() % 3 * dtype_bytes(gradients[p].type));
           table.base[p] = missing[p] ? nullptr : regions.back().data();
           table.mode[p] = modes[p];
+          table.flag[p] = random() % 2 == 0;
+          if (modes[p] != TableMode::skip) flags[p] = table.flag[p] ? 1.0 : 0.0;
         }
         kernels().pack_gradients(plan.list(), table, packed.data(), nullptr);
         pack_plainly(unit.layouts, gradients, modes, missing, stride, expected);
@@ -227,7 +232,10 @@ TEST_P(CopyWorld, GradientsArePacked) {
                 << "rank " << rank.rank() << ", round " << round;
           }
           const size_t end = begin + rank.reduce_segment_bytes();
-          for (size_t i = end; i < begin + stride; ++i) EXPECT_EQ(got[i], Region::kFill) << "behind the segment";
+          for (size_t i = 0; packs_flags(layout) && i < flags.size(); ++i) {
+            EXPECT_EQ(get(got, end, flag_type, static_cast<int64_t>(i)), flags[i])
+                << "flag " << i << ", round " << round;
+          }
         }
       }
     }
@@ -235,64 +243,88 @@ TEST_P(CopyWorld, GradientsArePacked) {
 }
 
 struct PackCase {
-  CopySegment segment;
+  PackSegment segment;
   TableMode mode = TableMode::write;
   size_t src_shift = 0, dst_shift = 0;  // in elements
+  bool is_missing = false;
 };
 
 void expect_packed(const PackCase& c, std::mt19937_64& random) {
-  const CopySegment& segment = c.segment;
-  const int64_t count = segment.numel / segment.piece_numel;
+  const PackSegment& segment = c.segment;
   const size_t src_bytes = dtype_bytes(segment.src), dst_bytes = dtype_bytes(segment.dst);
-  const Bytes src = random_bytes(segment.src, count * segment.src_stride, random);
-  Bytes expected = random_bytes(segment.dst, segment.numel + segment.pad_numel, random);
+  const Bytes src = random_bytes(segment.src, segment.outer * segment.dim * segment.inner, random);
+  const int64_t rank_numel = segment.rank_bytes / static_cast<int64_t>(dst_bytes);
+  Bytes expected = random_bytes(segment.dst, segment.num_ranks * rank_numel, random);
   const Region in(src, c.src_shift * src_bytes), out(expected, c.dst_shift * dst_bytes);
   PackTable table;
-  table.base[0] = in.data();
+  table.base[0] = c.is_missing ? nullptr : in.data();
   table.mode[0] = c.mode;
   const Uploaded plan(make_plan(std::vector{segment}));
   kernels().pack_gradients(plan.list(), table, out.data(), nullptr);
-  for (int64_t i = 0; i < segment.numel; ++i) {
-    const int64_t place = i / segment.piece_numel * segment.src_stride + i % segment.piece_numel;
-    pack_element(expected.data() + static_cast<size_t>(i) * dst_bytes, segment.dst,
-                 src.data() + static_cast<size_t>(place) * src_bytes, segment.src, c.mode);
-  }
-  if (c.mode == TableMode::write) {
-    std::memset(expected.data() + static_cast<size_t>(segment.numel) * dst_bytes, 0,
-                static_cast<size_t>(segment.pad_numel) * dst_bytes);
+  for (int64_t rank = 0; rank < segment.num_ranks; ++rank) {
+    std::byte* const rows = expected.data() + rank * segment.rank_bytes + segment.dst_offset;
+    if (c.mode == TableMode::write) std::memset(rows, 0, static_cast<size_t>(segment.region_numel) * dst_bytes);
+    const int64_t begin = std::min(segment.dim, rank * segment.rows);
+    const int64_t end = std::min(segment.dim, begin + segment.rows);
+    int64_t local = 0;
+    for (int64_t o = 0; !c.is_missing && o < segment.outer; ++o) {
+      for (int64_t i = begin * segment.inner; i < end * segment.inner; ++i, ++local) {
+        const int64_t whole = o * segment.dim * segment.inner + i;
+        pack_element(rows + static_cast<size_t>(local) * dst_bytes, segment.dst,
+                     src.data() + static_cast<size_t>(whole) * src_bytes, segment.src, c.mode);
+      }
+    }
   }
   EXPECT_TRUE(same(segment.dst, out.read(), expected))
-      << dtype_name(segment.src) << " to " << dtype_name(segment.dst) << ", " << count << " pieces of "
-      << segment.piece_numel << ", stride " << segment.src_stride << ", pad " << segment.pad_numel << ", mode "
-      << static_cast<int>(c.mode) << ", shifts " << c.src_shift << " " << c.dst_shift;
+      << dtype_name(segment.src) << " to " << dtype_name(segment.dst) << ", " << segment.outer << " x " << segment.dim
+      << " x " << segment.inner << " over " << segment.num_ranks << ", mode " << static_cast<int>(c.mode) << ", shifts "
+      << c.src_shift << " " << c.dst_shift;
 }
 
-// Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart.
+// `region`: what a rank has of it, in 16-byte words as between parameters, then one that nobody writes.
+PackSegment pack_segment(DType src, DType dst, int64_t outer, int64_t dim, int64_t inner, int ranks) {
+  PackSegment segment;
+  segment.outer = outer;
+  segment.dim = dim;
+  segment.inner = inner;
+  segment.num_ranks = ranks;
+  segment.rows = (dim + ranks - 1) / ranks;
+  segment.region_numel = (outer * segment.rows * inner + 15) / 16 * 16;
+  segment.rank_bytes = (segment.region_numel + 16) * static_cast<int64_t>(dtype_bytes(dst));
+  segment.src = src;
+  segment.dst = dst;
+  return segment;
+}
+
+// Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart; ranks that have less than others, or
+// nothing.
 TEST(Packing, EveryTypeModeSizeAndAlignment) {
   std::mt19937_64 random(5);
+  struct Shape {
+    int64_t outer, dim, inner;
+    int ranks;
+  };
+  const std::vector<Shape> shapes = {{1, 1, 1, 1},    {1, 9, 1, 2},    {1, 4103, 1, 1}, {1, 3, 4103, 2},
+                                     {1, 7, 24, 5},   {1, 2, 4096, 3}, {1502, 2, 3, 2}, {564, 2, 8, 2},
+                                     {114, 3, 40, 3}, {1502, 4, 1, 1}, {300, 4, 16, 2}, {1130, 2, 4, 2}};
   for (const DType src : {DType::f32, DType::bf16, DType::f16}) {
     for (const DType dst : {DType::f32, DType::bf16, DType::f16}) {
-      for (const TableMode mode : {TableMode::write, TableMode::add}) {
-        PackCase c = {.segment = {}, .mode = mode};
-        c.segment.src = src;
-        c.segment.dst = dst;
-        for (const int64_t numel : {1, 9, 4103}) {
-          for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {3, 3}, {0, 1}}) {
-            c.segment.numel = c.segment.piece_numel = c.segment.src_stride = c.segment.dst_stride = numel;
-            c.segment.pad_numel = numel % 3 * 7;
+      for (const TableMode mode : {TableMode::write, TableMode::add, TableMode::skip}) {
+        for (const Shape& shape : shapes) {
+          PackCase c = {.segment = pack_segment(src, dst, shape.outer, shape.dim, shape.inner, shape.ranks)};
+          c.mode = mode;
+          for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {3, 3}, {0, 1}, {8, 0}}) {
             c.src_shift = static_cast<size_t>(src_shift);
             c.dst_shift = static_cast<size_t>(dst_shift);
-            expect_packed(c, random);
-          }
-        }
-        for (const int64_t piece : {3, 8, 40}) {
-          for (const auto& [gap, dst_shift] : {std::pair{1, 0}, {8, 0}, {8, 1}}) {
-            c.segment.numel = (4500 / piece + 2) * piece;
-            c.segment.piece_numel = c.segment.dst_stride = piece;
-            c.segment.src_stride = piece + gap;
-            c.segment.pad_numel = 5;
-            c.src_shift = 0;
-            c.dst_shift = static_cast<size_t>(dst_shift);
+            if (mode == TableMode::skip) {
+              Bytes before = random_bytes(dst, 8, random);
+              const Region out(before, 0);
+              PackTable table;
+              table.mode[0] = mode;
+              kernels().pack_gradients(Uploaded(make_plan(std::vector{c.segment})).list(), table, out.data(), nullptr);
+              EXPECT_EQ(out.read(), before);
+              break;
+            }
             expect_packed(c, random);
           }
         }
@@ -302,21 +334,63 @@ TEST(Packing, EveryTypeModeSizeAndAlignment) {
 }
 
 TEST(Packing, MissingGradientsAreZerosAtAnyAddress) {
+  std::mt19937_64 random(7);
   for (const DType dst : {DType::f32, DType::bf16}) {
-    const size_t element = dtype_bytes(dst);
     for (const int64_t numel : {1, 9, 4103}) {
       for (const size_t shift : {0, 1, 3}) {
-        CopySegment segment;
-        segment.numel = segment.piece_numel = segment.src_stride = segment.dst_stride = numel;
-        segment.pad_numel = 7;
-        segment.dst = dst;
-        const Bytes garbage(static_cast<size_t>(numel + segment.pad_numel) * element, std::byte{1});
-        const Region out(garbage, shift * element);
-        const Uploaded plan(make_plan(std::vector{segment}));
-        kernels().pack_gradients(plan.list(), PackTable(), out.data(), nullptr);
-        EXPECT_EQ(out.read(), Bytes(garbage.size())) << dtype_name(dst) << ", " << numel << ", shift " << shift;
+        PackCase c = {.segment = pack_segment(DType::f32, dst, 1, numel, 3, 2)};
+        c.dst_shift = shift;
+        c.is_missing = true;
+        expect_packed(c, random);
       }
     }
+  }
+}
+
+// Flags of every rank, and zeros behind the last one; with the rows, or of a parameter that has none here.
+TEST(Packing, FlagsLieBehindTheRows) {
+  for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+    for (const int32_t flag_numel : {1, 700}) {
+      for (const bool has_rows : {true, false}) {
+        for (const TableMode mode : {TableMode::write, TableMode::add, TableMode::skip}) {
+          const auto bytes = static_cast<int64_t>(dtype_bytes(type));
+          PackSegment segment = pack_segment(type, type, 1, 3, 3000, 3);
+          segment.flag_offset = segment.rank_bytes;
+          segment.rank_bytes += (flag_numel + 1) * bytes;
+          segment.flag_numel = flag_numel;
+          segment.flag_type = type;
+          if (!has_rows) segment.region_numel = 0;
+          const Region out(static_cast<size_t>(3 * segment.rank_bytes));
+          PackTable table;
+          table.mode[0] = mode;
+          table.flag[0] = true;
+          kernels().pack_gradients(Uploaded(make_plan(std::vector{segment})).list(), table, out.data(), nullptr);
+          const Bytes got = out.read();
+          for (int64_t rank = 0; rank < 3; ++rank) {
+            const auto at = static_cast<size_t>(rank * segment.rank_bytes + segment.flag_offset);
+            for (int64_t i = 0; mode != TableMode::skip && i < flag_numel; ++i) {
+              ASSERT_EQ(get(got, at, type, i), i == 0 ? 1.0 : 0.0) << "rank " << rank;
+            }
+            const size_t end = mode == TableMode::skip ? at : at + static_cast<size_t>(flag_numel * bytes);
+            for (size_t i = end; i < at + static_cast<size_t>((flag_numel + 1) * bytes); ++i) {
+              ASSERT_EQ(got[i], Region::kFill);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// However many ranks there are: what lies on a device for a unit of many experts must not grow with them.
+TEST(Packing, PlansHaveOneSegmentAParameter) {
+  const std::vector<ParamShape> shapes(kMaxTable, {.outer = 1, .dim = 1024, .inner = 8});
+  const std::vector<DType> types(shapes.size(), DType::bf16);
+  for (const int world : {1, 8, 512, 1024}) {
+    const Layout layout(shapes, world, 0);
+    const std::vector<PackPlan> plans = plan_pack(layout, types, layout.reduce_segment_bytes());
+    ASSERT_EQ(plans.size(), 1u);
+    EXPECT_EQ(plans[0].segments.size(), shapes.size()) << world << " ranks";
   }
 }
 
@@ -347,7 +421,6 @@ TEST(Copies, LongPiecesAreSegmentsOfTheirOwn) {
   segment.piece_numel = segment.dst_stride = (int64_t{1} << 31) + 8;
   segment.src_stride = 2 * segment.piece_numel;
   segment.numel = 3 * segment.piece_numel;
-  segment.pad_numel = 8;
   segment.src = DType::bf16;
   const CopyPlan plan = make_plan(std::vector{segment});
   ASSERT_EQ(plan.segments.size(), 3u);
@@ -356,7 +429,6 @@ TEST(Copies, LongPiecesAreSegmentsOfTheirOwn) {
     EXPECT_EQ(one.numel, segment.piece_numel);
     EXPECT_EQ(one.src_offset, i * segment.src_stride * 2);
     EXPECT_EQ(one.dst_offset, i * segment.dst_stride * 4);
-    EXPECT_EQ(one.pad_numel, i == 2 ? 8 : 0);
   }
   segment.numel = segment.piece_numel;
   EXPECT_EQ(make_plan(std::vector{segment}).segments.size(), 1u) << "one piece is dense";
@@ -366,7 +438,7 @@ TEST(Packing, MoreParametersThanALaunchCanName) {
   const std::vector<ParamShape> shapes(2 * kMaxTable + 10, {.outer = 1, .dim = 3, .inner = 5});
   const Layout layout(shapes, 2, 0);
   const std::vector<DType> types(shapes.size(), DType::f32);
-  const std::vector<CopyPlan> plans = plan_pack(layout, types, layout.reduce_segment_bytes());
+  const std::vector<PackPlan> plans = plan_pack(layout, types, layout.reduce_segment_bytes());
   ASSERT_EQ(plans.size(), 3u);
   const Region packed(2 * layout.reduce_segment_bytes());
   std::vector<Region> gradients;
@@ -374,7 +446,7 @@ TEST(Packing, MoreParametersThanALaunchCanName) {
     const std::vector<float> values(15, static_cast<float>(p));
     gradients.emplace_back(std::as_bytes(std::span(values)), 0);
   }
-  for (const CopyPlan& part : plans) {
+  for (const PackPlan& part : plans) {
     PackTable table;
     for (size_t i = 0; i < kMaxTable && static_cast<size_t>(part.first) + i < gradients.size(); ++i) {
       table.base[i] = gradients[static_cast<size_t>(part.first) + i].data();
@@ -392,6 +464,18 @@ TEST(Packing, RefusesWhatDoesNotFit) {
   const Layout layout({{.outer = 1, .dim = 3, .inner = 5}}, 2, 0);
   EXPECT_THROW(plan_pack(layout, std::vector<DType>(2, DType::f32), layout.reduce_segment_bytes()), Error);
   EXPECT_THROW(plan_pack(layout, std::vector<DType>(1, DType::f32), layout.reduce_segment_bytes() - 1), Error);
+  const Layout two({{.outer = 1, .dim = 3, .inner = 5}, {.outer = 1, .dim = 3, .inner = 5}}, 2, 0);
+  EXPECT_THROW(plan_pack(two, std::vector<DType>(2, DType::f32), two.reduce_segment_bytes() + 4), Error);
+  EXPECT_THROW(make_plan(std::vector{pack_segment(DType::byte, DType::f32, 1, 1, 1, 1)}), Error);
+}
+
+// Pieces that 32 bits do not count are left to torch's operations.
+TEST(Packing, RefusesPiecesTooLongToCount) {
+  const ParamShape shape = {.outer = 2, .dim = int64_t{1} << 29, .inner = 8};
+  const Layout columns({shape}, 2, 0), rows({{.outer = 1, .dim = shape.dim, .inner = 8}}, 2, 0);
+  EXPECT_FALSE(packs(columns.params()[0], DType::bf16));
+  EXPECT_TRUE(packs(rows.params()[0], DType::bf16));
+  EXPECT_FALSE(packs(rows.params()[0], DType::f64));
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, CopyWorld, testing::Values(1, 2, 3, 4, 5, 8));

@@ -175,13 +175,20 @@ TEST(Norms, ClippingLeavesSmallNormsAndPassesNanOn) {
 }
 
 TEST(Norms, AddingUpTakesAnyNumber) {
-  for (const size_t num : {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}, size_t{40000}}) {
+  for (const size_t num :
+       {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}, size_t{8192}, size_t{40000}}) {
     std::vector<double> values(num);
     for (size_t i = 0; i < num; ++i) values[i] = static_cast<double>(i % 17) - 3.0;
     const Region in(std::as_bytes(std::span(values)), 0);
-    const Region sum(sizeof(double));
-    kernels().add_up(in.as<double>(), static_cast<int64_t>(num), sum.as<double>(), nullptr);
-    EXPECT_EQ(sum.read_as<double>()[0], sum_of(values));
+    const size_t num_sums = std::max<size_t>((num + kSumNumel - 1) / kSumNumel, 1);
+    const Region sums(num_sums * sizeof(double));
+    kernels().add_up(in.as<double>(), static_cast<int64_t>(num), sums.as<double>(), nullptr);
+    const std::vector<double> got = sums.read_as<double>();
+    for (size_t i = 0; i < num_sums; ++i) {
+      const size_t begin = i * kSumNumel, end = std::min<size_t>(num, begin + kSumNumel);
+      EXPECT_EQ(got[i], std::accumulate(values.data() + begin, values.data() + end, 0.0))
+          << "sum " << i << " of " << num;
+    }
   }
 }
 

@@ -127,6 +127,15 @@ INSTANTIATE_TEST_SUITE_P(Worlds, GatherWorld,
                          testing::Combine(testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 64),
                                           testing::Values(size_t{0}, size_t{2048}, kPackBelowBytes)));
 
+// What a device keeps of a unit of many experts must not grow with the ranks.
+TEST(GatherPlan, RowsOfAllRanksAreOneCopyAndThoseOfAShortOneAnother) {
+  const std::vector<ParamShape> experts(384, {.outer = 1, .dim = 769, .inner = 16, .compute = DType::bf16});
+  for (const int world : {2, 8, 512}) {
+    const GatherPlan plan = plan_gather(Layout(experts, world, 0, /*whole_chunks=*/true), size_t{1} << 40);
+    EXPECT_LE(plan.staging_to_slot.size(), 2 * experts.size()) << world << " ranks";
+  }
+}
+
 TEST(GatherPlan, LargeAlignedParametersGoStraightIntoTheSlot) {
   const GatherPlan all = plan_gather(Layout(shapes(), 5, 0, true), 0);
   std::vector<size_t> direct;

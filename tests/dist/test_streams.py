@@ -408,6 +408,10 @@ def test_rows_kept_in_a_smaller_world(ctx):
         same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
         model.zero_grad()
     assert streams.races(recorder.entries) == []
+    # All rows of a unit in one launch.
+    kept = {e[2] for e in recorder.entries if e[0] == "record" and ".pool" in e[2]}
+    copies = [e for e in recorder.entries if e[:2] == ("copy", "compute")]
+    assert len(copies) == 2 * len(kept) > 0
 
 
 @distributed(world_sizes=(2, 3))

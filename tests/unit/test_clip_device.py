@@ -169,3 +169,11 @@ def test_nothing_is_read_back_and_the_number_of_operations_is_constant(num):
     assert not asked & set(seen.counts), seen.counts
     assert sum(seen.counts.values()) < 20, seen.counts
     assert not {"mul_", "linalg_vector_norm", "_foreach_mul_"} & set(seen.counts)
+
+
+def test_more_tiles_than_one_block_adds_up():
+    """Each gradient is a tile of its own at least: their sums are added up in two passes."""
+    params = with_gradients(sizes=((2,),) * 9000)
+    (expected, theirs), (norm, ours) = both(params, 0.37)
+    torch.testing.assert_close(norm, expected, rtol=0.0, atol=0.0)
+    assert all(map(torch.equal, ours, theirs))

@@ -1,5 +1,7 @@
 """Which parameters are gathered alone and which together, by how a backend runs many gathers; plans count by it."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -53,3 +55,14 @@ def test_others_gather_in_one_piece(world):
     assert transport.pack_below_bytes("unknown", world) is None
     packed = {name: packed_mib(shapes, "unknown", world) for name, shapes in UNITS.items()}
     assert packed == {"dense": 416, "experts": EXPERTS_MIB[world], "fused": 1152, "tower": 1050}
+
+
+@pytest.mark.parametrize(
+    ("device", "queues", "warns"), [("cuda:1", "1", True), ("cuda:1", "8", False), ("cpu", "1", False)]
+)
+def test_one_queue_for_all_streams_is_warned_of(monkeypatch, device, queues, warns):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        transport._warn_of_one_queue(torch.device(device))
+    assert [str(one.message)[:38] for one in told] == ["fsdp2x: CUDA_DEVICE_MAX_CONNECTIONS=1 "] * warns

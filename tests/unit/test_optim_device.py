@@ -129,6 +129,18 @@ def test_more_parameters_than_a_launch_can_name(kind, options):
     same_bits(on_cpu, on_device)
 
 
+def test_parameters_that_round_differently_alternate():
+    """As the norms and the weights of a model do: one launch for each kind, not one for each change."""
+    torch.manual_seed(0)
+    types = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32) * 6
+    params = [nn.Parameter(torch.randn(9).to(dtype)) for dtype in types]
+    on_cpu, on_device, _ = pair(AdamW, params, stochastic_rounding=True, moments_dtype=torch.float32, seed=7)
+    for number in range(2):
+        step(number, on_cpu, on_device)
+        assert on_device._on_device.num_plans == 2
+    same_bits(on_cpu, on_device)
+
+
 def test_more_hyperparameters_than_a_launch_can_name():
     """Parameters that skipped different numbers of steps have corrections of their own: more than 32 of them."""
     on_cpu, on_device, _ = pair(AdamW, parameters(torch.float32, [(3,)] * 700))

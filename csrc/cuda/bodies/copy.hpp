@@ -191,10 +191,10 @@ FSDP2X_HOST_DEVICE void cast_tile(const CopySegment& segment, int64_t tile, cons
   cast_known_tile<false>(segment, tile, src, src_index, dst, dst_index, add, thread);
 }
 
-// Zeroes from element `first` on, in a dense destination.
-FSDP2X_HOST_DEVICE void zero_tile(const CopySegment& segment, int64_t tile, void* dst, int64_t first, int thread) {
+// Zeroes what a tile has of a rank's region from element `first` on.
+FSDP2X_HOST_DEVICE void zero_tile(const PackSegment& segment, int64_t tile, void* dst, int64_t first, int thread) {
   const int64_t bytes = segment.dst == DType::f32 ? 4 : 2;
-  TileRange range = range_of(tile, segment.first_tile, segment.numel + segment.pad_numel);
+  TileRange range = range_of(tile, 0, segment.region_numel);
   if (range.begin < first) range.begin = first;
   if (range.begin >= range.end) return;
   range = {range.begin * bytes, range.end * bytes};
@@ -235,28 +235,56 @@ struct CopyBody {
   }
 };
 
-// Pieces that are dense in the destination.
+// The rows of one rank, as a segment of their own whose offsets are 0.
+FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin) {
+  const int64_t left = segment.dim - begin;
+  CopySegment rows;
+  rows.piece_numel = rows.dst_stride = (left < segment.rows ? left : segment.rows) * segment.inner;
+  rows.numel = segment.outer * rows.piece_numel;
+  rows.src_stride = segment.dim * segment.inner;
+  rows.src = segment.src;
+  rows.dst = segment.dst;
+  return rows;
+}
+
+FSDP2X_HOST_DEVICE void write_flag(const PackSegment& segment, void* out, bool flag, int thread) {
+  FSDP2X_NO_UNROLL
+  for (int i = thread; i < segment.flag_numel; i += kThreads) {
+    const float value = i == 0 && flag ? 1.0f : 0.0f;
+    store<1>(segment.flag_type, out, i, &value);
+  }
+}
+
 struct PackBody {
   static constexpr int kBlocks = 4;  // a tile is few turns of a loop: other blocks hide the look-up of the plan
-  CopyList list;
+  PackList list;
   PackTable grads;
   void* dst;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const CopySegment& segment = list.segments[list.tile_segments[tile]];
+    const PackSegment& segment = list.segments[list.tile_segments[tile]];
     const TableMode mode = grads.mode[segment.source];
+    if (mode == TableMode::skip) return;
     const void* base = grads.base[segment.source];
+    const auto number = static_cast<uint32_t>(tile - segment.first_tile);
+    const uint32_t rank = number / static_cast<uint32_t>(segment.rank_tiles);
+    tile = number - rank * static_cast<uint32_t>(segment.rank_tiles);  // of the rank
+    char* rank_dst = at(dst, rank * segment.rank_bytes);
+    if (tile == 0) write_flag(segment, at(rank_dst, segment.flag_offset), grads.flag[segment.source], thread);
     const bool add = mode == TableMode::add;
-    if (mode == TableMode::skip || (add && base == nullptr)) return;
-    void* out = at(dst, segment.dst_offset);
+    if (segment.region_numel == 0 || (add && base == nullptr)) return;
+    int64_t begin = rank * segment.rows;
+    if (begin > segment.dim) begin = segment.dim;
+    const CopySegment rows = rows_of(segment, begin);
+    void* out = at(rank_dst, segment.dst_offset);
     if (base == nullptr) return zero_tile(segment, tile, out, 0, thread);
-    const void* src = at(base, segment.src_offset);
-    const PieceIndex src_index = piece_index(segment, segment.src_stride, tile);
+    const void* src = at(base, begin * segment.inner * (segment.src == DType::f32 ? 4 : 2));
+    const PieceIndex src_index = piece_index(rows, rows.src_stride, tile);
     if (segment.src == segment.dst && !add) {
-      move_typed_tile(segment, tile, src, src_index, out, DenseIndex(), thread);
+      move_typed_tile(rows, tile, src, src_index, out, DenseIndex(), thread);
     } else {
-      cast_tile(segment, tile, src, src_index, out, DenseIndex(), add, thread);
+      cast_tile(rows, tile, src, src_index, out, DenseIndex(), add, thread);
     }
-    if (!add) zero_tile(segment, tile, out, segment.numel, thread);
+    if (!add) zero_tile(segment, tile, out, rows.numel, thread);
   }
 };
 

@@ -132,11 +132,14 @@ FSDP2X_HOST_DEVICE void fold_half(double* values, int half, int thread) {
   if (thread < half) values[thread] += values[thread + half];
 }
 
-inline constexpr int kSumThreads = 1024;  // of the one block that adds up
+inline constexpr int kSumThreads = 1024;  // of a block that adds up
 
-FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int thread) {
+// The thread's part of sum `block`.
+FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int64_t block, int thread) {
+  const int64_t begin = block * kSumNumel;
+  const int64_t end = begin + kSumNumel < num ? begin + kSumNumel : num;
   double sum = 0.0;
-  for (int64_t i = thread; i < num; i += kSumThreads) sum += values[i];
+  for (int64_t i = begin + thread; i < end; i += kSumThreads) sum += values[i];
   return sum;
 }
 

@@ -9,7 +9,7 @@ void copy(const CopyList& list, const void* src, void* dst, Stream stream) {
   launch_tiles("copy", CopyBody{list, src, dst}, list.num_tiles, stream);
 }
 
-void pack_gradients(const CopyList& list, const PackTable& grads, void* dst, Stream stream) {
+void pack_gradients(const PackList& list, const PackTable& grads, void* dst, Stream stream) {
   launch_tiles("pack_gradients", PackBody{list, grads, dst}, list.num_tiles, stream);
 }
 

@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_cons
   if (threadIdx.x == 0) body.tile_sums[blockIdx.x] = squares[0];
 }
 
-__global__ void __launch_bounds__(kSumThreads) add_up_kernel(const double* values, int64_t num, double* sum) {
-  __shared__ double sums[kSumThreads];
-  sums[threadIdx.x] = strided_sum(values, num, static_cast<int>(threadIdx.x));
-  fold_block(sums, kSumThreads);
-  if (threadIdx.x == 0) *sum = sums[0];
+__global__ void __launch_bounds__(kSumThreads) add_up_kernel(const double* values, int64_t num, double* sums) {
+  __shared__ double parts[kSumThreads];
+  parts[threadIdx.x] = strided_sum(values, num, blockIdx.x, static_cast<int>(threadIdx.x));
+  fold_block(parts, kSumThreads);
+  if (threadIdx.x == 0) sums[blockIdx.x] = parts[0];
 }
 
 __global__ void clip_factor_kernel(const double* square_sum, double max_norm, bool in_f64, double* norm,
@@ -51,9 +51,10 @@ void sum_squares(const ReduceList& list, const TargetTable& targets, double* til
   check_launch("sum_squares", list.num_tiles);
 }
 
-void add_up(const double* values, int64_t num, double* sum, Stream stream) {
-  add_up_kernel<<<1, kSumThreads, 0, stream>>>(values, num, sum);
-  check_launch("add_up", 1);
+void add_up(const double* values, int64_t num, double* sums, Stream stream) {
+  const int64_t num_blocks = num_sums(num);
+  add_up_kernel<<<static_cast<unsigned>(num_blocks), kSumThreads, 0, stream>>>(values, num, sums);
+  check_launch("add_up", num_blocks);
 }
 
 void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream stream) {

@@ -183,6 +183,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
+    _warn_of_one_queue(layer.device)
     world = 1 if group is None else dist.get_world_size(group)
     pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
     return _C.DeviceTransport(
@@ -193,6 +194,16 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
         layer=layer,
         pack_below_bytes=pack_below or 0,
     )
+
+
+def _warn_of_one_queue(device: torch.device) -> None:
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn(
+            "fsdp2x: CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams one queue of the device, in which gathers and "
+            "reductions wait for the compute that was enqueued before them: nothing overlaps. Tensor parallelism of "
+            "Megatron asks for it, fully sharded training does not: unset it.",
+            stacklevel=2,
+        )
 
 
 def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:

@@ -1,0 +1,128 @@
+"""What users do around the accelerators' transport, played on the CPU: streams of their own, captures of a step.
+
+Each way has a fault planted into its record, or into the engine, that the search for races must find.
+"""
+
+import copy
+
+import pytest
+
+import streams
+from harness import distributed
+from models import STACK_UNITS, inputs
+from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
+from streams import WIDTH, step, wide
+
+
+def without(entries: list[tuple], operation: str, lane: str, subject: str = "") -> list[tuple]:
+    kept = [e for e in entries if not (e[0] == operation and e[1] == lane and subject in e[2])]
+    assert len(kept) < len(entries), (operation, lane, subject)
+    return kept
+
+
+def step_on(recorder, model, ctx, number: int, stream: int) -> None:
+    """A step on a stream of the user's, as he has to order it: behind the first one, and before its next work."""
+    recorder.use_stream(stream)
+    recorder.wait_stream(0)
+    step(model, ctx, number)
+    recorder.use_stream(0)
+    recorder.wait_stream(stream)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("with_twins", [True, False])
+def test_steps_on_streams_of_the_user(ctx, with_twins):
+    """Lanes follow the stream that is current when a forward begins, whichever was in the step before."""
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=1200, with_twins=with_twins)
+    reference = wide()
+    model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams")
+    for number, stream in enumerate((0, 1, 2, 1, 0)):
+        mean_of_ranks(reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world)
+        step_on(recorder, model, ctx, number, stream)
+        same(grads(model), grads(reference), "gradients", rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+    entries = recorder.entries
+    assert {"compute", "compute1", "compute2"} <= {entry[1] for entry in entries}
+    assert streams.races(entries) == []
+    # A user who forgets to order his streams; an engine that lets its lanes follow the first stream only.
+    assert streams.races(without(entries, "wait", "compute1", "user"))
+    mistaken = ("record", "compute1", "compute")
+    assert streams.races([(e[0], "compute", *e[2:]) if e[:3] == mistaken else e for e in entries])
+
+
+@distributed(world_sizes=(2,))
+def test_memory_that_is_given_back_away_from_its_stream(ctx):
+    """A slot that stays gathered between two streams goes back in the order of the one that took it."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams", reshard_after_forward=False)
+    step(model, ctx)
+    recorder.clear()
+    loss = model(inputs(ctx.rank, 1, width=WIDTH)).square().mean()
+    recorder.use_stream(1)
+    recorder.wait_stream(0)
+    loss.backward()  # gives back what forward has taken on the first stream
+    recorder.use_stream(0)
+    recorder.wait_stream(1)
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    taken = {tuple(e[4]): e[1] for e in entries if e[0] == "take" and e[2] == "slot"}
+    given = {tuple(e[4]): e[1] for e in entries if e[0] == "give_back" and e[2] == "slot"}
+    away = [memory for memory in taken if taken[memory] == "compute" and memory in given]
+    assert away and all(given[memory] == "compute" for memory in away)
+    # An engine that gives it back without a wait of the stream that is not current.
+    first = next(i for i, e in enumerate(entries) if e[1] == "compute1")
+    broken = [e for i, e in enumerate(entries) if i < first or not (e[:2] == ("wait", "compute") and "slot" in e[2])]
+    assert len(broken) < len(entries) and streams.races(broken)
+
+
+@distributed(world_sizes=(2,))
+def test_plans_that_another_stream_runs(ctx):
+    """Made on one stream and run on another, they are freed behind both."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    step(model, ctx)
+    model.zero_grad()
+    recorder.use_stream(1)
+    recorder.wait_stream(0)
+    step(model, ctx, 1)
+    recorder.use_stream(0)  # and goes on without a wait, freeing what the other one still reads
+    plans = [e for e in recorder.entries if e[2] == "plan" or e[0] == "read plan"]
+    freed = [("give_back", "compute", "plan", [], e[3]) for e in plans if e[:2] == ("hold", "compute1")]
+    assert freed and {"take", "read plan"} <= {e[0] for e in plans}
+    assert streams.races([*plans, *freed]) == []
+    assert streams.races([*without(plans, "hold", "compute1"), *freed])
+
+
+def capture(recorder, model, ctx) -> list[tuple]:
+    for number in range(2):
+        step(model, ctx, number)
+    recorder.clear()
+    recorder.begin_capture()
+    step(model, ctx, 2)
+    recorder.end_capture()
+    step(model, ctx, 3)
+    return recorder.entries
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_step_that_is_captured(ctx, reshard):
+    """Every lane is in the graph, joined at its end, and waits for nothing beyond its borders."""
+    only_fsdp2x(ctx)
+    recorder = streams.install(pack_below_bytes=1200)
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams", reshard_after_forward=reshard)
+    entries = capture(recorder, model, ctx)
+    assert streams.races(entries) == []
+    begin = next(i for i, e in enumerate(entries) if e[0] == "begin_capture")
+    end = next(i for i, e in enumerate(entries) if e[0] == "end_capture")
+    assert [e for e in entries[begin:end] if e[0] == "skip"], "events of the steps before mean nothing"
+    # An engine whose lanes do not follow the captured stream, and one that does not wait for them at the end.
+    inside = entries[begin : end + 1]
+    assert any("not in it" in race for race in streams.races(without(inside, "wait", "copy_in")))
+    assert any("not joined" in race for race in streams.races(without(inside, "wait", "compute", "reduce")))
+    # A host that waits for an event of the graph would wait for ever.
+    waits = [*inside[:-1], ("wait", "host", "reduce", [], []), inside[-1]]
+    assert any("host waits" in race for race in streams.races(waits))
