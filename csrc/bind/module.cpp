@@ -6,6 +6,7 @@
 #include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
+#include "bind/peers.hpp"
 #include "bind/shared_memory.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
@@ -390,4 +391,5 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
   fsdp2x::bind_optim(m);
+  fsdp2x::bind_peers(m);
 }

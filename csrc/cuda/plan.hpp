@@ -20,6 +20,7 @@ namespace fsdp2x::cuda {
 inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
 inline constexpr int kSumNumel = 8192;   // values that one block adds up
 inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
+inline constexpr int kMaxRanks = 72;     // peers a launch can name
 inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
 
 // Of add_up, for `num` values.
@@ -93,7 +94,7 @@ struct PackSegment {
   DType flag_type = DType::f32;
 };
 
-// Reduced rows: `numel` elements at `src_offset` bytes from the source's base go to a target.
+// Rows to be summed: `numel` elements at `src_offset` bytes from every source's base go to a target.
 struct ReduceSegment {
   int64_t src_offset = 0;
   int64_t numel = 0;
@@ -182,7 +183,7 @@ bool packs_flags(const Layout& layout);
 // more than kMaxTable parameters; the table's entry i is then parameter `first + i`.
 std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
 
-// This rank's reduced segment, where the source's base is -> the gradients. Several plans as in plan_pack, without
+// This rank's reduced segment, where the sources' bases are -> the gradients. Several plans as in plan_pack, without
 // parameters that have an f64 side.
 std::vector<ReducePlan> plan_reduce(const Layout& layout);
 

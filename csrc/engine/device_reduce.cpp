@@ -333,4 +333,12 @@ void DeviceTransport::end_backward() {
   note_optimizer(/*with_shards=*/false);
 }
 
+void DeviceTransport::check_collectives() {
+  if (!collectives_.check) return;
+  for (const Lane lane : {Lane::gather, Lane::reduce}) host_waits_for(lane);
+  pybind11::gil_scoped_acquire gil;
+  const PyRef done = PyRef::steal(PyObject_CallNoArgs(collectives_.check.get()));
+  if (!done) throw_python_error();
+}
+
 }  // namespace fsdp2x

@@ -1,6 +1,7 @@
 // The transport on an accelerator: gathers and reductions on lanes of their own beside the compute, ordered by events;
-// the host never waits for the device. Collectives are issued through torch.distributed in the order of the current
-// lane, so libnccl is not linked and patches, counters and custom groups see them.
+// the host does not wait for the device, but for collectives that only it can `check`. Collectives are issued through
+// torch.distributed in the order of the current lane, so libnccl is not linked and patches, counters and custom groups
+// see them.
 #pragma once
 
 #include <array>
@@ -24,6 +25,7 @@ struct DeviceCollectives {
   PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
   PyRef reduce_scatter;    // (output, input, average: bool)
   PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
+  PyRef check;  // (): raises when one of them has failed on the device; null: the host is told in another way
 };
 
 class DeviceTransport final : public Transport {
@@ -48,6 +50,7 @@ class DeviceTransport final : public Transport {
   bool abandon_reduce(Group& group) override;
   void drop_partial(Group& group) override;
   void end_backward() override;
+  void check_collectives() override;
   bool has_streams() const override { return true; }
   void publish_progress(uint64_t) override {}
   void release_idle() override;

@@ -14,6 +14,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import reduction_group
+from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
 from fsdp2x.runtime.tree import get_state
@@ -286,22 +287,36 @@ class FSDPModule(_TorchFSDPModule):
 
         Args:
             backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
-                :meth:`set_force_sum_reduction_for_comms`.
+                :meth:`set_force_sum_reduction_for_comms`. Or ``"CUDA"``: the engine's own kernels gather and reduce
+                over shards by reading the peers' memory, without NCCL, on up to 72 devices that reach each other
+                (NVLink). Sums are in float32, in rank order, and rounded once. At the end of a backward, and of a
+                forward without gradients, the host waits for their end, so that a step with a peer that did not come
+                raises. CUDA graphs cannot capture them. Experimental: it has run with ranks played on a CPU, never
+                across devices.
 
         Raises:
             ValueError: another backend.
-            NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
-            RuntimeError: called during forward or backward.
+            NotImplementedError: the model is on the CPU, this torch has no pool of symmetric memory, or ``"CUDA"`` and
+                the device cannot run fsdp2x's kernels, or fsdp2x was built without.
+            RuntimeError: called during forward or backward. From the forward or backward in which it happens: a peer
+                did not come to a collective within the process group's timeout; the message names it, and the group's
+                processes must begin again. With ``"CUDA"``, from a forward that a graph captures.
         """
-        if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL', got {backend!r}")
+        if backend not in ("NCCL", "CUDA"):
+            raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL' or 'CUDA', got {backend!r}")
         state = self._get_fsdp_state()
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        state.comm_memory = "symmetric"
+        if backend == "CUDA" and not _C.can_run_kernels(state.ranks.device):
+            why = "its driver cannot run them" if _C.has_device_kernels() else "fsdp2x was built without nvcc"
+            raise NotImplementedError(
+                f"fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels on {state.ranks.device}, "
+                f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
+            )
+        state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
 
     @checked(own=("max_input_buffers",))

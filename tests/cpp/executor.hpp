@@ -25,6 +25,8 @@ class Executor {
   virtual void upload(void* memory, const void* host, size_t bytes) = 0;
   // After everything that was enqueued.
   virtual void download(void* host, const void* memory, size_t bytes) = 0;
+  // A stream beside the default one, to wait on without holding up the rest; lives as long as the executor.
+  virtual Stream new_stream() = 0;
 };
 
 // Defined once per test program.

@@ -18,6 +18,7 @@ class TwinExecutor final : public Executor {
   void download(void* host, const void* memory, size_t bytes) override {
     if (bytes > 0) std::memcpy(host, memory, bytes);
   }
+  Stream new_stream() override { return nullptr; }
 };
 
 }  // namespace

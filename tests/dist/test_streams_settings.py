@@ -128,8 +128,8 @@ def test_symmetric_memory(ctx):
     model = shard(ctx, wide(), STACK_UNITS, transport="streams")
     with pytest.raises(NotImplementedError, match="symmetric memory needs CUDA devices"):
         model.set_symm_mem_for_comm()
-    with pytest.raises(ValueError, match="expected backend 'NCCL', got 'CUDA'"):
-        model.set_symm_mem_for_comm("CUDA")
+    with pytest.raises(ValueError, match="expected backend 'NCCL' or 'CUDA', got 'NVSHMEM'"):
+        model.set_symm_mem_for_comm("NVSHMEM")
 
     import torch.distributed._symmetric_memory as symmetric
 

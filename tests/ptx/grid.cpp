@@ -1,6 +1,8 @@
 // Grids on the host: blocks and threads in an order of choice.
 #include "grid.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -43,15 +45,22 @@ std::vector<unsigned> in_order(unsigned num, Order order, std::mt19937& random) 
   std::abort();
 }
 
-// Threads that wait at barriers: all of them run to the next one, or to their ends.
+// Threads that may wait: each runs until it waits, then the next one.
 void run_block(const Kernel& kernel, std::vector<Fiber>& threads) {
-  for (size_t num_ended = 0; num_ended < threads.size();) {
-    num_ended = 0;
+  for (;;) {
+    size_t num_ended = 0, num_at_barrier = 0;
     for (Fiber& thread : threads) {
-      thread.resume();
+      if (!thread.has_ended() && !thread.is_at_barrier()) thread.resume();
       num_ended += thread.has_ended() ? 1 : 0;
+      num_at_barrier += thread.is_at_barrier() ? 1 : 0;
     }
-    if (num_ended != 0 && num_ended != threads.size()) fail(kernel, "threads have ended, others wait at a barrier");
+    if (num_ended == threads.size()) return;
+    if (num_at_barrier == threads.size()) {
+      for (Fiber& thread : threads) thread.resume();
+      continue;
+    }
+    if (num_ended + num_at_barrier == threads.size()) fail(kernel, "threads have ended, others wait at a barrier");
+    ::sched_yield();  // the rest waits for another block, which another thread runs
   }
 }
 

@@ -31,16 +31,20 @@ struct Thread {
 class Fiber {
  public:
   struct promise_type {
+    bool is_at_barrier = false;
     Fiber get_return_object() { return Fiber(std::coroutine_handle<promise_type>::from_promise(*this)); }
     std::suspend_always initial_suspend() noexcept { return {}; }
     std::suspend_always final_suspend() noexcept { return {}; }
     void return_void() {}
     void unhandled_exception() { std::abort(); }
   };
-  // `co_await Fiber::Wait{}`: until every thread of the block waits.
+  // `co_await Fiber::Wait{true}`: until every thread of the block waits so; false: gives the others a turn.
   struct Wait {
+    bool is_at_barrier;
     bool await_ready() const { return false; }
-    void await_suspend(std::coroutine_handle<promise_type>) const {}
+    void await_suspend(std::coroutine_handle<promise_type> handle) const {
+      handle.promise().is_at_barrier = is_at_barrier;
+    }
     void await_resume() const {}
   };
 
@@ -53,8 +57,12 @@ class Fiber {
   }
 
   bool has_ended() const { return handle_.done(); }
+  bool is_at_barrier() const { return !has_ended() && handle_.promise().is_at_barrier; }
   // Until it waits again, or ends.
-  void resume() { handle_.resume(); }
+  void resume() {
+    handle_.promise().is_at_barrier = false;
+    handle_.resume();
+  }
 
  private:
   std::coroutine_handle<promise_type> handle_;

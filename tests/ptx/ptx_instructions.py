@@ -15,6 +15,7 @@ _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and":
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 _SPECIAL = {f"%{name}.{axis}": f"t.{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"}
+_SPECIAL |= {"%globaltimer": "nanoseconds()"}
 
 
 def identifier(name: str) -> str:
@@ -101,6 +102,8 @@ def require_exact(parts: list[str]) -> None:
 def _load(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     names, type_ = names_in(operands[0]), cpp_type(parts[-1])
     where = t.address(operands[1], parts)
+    if "acquire" in parts:
+        return t.put(names[0], f"load_acquire<{type_}>({where})")
     size = bits_of(type_) // 8
     reads = [t.put(name, f"load<{type_}>(p + {i * size})") for i, name in enumerate(names) if name != "_"]
     return f"{{ const char* p = aligned<{size * len(names)}>({where}); {' '.join(reads)} }}"
@@ -109,6 +112,8 @@ def _load(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 def _store(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     names, type_ = names_in(operands[1]), cpp_type(parts[-1])
     where = t.address(operands[0], parts)
+    if "release" in parts:
+        return f"store_release<{type_}>({where}, {t.value(names[0], type_)});"
     size = bits_of(type_) // 8
     writes = [f"store<{type_}>(p + {i * size}, {t.value(name, type_)});" for i, name in enumerate(names)]
     return f"{{ char* p = aligned<{size * len(names)}>({where}); {' '.join(writes)} }}"
@@ -249,9 +254,9 @@ def _compare(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 
 def _wait(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
-    if parts[1:] != ["sync"] or operands != ("0",):
+    if parts[0] == "bar" and (parts[1:] != ["sync"] or operands != ("0",)):
         raise ValueError
-    return "co_await Fiber::Wait{};"
+    return f"co_await Fiber::Wait{{{'true' if parts[0] == 'bar' else 'false'}}};"
 
 
 _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]] = {
@@ -264,6 +269,8 @@ _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]
     "fma": _fused,
     "setp": _compare,
     "bar": _wait,
+    "nanosleep": _wait,
+    "membar": lambda t, parts, operands: "std::atomic_thread_fence(std::memory_order_seq_cst);",
     "ret": lambda t, parts, operands: "co_return;" if t.entry.waits else "return;",
     "bra": lambda t, parts, operands: f"goto {identifier(operands[0])};",
     **dict.fromkeys(("add", "sub", "mul", "mad", "div", "rem", "and", "or", "xor"), _arithmetic),

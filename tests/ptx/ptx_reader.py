@@ -71,7 +71,7 @@ class Entry:
     @property
     def waits(self) -> bool:
         """Whether threads of it wait for others."""
-        return any(i.parts[0] == "bar" for i in self.instructions)
+        return any(i.parts[0] in ("bar", "nanosleep") for i in self.instructions)
 
     @property
     def title(self) -> str:

@@ -13,12 +13,14 @@ from ptx_reader import stable_name
 PROGRAM_OF = {
     "AdamWBody": "ptx_optimizer",
     "CopyBody": "ptx_copies",
+    "GatherPeersBody": "ptx_copies",
     "PackBody": "ptx_copies",
     "ReduceBody": "ptx_reduce",
     "ScaleBody": "ptx_reduce",
     "SgdBody": "ptx_optimizer",
     "add_up_kernel": "ptx_reduce",
     "clip_factor_kernel": "ptx_reduce",
+    "peer_barrier_kernel": "ptx_peers",
     "sum_squares_kernel": "ptx_reduce",
 }
 ORDERS = ("forward", "reverse", "random")

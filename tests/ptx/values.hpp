@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -94,6 +96,16 @@ inline void store(char* address, T value) {
   std::memcpy(address, &value, sizeof(T));
 }
 
+template <class T>
+inline T load_acquire(char* address) {
+  return __atomic_load_n(reinterpret_cast<T*>(aligned<sizeof(T)>(address)), __ATOMIC_ACQUIRE);
+}
+
+template <class T>
+inline void store_release(char* address, T value) {
+  __atomic_store_n(reinterpret_cast<T*>(aligned<sizeof(T)>(address)), value, __ATOMIC_RELEASE);
+}
+
 // --- arithmetic ---
 
 // Shifts by the width and more leave nothing but the sign.
@@ -139,6 +151,11 @@ inline u32 bfe(u32 value, u32 start, u32 length) {
 template <class T>
 inline bool unordered(T a, T b) {
   return a != a || b != b;
+}
+
+inline u64 nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
 }  // namespace fsdp2x::ptx

@@ -1,5 +1,6 @@
 // Reductions, norms and clipping on the device.
 #include "cuda/bodies/reduce.hpp"
+#include "cuda/checks.hpp"
 #include "cuda/device/functions.hpp"
 #include "cuda/device/launch.hpp"
 
@@ -39,9 +40,10 @@ __global__ void clip_factor_kernel(const double* square_sum, double max_norm, bo
 
 namespace device {
 
-void reduce(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
+void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
             Stream stream) {
-  launch_tiles("reduce", ReduceBody{list, source, targets, args}, list.num_tiles, stream);
+  require_ranks(sources.num_ranks, "reduce");
+  launch_tiles("reduce", ReduceBody{list, sources, targets, args}, list.num_tiles, stream);
 }
 
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream) {

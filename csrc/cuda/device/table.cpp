@@ -8,6 +8,7 @@ const Kernels* device_kernels() {
       .name = "device",
       .copy = device::copy,
       .pack_gradients = device::pack_gradients,
+      .all_gather_peer = device::all_gather_peer,
       .reduce = device::reduce,
       .sum_squares = device::sum_squares,
       .add_up = device::add_up,
@@ -15,6 +16,7 @@ const Kernels* device_kernels() {
       .scale_gradients = device::scale_gradients,
       .adamw = device::adamw,
       .sgd = device::sgd,
+      .peer_barrier = device::peer_barrier,
       .is_capturing = device::is_capturing,
   };
   return &kernels;

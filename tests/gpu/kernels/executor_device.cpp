@@ -1,4 +1,6 @@
 // The executor of the kernels on a device; without one every test is skipped and says why.
+#include <cstdlib>
+
 #include "device_memory.hpp"
 #include "executor.hpp"
 
@@ -13,11 +15,14 @@ class DeviceExecutor final : public Executor {
   void release(void* memory) override { device_memory::release(memory); }
   void upload(void* memory, const void* host, size_t bytes) override { device_memory::upload(memory, host, bytes); }
   void download(void* host, const void* memory, size_t bytes) override { device_memory::download(host, memory, bytes); }
+  Stream new_stream() override { return device_memory::new_stream(); }
 };
 
 class NeedsDevice final : public testing::Environment {
  public:
   void SetUp() override {
+    // Before the first call of the runtime: streams that wait for each other must not share a queue of the device.
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
     if (const std::string reason = device_memory::unavailable(); !reason.empty()) GTEST_SKIP() << reason;
   }
 };
