@@ -142,6 +142,9 @@ void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, 
                         bytes_of(place.shape.reduce, place.padded_shard_numel)});
     }
   }
+  // Gradients are autograd's, in the order of this stream: what had their memory before was judged when it gave it
+  // back. A device would not have given it to another stream.
+  note("take", "gradients", {}, reads);
   const size_t flags_at = plan.layout->reduce_segment_bytes();
   for (int rank = 0; rank < plan.layout->world(); ++rank) {
     const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + flags_at;
