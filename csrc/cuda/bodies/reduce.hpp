@@ -143,12 +143,15 @@ FSDP2X_HOST_DEVICE void fold_half(double* values, int half, int thread) {
 
 inline constexpr int kSumThreads = 1024;  // of a block that adds up
 
-// The thread's part of sum `block`.
+// The thread's part of sum `block`. All of its loads are on their way at once.
 FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int64_t block, int thread) {
-  const int64_t begin = block * kSumNumel;
-  const int64_t end = begin + kSumNumel < num ? begin + kSumNumel : num;
+  static_assert(kSumNumel % kSumThreads == 0);
   double sum = 0.0;
-  for (int64_t i = begin + thread; i < end; i += kSumThreads) sum += values[i];
+  FSDP2X_UNROLL
+  for (int turn = 0; turn < kSumNumel / kSumThreads; ++turn) {
+    const int64_t i = block * kSumNumel + turn * kSumThreads + thread;
+    if (i < num) sum += values[i];
+  }
   return sum;
 }
 
