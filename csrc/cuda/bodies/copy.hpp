@@ -270,11 +270,22 @@ FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin
   return rows;
 }
 
+// Bits of 1 in the types that a flag can have.
+inline constexpr uint32_t kOneInF32 = 0x3f800000;
+inline constexpr uint16_t kOneInBf16 = 0x3f80, kOneInF16 = 0x3c00;
+
 FSDP2X_HOST_DEVICE void write_flag(const PackSegment& segment, void* out, bool flag, int thread) {
   FSDP2X_NO_UNROLL
   for (int i = thread; i < segment.flag_numel; i += kThreads) {
-    const float value = i == 0 && flag ? 1.0f : 0.0f;
-    store<1>(segment.flag_type, out, i, &value);
+    const bool is_one = i == 0 && flag;
+    if (segment.flag_type == DType::f32) {
+      const uint32_t bits = is_one ? kOneInF32 : 0;
+      store_units<uint32_t, 1>(out, i, &bits);
+    } else {
+      const uint16_t one = segment.flag_type == DType::bf16 ? kOneInBf16 : kOneInF16;
+      const uint16_t bits = is_one ? one : uint16_t{0};
+      store_units<uint16_t, 1>(out, i, &bits);
+    }
   }
 }
 
