@@ -137,7 +137,7 @@ void DeviceTransport::land(Group& group) {
   }
   if (!download.in_pool) group.root().blocks.give_back(download.memory, group.gradients.memory());
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (download.wanted[i]) group.gradients.attach(i, targets[i]);
+    if (download.wanted[i]) group.attach(i, targets[i]);
   }
   group.gradients.release_if_unused(group.root().blocks);
 }

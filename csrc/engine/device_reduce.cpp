@@ -271,7 +271,7 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
   // Users' hooks, an optimizer in backward for one, run where the gradient is complete.
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!wanted[i]) continue;
-    group.gradients.attach(i, targets[i]);
+    group.attach(i, targets[i]);
     // It was taken in the order of the compute lane, and must not go back before that has waited for this one.
     if (targets[i].foreign.defined()) foreign_sums_.push_back(std::move(targets[i].foreign));
   }

@@ -151,7 +151,6 @@ void Gradients::attach(size_t param, const GradientTarget& target) {
     if (entry.alone.tensor == 0) entry.alone = count(entry);
     sharded.mutable_grad() = entry.tensor;
   }
-  if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(sharded)) (*hook)(sharded);
 }
 
 bool Gradients::release_if_unused(BlockPool& blocks) {

@@ -69,7 +69,7 @@ class Gradients {
   std::optional<at::Tensor> take_pool(BlockPool& blocks);
   // Decides how the gradient of `param` is written; takes memory when there is none.
   GradientTarget prepare(size_t param, BlockPool& blocks);
-  // Makes the written gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks.
+  // Makes the written gradient visible as `.grad`.
   void attach(size_t param, const GradientTarget& target);
   // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
   // Returns whether it was given back now.

@@ -416,9 +416,24 @@ void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double
                divisor, targets[i].accumulate);
   }
   for (size_t i = 0; i < params.size(); ++i) {
-    if (wanted(i)) gradients.attach(i, targets[i]);
+    if (wanted(i)) attach(i, targets[i]);
   }
   gradients.release_if_unused(root().blocks);
+}
+
+void Group::attach(size_t param, const GradientTarget& target) {
+  gradients.attach(param, target);
+  const at::Tensor& sharded = params[param].sharded();
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(sharded);
+  if (!hook) return;
+  try {
+    (*hook)(sharded);
+  } catch (python_error& error) {
+    error.persist();  // out of the thread state: Python goes on
+    root().keep_error_of_hook();
+  } catch (...) {
+    root().keep_error_of_hook();
+  }
 }
 
 void Group::drop_partial() {

@@ -80,6 +80,9 @@ class Group {
   // into `segment`: keeps them for the all-reduce, or runs the hook and attaches. `divisor`: what the sum is still to
   // be divided by.
   void take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor);
+  // Makes a reduced gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks, whose
+  // exceptions the root keeps.
+  void attach(size_t param, const GradientTarget& target);
   // All-reduces what take_segment kept, then attaches it. In the same order on every replica.
   void all_reduce();
   // The transport keeps this reduction's rows for an all-reduce, with what was kept before.

@@ -360,7 +360,7 @@ void HostTransport::sum(Group& group) {
   }
   consume(group);  // before users' hooks, which may raise
   pybind11::gil_scoped_acquire gil;
-  for (const size_t i : summed) group.gradients.attach(i, targets[i]);
+  for (const size_t i : summed) group.attach(i, targets[i]);
   group.gradients.release_if_unused(group.root().blocks);
 }
 

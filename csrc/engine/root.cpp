@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.hpp"
 #include "engine/profile_range.hpp"
@@ -192,6 +193,7 @@ void Root::leave_backward() noexcept {
 
 void Root::abandon_backward() {
   drop_raised_reductions();
+  error_of_hook_ = nullptr;
   for (const auto& unit : units()) unit->abandon_backward();
   const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
     const auto unit = weak.lock();
@@ -317,9 +319,19 @@ void Root::end_backward() {
   callback_queued_ = false;
   ++num_backwards_;
   end_pass();
-  if (!is_last_backward) return;
-  forward_order_.clear();
-  for (const auto& unit : alive) unit->forward_indices.clear();
+  if (is_last_backward) {
+    forward_order_.clear();
+    for (const auto& unit : alive) unit->forward_indices.clear();
+  }
+  if (!manual_finalization) raise_error_of_hook();
+}
+
+void Root::keep_error_of_hook() {
+  if (!error_of_hook_) error_of_hook_ = std::current_exception();
+}
+
+void Root::raise_error_of_hook() {
+  if (error_of_hook_) std::rethrow_exception(std::exchange(error_of_hook_, nullptr));
 }
 
 void Root::finalize_backward() {
@@ -330,6 +342,7 @@ void Root::finalize_backward() {
     if (unit->options.reshard_after_backward) unit->reshard();
   }
   flush();
+  raise_error_of_hook();
 }
 
 void Root::flush() {
@@ -369,6 +382,7 @@ void Root::flush() {
 
 void Root::reset() {
   lost_.clear();
+  error_of_hook_ = nullptr;
   for (const auto& unit : units()) unit->reset();
   pending_.clear();
   forward_order_.clear();

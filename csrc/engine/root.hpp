@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -97,6 +98,10 @@ class Root : public std::enable_shared_from_this<Root> {
   // Finishes the posted reductions that all ranks have reached.
   void finish_pending();
   void end_backward();
+  // Takes the exception that is handled, of a hook that ran behind a gradient. Gradients arrive at another moment on
+  // each rank: raised there, it would keep this rank from reductions that others have posted. The end of the backward,
+  // or finalize_backward(), raises the first one.
+  void keep_error_of_hook();
   // With manual_finalization, once after all backwards: what end_backward leaves undone then.
   void finalize_backward();
   bool in_backward() const { return callback_queued_ && !callback_.expired(); }
@@ -130,6 +135,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void flush();
   void release_unused_gradients();
   void refuse_after_loss() const;
+  void raise_error_of_hook();
 
   std::vector<std::weak_ptr<Unit>> units_;
   std::vector<std::shared_ptr<Transport>> transports_;         // one per mesh
@@ -153,6 +159,7 @@ class Root : public std::enable_shared_from_this<Root> {
   uint64_t num_entries_ = 0;
   uint64_t progress_ = 0;  // largest position published
   std::deque<Pending> pending_;
+  std::exception_ptr error_of_hook_;
 };
 
 }  // namespace fsdp2x

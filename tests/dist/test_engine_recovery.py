@@ -86,6 +86,8 @@ def plan(model, place, times=1):
             block.up.register_forward_pre_hook(
                 lambda *args: strike() if torch._C._current_graph_task_id() != -1 else None
             )
+        case "":
+            pass
         case _:
             raise AssertionError(place)
 
@@ -94,10 +96,8 @@ FORWARD = (
     *("root pre", "unit pre", "unit pre, first", "inside a unit", "interrupt", "unit post", "unit post, first"),
     *("root end", "root post", "checkpoint", "checkpoint, reentrant"),
 )
-BACKWARD = (
-    *("first gradient", "between units", "last unit", "module hook", "post accumulate", "root's post accumulate"),
-    *("recompute", "recompute, reentrant"),
-)
+BACKWARD = ("first gradient", "between units", "last unit", "module hook", "recompute", "recompute, reentrant")
+BEHIND_GRADIENTS = ("post accumulate", "root's post accumulate")
 RAISED = (Planned, KeyboardInterrupt)
 
 
@@ -173,7 +173,7 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, transport):
     """The next step, after zero_grad, is that of a model that never failed; also when its graph was there before."""
     only_fsdp2x(ctx)
     expected = None
-    for place in ("", *BACKWARD):
+    for place in ("", *BACKWARD, *BEHIND_GRADIENTS):
         for times in (1, 2):
             for waits in (False, True):
                 model = make(ctx, transport)
@@ -214,8 +214,7 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
         micro_batch(ctx, model, 0, mode, last=False)
         plan(model, place)
         with pytest.raises(RAISED):
-            micro_batch(ctx, model, 1, mode, last=place.endswith("post accumulate"))
-            pytest.skip("its hooks do not run before the end") if mode == "manual" else None
+            micro_batch(ctx, model, 1, mode, last=False)
         try:
             micro_batch(ctx, model, 2, mode, last=True)
         except RuntimeError as error:
@@ -232,6 +231,29 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
         same(grads(model), expected, place)
         is_clean(model, place)
     assert "first gradient" in kept and "last unit" not in kept
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("mode", ["sync", "nothing", "manual"])
+@both_transports
+def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
+    """On all ranks, or on one of them, which takes no other with it: gradients arrive at any moment, so a rank that raised
+    there would have posted other reductions than its peers."""
+    only_fsdp2x(ctx)
+    expected = make(ctx, transport, mode)
+    for number in range(4):
+        micro_batch(ctx, expected, number, mode, last=number > 0)
+    for place in BEHIND_GRADIENTS:
+        for victims in (set(range(ctx.world)), {ctx.world - 1}):
+            model = make(ctx, transport, mode)
+            micro_batch(ctx, model, 0, mode, last=False)
+            plan(model, place if ctx.rank in victims else "", times=2)
+            for number in (1, 2):
+                with pytest.raises(Planned) if ctx.rank in victims else contextlib.nullcontext():
+                    micro_batch(ctx, model, number, mode, last=True)
+            micro_batch(ctx, model, 3, mode, last=True)
+            same(grads(model), grads(expected), f"{place}, {victims}")
+            is_clean(model, place)
 
 
 @distributed(world_sizes=(2,))
