@@ -40,9 +40,12 @@ std::function<std::vector<std::string>(const std::string&)> exchange_by(const py
   };
 }
 
-cpu::ShmOptions shm_options(int rank, int world, const std::string& socket_name, const py::bytes& token,
-                            double timeout_s, const py::object& exchange) {
-  return {rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal, exchange_by(exchange)};
+// `global_ranks`: what messages call the ranks of the group.
+cpu::ShmOptions shm_options(int rank, const std::vector<int>& global_ranks, const std::string& socket_name,
+                            const py::bytes& token, double timeout_s, const py::object& exchange) {
+  const int world = static_cast<int>(global_ranks.size());
+  return {
+      rank, world, socket_name, std::string(token), timeout_s, &raise_on_signal, global_ranks, exchange_by(exchange)};
 }
 
 }  // namespace
@@ -52,9 +55,9 @@ void bind_shared_memory(py::module_& m) {
   // (group, "") or (None, why the ranks cannot share memory).
   m.def(
       "shm_group",
-      [](int rank, int world, const std::string& socket_name, const py::bytes& token, double timeout_s,
-         const py::object& exchange) {
-        const cpu::ShmOptions options = shm_options(rank, world, socket_name, token, timeout_s, exchange);
+      [](int rank, const std::vector<int>& global_ranks, const std::string& socket_name, const py::bytes& token,
+         double timeout_s, const py::object& exchange) {
+        const cpu::ShmOptions options = shm_options(rank, global_ranks, socket_name, token, timeout_s, exchange);
         std::string reason;
         std::shared_ptr<cpu::ShmGroup> group;
         {
@@ -63,15 +66,16 @@ void bind_shared_memory(py::module_& m) {
         }
         return std::make_pair(group, reason);
       },
-      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
+      py::arg("rank"), py::arg("global_ranks"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
       py::arg("exchange"));
   // Calls use(descriptor) with a memory file of `num_bytes` that all ranks have; the descriptor is closed afterwards.
   // "", or why that failed on some rank.
   m.def(
       "share_memory_file",
-      [](int rank, int world, const std::string& socket_name, const py::bytes& token, const py::object& exchange,
-         size_t num_bytes, const py::object& use) {
-        const cpu::ShmOptions options = shm_options(rank, world, socket_name, token, /*timeout_s=*/0.0, exchange);
+      [](int rank, const std::vector<int>& global_ranks, const std::string& socket_name, const py::bytes& token,
+         const py::object& exchange, size_t num_bytes, const py::object& use) {
+        const cpu::ShmOptions options =
+            shm_options(rank, global_ranks, socket_name, token, /*timeout_s=*/0.0, exchange);
         const auto call_use = [&use](const cpu::Meeting& meeting) {
           const py::gil_scoped_acquire gil;
           const PyRef file = PyRef::steal(PyLong_FromLong(meeting.memory.get()));
@@ -84,7 +88,7 @@ void bind_shared_memory(py::module_& m) {
         cpu::meet(options, {num_bytes, num_bytes}, call_use, reason);
         return reason;
       },
-      py::arg("rank"), py::arg("world"), py::arg("socket_name"), py::arg("token"), py::arg("exchange"),
+      py::arg("rank"), py::arg("global_ranks"), py::arg("socket_name"), py::arg("token"), py::arg("exchange"),
       py::arg("num_bytes"), py::arg("use"));
   py::class_<cpu::ProcessGuard>(m, "ProcessGuard")
       .def(py::init<>())

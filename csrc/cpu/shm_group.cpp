@@ -34,8 +34,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
     try {
       control = Mapping(meeting.memory.get(), 0, map.control_bytes(), View::read_write);
     } catch (const Error& error) {
-      throw Error("shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
-                  " cannot enter its group: " + error.what());
+      throw Error("shared memory: " + options.name(options.rank) + " cannot enter its group: " + error.what());
     }
     for (size_t rank = 0; options.rank == 0 && rank < meeting.pids.size(); ++rank) {
       map.state(control.data(), static_cast<int>(rank)).pid.store(static_cast<uint64_t>(meeting.pids[rank]));
@@ -53,8 +52,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
 ShmGroup::~ShmGroup() { close(); }
 
 void ShmGroup::give_up(const std::string& why) {
-  const std::string text =
-      "shared memory: rank " + std::to_string(rank()) + " of " + std::to_string(world()) + " cannot go on: " + why;
+  const std::string text = "shared memory: " + rank_name() + " cannot go on: " + why;
   fail(text);
   throw Error(text);
 }

@@ -51,8 +51,7 @@ struct Reply {
 static_assert(std::has_unique_object_representations_v<Hello> && std::has_unique_object_representations_v<Reply>);
 
 [[noreturn]] void fail(const ShmOptions& options, const std::string& what) {
-  throw Error("shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " " +
-              what);
+  throw Error("shared memory: " + options.name(options.rank) + " " + what);
 }
 
 // Repeats a system call that a signal interrupted.
@@ -119,7 +118,8 @@ bool same_token(const ShmOptions& options, const Hello& hello) {
 
 void check(const ShmOptions& options) {
   if (options.world < 1 || options.world > kMaxRanks || options.rank < 0 || options.rank >= options.world) {
-    fail(options, "is not a rank: worlds have 1 to " + std::to_string(kMaxRanks) + " ranks, counted from 0");
+    fail(options, "is none of the " + std::to_string(options.world) + " ranks of its group: groups have 1 to " +
+                      std::to_string(kMaxRanks) + " ranks, counted from 0");
   }
   if (options.world == 1) return;
   if (options.socket_name.empty() || options.socket_name.size() > 100) {
@@ -171,7 +171,7 @@ class Host {  // rank 0
     listener_.reset();
     for (int rank = 1; rank < options_.world; ++rank) {
       if (guests_[static_cast<size_t>(rank)].valid()) continue;
-      fail(options_, "did not see rank " + std::to_string(rank) + " at its socket" + refusals_);
+      fail(options_, "did not see " + options_.name(rank) + " at its socket" + refusals_);
     }
   }
 
@@ -195,7 +195,7 @@ class Host {  // rank 0
       std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
       const FileDescriptor& guest = guests_[static_cast<size_t>(rank)];
       if (retried([&] { return ::sendmsg(guest.get(), &message, MSG_NOSIGNAL); }) != sizeof(reply)) {
-        fail(options_, "cannot hand its memfd to rank " + std::to_string(rank) + system_error());
+        fail(options_, "cannot hand its memfd to " + options_.name(rank) + system_error());
       }
     }
   }
@@ -240,7 +240,7 @@ class Guest {  // every other rank
     const sockaddr_un address = address_of(options_, length);
     const auto* where = reinterpret_cast<const sockaddr*>(&address);
     if (retried([&] { return ::connect(connection_.get(), where, length); }) != 0) {
-      fail(options_, "cannot connect to rank 0" + system_error());
+      fail(options_, "cannot connect to " + options_.name(0) + system_error());
     }
     const ucred listener = peer_of(connection_.get(), options_);
     if (listener.uid != ::geteuid()) {
@@ -254,7 +254,7 @@ class Guest {  // every other rank
     hello.pid = ::getpid();
     std::memcpy(hello.token, options_.token.data(), kTokenBytes);
     if (retried([&] { return ::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL); }) != sizeof(hello)) {
-      fail(options_, "cannot greet rank 0" + system_error());
+      fail(options_, "cannot greet " + options_.name(0) + system_error());
     }
     meeting.pids_are_shared = false;
   }
@@ -265,14 +265,14 @@ class Guest {  // every other rank
     struct stat status = {};
     if (reply.magic != kShmMagic) fail(options_, "got a reply of another version of fsdp2x: install the same one");
     if (!meeting.memory.valid() || ::fstat(meeting.memory.get(), &status) != 0) {
-      fail(options_, "got no memfd from rank 0: check `ulimit -n`");
+      fail(options_, "got no memfd from " + options_.name(0) + ": check `ulimit -n`");
     }
     // A file that can shrink would turn reads into SIGBUS.
     const int seals = ::fcntl(meeting.memory.get(), F_GET_SEALS);
     const bool is_right = S_ISREG(status.st_mode) && static_cast<uint64_t>(status.st_size) == reply.total_bytes &&
                           reply.total_bytes >= sizes_.least_bytes && reply.total_bytes <= sizes_.most_bytes &&
                           seals >= 0 && (seals & kSeals) == kSeals;
-    if (!is_right) fail(options_, "got a file from rank 0 that is not its memfd");
+    if (!is_right) fail(options_, "got a file from " + options_.name(0) + " that is not its memfd");
     meeting.total_bytes = reply.total_bytes;
     meeting.pids_are_shared = host_pid_ == reply.pid;
     connection_.reset();
@@ -291,7 +291,7 @@ class Guest {  // every other rank
     message.msg_controllen = control.size();
     const ssize_t received =
         retried([&] { return ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_TRUNC); });
-    if (received < 0) fail(options_, "got no reply from rank 0" + system_error());
+    if (received < 0) fail(options_, "got no reply from " + options_.name(0) + system_error());
     FileDescriptor descriptor;  // and nothing that allocates: a descriptor without an owner stays open
     size_t num_descriptors = 0;
     for (const cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
@@ -305,7 +305,7 @@ class Guest {  // every other rank
       }
     }
     if (received != static_cast<ssize_t>(sizeof(reply)) || num_descriptors > 1) {
-      fail(options_, "got a reply from rank 0 that it does not understand");
+      fail(options_, "got a reply from " + options_.name(0) + " that it does not understand");
     }
     return descriptor;
   }
@@ -327,8 +327,7 @@ bool all_succeed(const ShmOptions& options, const Step& step, std::string& reaso
   } catch (const Error& error) {
     mine = error.what();
   } catch (const std::exception& error) {
-    mine = "shared memory: rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) +
-           " failed to enter its group (" + error.what() + ")";
+    mine = "shared memory: " + options.name(options.rank) + " failed to enter its group (" + error.what() + ")";
   }
   const std::vector<std::string> said = options.world == 1 ? std::vector<std::string>{mine} : options.exchange(mine);
   size_t num_failed = 0;

@@ -17,9 +17,17 @@ struct ShmOptions {
   double timeout_s = 600.0;
   // Called every 50 ms of a long wait; may throw to end it (Ctrl-C).
   std::function<void()> on_wait;
+  // What messages call each rank: its number in the whole job; empty: `rank`, counted in this group.
+  std::vector<int> global_ranks;
   // Collective: what every rank says, in rank order. How ranks learn during set-up that one of them failed; it ends, or
   // throws, when a rank is gone. Not needed by a rank alone.
   std::function<std::vector<std::string>(const std::string&)> exchange;
+
+  // "rank 3".
+  std::string name(int of_rank) const {
+    const auto index = static_cast<size_t>(of_rank);
+    return "rank " + std::to_string(index < global_ranks.size() ? global_ranks[index] : of_rank);
+  }
 };
 
 }  // namespace fsdp2x::cpu

@@ -110,7 +110,7 @@ void Peers::look() {
 
 std::string Peers::name(int rank) const {
   const uint64_t pid = state(rank).pid.load(std::memory_order_relaxed);
-  return "rank " + std::to_string(rank) + (pid != 0 ? " (pid " + std::to_string(pid) + ")" : "");
+  return options_.name(rank) + (pid != 0 ? " (pid " + std::to_string(pid) + ")" : "");
 }
 
 std::string Peers::other_dead(int rank) const {
@@ -129,12 +129,12 @@ void Peers::set_passes(uint64_t pass, uint64_t forward) {
 void Peers::fail_failed(int rank, const std::string& what) const {
   const std::string text(map_.failure(control_, rank), state(rank).failed.load(std::memory_order_acquire));
   if (rank == options_.rank) throw Error(text);
-  throw Error(text + " (rank " + std::to_string(options_.rank) + " waited in " + what + ")");
+  throw Error(text + " (" + options_.name(options_.rank) + " waited in " + what + ")");
 }
 
 void Peers::fail_gone(int rank, const std::string& what, double waited_s) const {
   const std::string who = "shared memory: " + name(rank);
-  const std::string mine = " while rank " + std::to_string(options_.rank) + " waited for it in " + what + " (for " +
+  const std::string mine = " while " + options_.name(options_.rank) + " waited for it in " + what + " (for " +
                            seconds_text(waited_s) + ")" + other_dead(rank);
   if (is_closed(rank)) {
     throw Error(who + " closed its shared-memory group" + mine +
@@ -146,13 +146,13 @@ void Peers::fail_gone(int rank, const std::string& what, double waited_s) const 
 void Peers::fail_left(int rank, const std::string& what, double waited_s) {
   const std::string why(map_.departure(control_, rank), state(rank).left_bytes.load(std::memory_order_relaxed));
   followed_ = why.starts_with(kFollowed) ? why : kFollowed + name(rank) + " " + why;
-  throw Error("shared memory: " + name(rank) + " " + why + "; rank " + std::to_string(options_.rank) +
-              " waited for it in " + what + " (for " + seconds_text(waited_s) + ")" + other_dead(rank) +
+  throw Error("shared memory: " + name(rank) + " " + why + "; " + options_.name(options_.rank) + " waited for it in " +
+              what + " (for " + seconds_text(waited_s) + ")" + other_dead(rank) +
               ". When one rank raises, all must leave out that step, or restart from a checkpoint");
 }
 
 void Peers::fail_timeout(int rank, const std::string& what, double waited_s) const {
-  throw Error("shared memory: rank " + std::to_string(options_.rank) + " waited " + seconds_text(waited_s) + " for " +
+  throw Error("shared memory: " + options_.name(options_.rank) + " waited " + seconds_text(waited_s) + " for " +
               name(rank) + " in " + what + "; that rank lives and " + where_(rank) + other_dead(rank) +
               ": look at its stack (it hangs or runs something else), or raise `timeout` if it is only slow");
 }

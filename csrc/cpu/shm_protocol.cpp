@@ -124,10 +124,9 @@ struct ShmProtocol::Impl {
     fence(std::memory_order_acquire);
     const uint64_t after = entry.sequence.load(std::memory_order_relaxed);
     if (before != sequence || after != sequence) {
-      throw Error("shared memory: rank " + std::to_string(rank) + " skipped all-gather #" + std::to_string(sequence) +
-                  " or is more than " + std::to_string(kRingEntries) + " ahead of rank " +
-                  std::to_string(options.rank) + "; it " + where(rank) +
-                  ": after an exception, every rank must reset (`reset_iter_state`)");
+      throw Error("shared memory: " + options.name(rank) + " skipped all-gather #" + std::to_string(sequence) +
+                  " or is more than " + std::to_string(kRingEntries) + " ahead of " + options.name(options.rank) +
+                  "; it " + where(rank) + ": after an exception, every rank must reset (`reset_iter_state`)");
     }
     return post;
   }
@@ -135,8 +134,8 @@ struct ShmProtocol::Impl {
   void compare_forwards(uint32_t unit, uint64_t epoch, int rank) const {
     const Forwards mine = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
     if (mine.num_raised == theirs.num_raised || mine.num_begun == theirs.num_begun) return;
-    const auto text = [](int who, const Forwards& forwards) {
-      return "rank " + std::to_string(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
+    const auto text = [this](int who, const Forwards& forwards) {
+      return options.name(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
              std::to_string(forwards.num_raised) + " raised";
     };
     throw Error("shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, mine) + "; " +
@@ -170,6 +169,7 @@ ShmProtocol::~ShmProtocol() = default;
 
 int ShmProtocol::rank() const { return impl_->options.rank; }
 int ShmProtocol::world() const { return impl_->options.world; }
+std::string ShmProtocol::rank_name() const { return impl_->options.name(rank()); }
 
 void ShmProtocol::watch_peers() { impl_->peers.watch(); }
 
@@ -206,11 +206,11 @@ void ShmProtocol::end_pass() {
   impl_->peers.set_passes(0, 0);
 }
 
-void ShmProtocol::leave(const std::string& why) noexcept {
+void ShmProtocol::leave(std::string_view why) noexcept {
   Impl& impl = *impl_;
   if (!guard_.is_here() || impl.pass == 0) return;
   RankState& own = impl.own();
-  const std::string& text = impl.peers.followed().empty() ? why : impl.peers.followed();
+  const std::string_view text = impl.peers.followed().empty() ? why : impl.peers.followed();
   const size_t bytes = std::min(text.size(), kSentenceBytes);
   std::memcpy(impl.map.departure(impl.control, impl.options.rank), text.data(), bytes);
   own.left_bytes.store(bytes, std::memory_order_relaxed);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "cpu/process_guard.hpp"
 #include "cpu/shm_options.hpp"
@@ -45,6 +46,7 @@ class ShmProtocol {
 
   int rank() const;
   int world() const;
+  std::string rank_name() const;  // for messages
 
   // Opens the peers' processes by the pids in the control area: a dead one ends a wait at once.
   void watch_peers();
@@ -60,7 +62,7 @@ class ShmProtocol {
   void enter_forward(uint64_t number);
   void enter_backward(uint64_t number, bool is_alone);
   void end_pass();
-  void leave(const std::string& why) noexcept;
+  void leave(std::string_view why) noexcept;
 
   // Names for messages: unit index -> FQN. Grows the table as needed.
   void set_unit_name(uint32_t unit, const std::string& name);

@@ -89,10 +89,15 @@ def units_of(model):
 
 def refused(ctx, model, transport, act=None, **options) -> str:
     """What all ranks say, before a byte of a parameter has travelled."""
+    return sentence_of_all(ctx, refusal(ctx, model, transport, act, **options))
+
+
+def refusal(ctx, model, transport, act=None, **options) -> str:
+    """What this rank says."""
     model = shard(ctx, model, units_of(model), transport=transport, **options)
     with pytest.raises(ValueError) as error:
         (act or (lambda m: m(inputs(ctx.rank))))(model)
-    return sentence_of_all(ctx, str(error.value))
+    return str(error.value)
 
 
 @distributed(world_sizes=(2, 3))
@@ -295,13 +300,15 @@ def test_a_rank_that_never_trains(ctx):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_replicas_compare(ctx, transport):
-    """Both ranks of a shard group have the same; the other replica has not."""
+    """Both ranks of a shard group have the same; the other replica has not. Ranks have their numbers in the job."""
     only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = ctx.rank >= 2
     model = Stack()
     if other:
         narrower(model)
-    assert "(2, 6)" in refused(ctx, model, transport, mesh=mesh)
-    said = refused(ctx, frozen(Stack(), ("head.bias",) if other else ()), transport, mesh=mesh)
+    said = refusal(ctx, model, transport, mesh=mesh)
+    first = ctx.rank % 2
+    assert "(2, 6)" in said and f"rank {first} has" in said and f"rank {first + 2} " in said, said
+    said = refusal(ctx, frozen(Stack(), ("head.bias",) if other else ()), transport, mesh=mesh)
     assert "frozen" in said and "head.bias" in said, said

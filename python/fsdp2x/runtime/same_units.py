@@ -42,13 +42,13 @@ def digest(units: list[UnitParams]) -> bytes:
     return hashlib.sha256(repr(units).encode()).digest()
 
 
-def disagreement(everyone: list[list[UnitParams]]) -> str:
-    """The first difference between the units of rank 0 and of another rank; "" when there is none."""
-    first = everyone[0]
-    for rank, units in enumerate(everyone):
-        for here, there in zip_longest(first, units):
+def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:
+    """The first difference between the units of the first rank and of another one; "" when there is none."""
+    first = next(iter(of_rank))
+    for rank, units in of_rank.items():
+        for here, there in zip_longest(of_rank[first], units):
             if here != there:
-                return f"rank 0 has {_text(here, there)}, rank {rank} {_text(there, here)}"
+                return f"rank {first} has {_text(here, there)}, rank {rank} {_text(there, here)}"
     return ""
 
 

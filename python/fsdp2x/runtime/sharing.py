@@ -52,13 +52,18 @@ class Introductions:
     trained: list[UnitParams]
 
     @property
+    def ranks(self) -> list[int]:
+        """What messages call the ranks: their numbers in the whole job."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
     def is_observed(self) -> bool:
         return any(greeting.is_observed for greeting in self.greetings)
 
     @property
     def fault(self) -> str | None:
         """Why a rank cannot tell where it runs."""
-        for rank, greeting in enumerate(self.greetings):
+        for rank, greeting in zip(self.ranks, self.greetings, strict=True):
             if greeting.fault:
                 return f"rank {rank} cannot tell which host it runs on ({greeting.fault})"
         return None
@@ -99,13 +104,13 @@ class Introductions:
 
     def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
         if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
-            difference = disagreement(_all_gather_object(self.group, units))
+            difference = disagreement(dict(zip(self.ranks, _all_gather_object(self.group, units), strict=True)))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
 
     @property
-    def _place(self) -> tuple[int, int, str, bytes]:
+    def _place(self) -> tuple[int, list[int], str, bytes]:
         first = self.greetings[0]
-        return dist.get_rank(self.group), len(self.greetings), first.socket, first.token
+        return dist.get_rank(self.group), self.ranks, first.socket, first.token
 
 
 def introduce(
