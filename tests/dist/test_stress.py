@@ -1,6 +1,7 @@
 """Thousands of steps with ranks that sleep and units in random order; ranks killed at random moments.
 
-`make test` runs a short version of each; `make test-full` the long one (10,000 steps, 50 kills).
+`make test` runs a short version of each; `make test-full` the long one (10,000 steps over shared memory, 3,000 over the
+process group, 50 kills).
 """
 
 import gc
@@ -123,8 +124,9 @@ def test_random_sleeps_and_orders(ctx, transport):
 
 @pytest.mark.full
 @distributed(world_sizes=(2, 4), timeout=1500)
-def test_ten_thousand_steps(ctx):
-    sleeps_change_nothing(ctx, "shm", 10_000)
+@pytest.mark.parametrize(("transport", "num"), [("shm", 10_000), ("process_group", 3_000)])
+def test_thousands_of_steps(ctx, transport, num):
+    sleeps_change_nothing(ctx, transport, num)
 
 
 def train_and_die(ctx, victim: int, die_after_s: float, transport: str):

@@ -65,10 +65,13 @@ class Sharded(Machine):
                 target.copy_(whole[name])
 
     def params(self):
-        for name, param in self.model.named_parameters():
+        here = dict(self.model.named_parameters())
+        for name, param in here.items():
             # Not what is kept in a smaller world between forward and backward.
-            if isinstance(param, DTensor) and param.device_mesh == self.first[name].device_mesh:
+            if isinstance(param, DTensor) and param.device_mesh == self.first.get(name, param).device_mesh:
                 self.first[name] = param
+        # A load that assigns unties what is shared, until it is gathered.
+        self.first = {name: param for name, param in self.first.items() if name in here}
         return self.first
 
     def fsdp_modules(self) -> list[nn.Module]:

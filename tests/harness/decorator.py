@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.context import Body
-from harness.pool import DistributedTestError, Outcome, RankPool, report
+from harness.pool import START_TIMEOUT_S, DistributedTestError, Outcome, RankPool, report
 from harness.session import current_session
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -50,7 +50,8 @@ def distributed(
         own = [inspect.Parameter(name, kind) for name in ("request", "world")]
         test.__signature__ = inspect.Signature(own + parameters[1:])
         test.distributed_body = body
-        return test
+        # The ranks' own limit tells more than that of pytest, which must not come first.
+        return pytest.mark.timeout(timeout + 2 * START_TIMEOUT_S)(test) if timeout > DEFAULT_TIMEOUT_S else test
 
     return decorate if function is None else decorate(function)
 
