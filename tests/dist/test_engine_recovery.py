@@ -237,8 +237,8 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
 @pytest.mark.parametrize("mode", ["sync", "nothing", "manual"])
 @both_transports
 def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
-    """On all ranks, or on one of them, which takes no other with it: gradients arrive at any moment, so a rank that raised
-    there would have posted other reductions than its peers."""
+    """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised then would
+    have posted other reductions than its peers."""
     only_fsdp2x(ctx)
     expected = make(ctx, transport, mode)
     for number in range(4):
