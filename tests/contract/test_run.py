@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from harness import programs
 
 SCRIPT = """
 import inspect, json, sys
@@ -14,11 +15,10 @@ import neighbour
 
 class Here: pass
 
-# The plain run does not load torch, so it has none of ours either.
-torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+import torch.distributed.fsdp as torch_fsdp
 print(json.dumps({
     "argv": sys.argv, "path": sys.path[0], "name": __name__,
-    "ours": torch_fsdp is not None and "auto_wrap" in inspect.signature(torch_fsdp.fully_shard).parameters,
+    "ours": "auto_wrap" in inspect.signature(torch_fsdp.fully_shard).parameters,
     "main": sys.modules["__main__"].Here is Here, "file": __file__,
 }))
 if "--fail" in sys.argv:
@@ -28,23 +28,8 @@ if "--raise" in sys.argv:
 """
 
 
-def _python(*words, cwd: Path, **environment) -> subprocess.CompletedProcess:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    command = [sys.executable, *map(str, words)]
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**{k: v for k, v in os.environ.items() if k not in launcher}, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # not kill: torchrun ends its ranks first
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+def _python(*words, cwd: Path, **more) -> subprocess.CompletedProcess:
+    return programs.run(*words, cwd=cwd, env=programs.environment(**more), timeout=60)
 
 
 @pytest.fixture
@@ -117,7 +102,7 @@ def test_under_torchrun(folder):
         "open(f'{dist.get_rank()}.txt', 'w').write(type(model).__mro__[1].__module__)\n"
         "dist.destroy_process_group()\n"
     )
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.run", "train.py"]
+    words = [*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.run", "train.py"]
     done = _python(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.module"] * 2

@@ -2,10 +2,7 @@
 
 import argparse
 import logging
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ import fsdp2x
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.cli import main, make_parser
 from fsdp2x.train import ConfigError, Trainer, parse_config
-from harness import distributed
+from harness import distributed, programs
 from models import Stack
 from reference import only_fsdp2x
 from training import MODEL, settings, shared_folder, write_model
@@ -27,9 +24,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.mark.parametrize("given", [0, 1, 3])
 def test_a_script_that_torchrun_did_not_start(given):
-    environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
-    environment |= dict.fromkeys(LAUNCHER[:given], "0")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = programs.run("-c", SCRIPT, env=programs.environment(**dict.fromkeys(LAUNCHER[:given], "0")))
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and said.startswith("RuntimeError: fully_shard: there is no process group"), done.stderr
     assert f"({', '.join(LAUNCHER[given:])} not set)" in said and "torchrun --nproc_per_node=N" in said

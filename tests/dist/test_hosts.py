@@ -6,14 +6,14 @@ Run by an agent, this file is the script of a rank.
 import copy
 import os
 import socket
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from harness import programs
 
 TESTS = Path(__file__).parents[1]
 AGENT_TIMEOUT_S = 100
@@ -29,32 +29,25 @@ def free_port() -> int:
 def test_two_agents(tmp_path):
     port = free_port()
     agents = []
-    for node in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-        command += [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        command += [f"--log-dir={tmp_path / str(node)}", __file__]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "FSDP2X_HOST": f"host{node}",
-            "PYTHONPATH": path_of_tests(),
-        }
-        agents.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
     try:
-        outputs = [agent.communicate(timeout=AGENT_TIMEOUT_S)[0] for agent in agents]
+        for node in range(2):
+            words = (
+                *programs.TORCHRUN,
+                "--nnodes=2",
+                "--nproc_per_node=2",
+                f"--node_rank={node}",
+                "--master_addr=127.0.0.1",
+            )
+            words += (f"--master_port={port}", f"--log-dir={tmp_path / str(node)}", __file__)
+            env = programs.environment(FSDP2X_HOST=f"host{node}", PYTHONPATH=str(TESTS))
+            agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
+        statuses = [agent.wait(AGENT_TIMEOUT_S) for agent in agents]
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                agent.terminate()  # ends its ranks, too
-                agent.wait(timeout=30)
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+            agent.end()
+    outputs = [agent.log.read_text() for agent in agents]
+    assert statuses == [0, 0], "\n".join(outputs)
     assert sum(output.count("equal to one process") for output in outputs) == 4 * 2, "\n".join(outputs)
-
-
-def path_of_tests() -> str:
-    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def train(ctx, mesh, transports: str) -> None:

@@ -1,14 +1,12 @@
 """The self-test passes on a right engine at every world size, and each of three injected faults makes it fail."""
 
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from harness import distributed
+from harness import distributed, programs
 from reference import only_fsdp2x
 
 CPU = torch.device("cpu")
@@ -87,9 +85,7 @@ def test_faults_are_found(ctx, fault, caught_by, message):
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "fsdp2x", "selftest", "--device", "cpu", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=115, check=False)
+    return programs.run("-m", "fsdp2x", "selftest", "--device", "cpu", *words)
 
 
 def test_command():

@@ -5,8 +5,6 @@ Run by torchrun, this file is the script of a rank.
 
 import hashlib
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from harness import programs
 
 TESTS = Path(__file__).parents[1]
 # Larger than what is worth a second thread; rows that neither ranks nor threads divide, columns that two ranks do.
@@ -46,10 +46,8 @@ class _Give(torch.autograd.Function):
 
 def run(threads: int) -> list[str]:
     """What each rank prints with so many threads."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    env = programs.environment(OMP_NUM_THREADS=str(threads), PYTHONPATH=str(TESTS))
+    done = programs.run(*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", __file__, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 

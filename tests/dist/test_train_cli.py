@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness import programs
 from harness.session import current_session
 from training import losses, settings, write_text
 
@@ -29,21 +30,13 @@ def config(tmp_path):
     return path
 
 
-def environment():
-    """Without any trace of a launcher."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k not in launcher}}
-
-
 def command(*args):
-    done = subprocess.run(
-        [sys.executable, *map(str, args)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = programs.run(*args, timeout=TIMEOUT_S)
     return done.returncode, done.stdout + done.stderr
 
 
 def torchrun(tmp_path):
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--log-dir", tmp_path / "torchrun")
+    return (*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "--log-dir", tmp_path / "torchrun")
 
 
 def test_one_process_without_torchrun_trains_resumes_and_exports(config, tmp_path):
@@ -63,10 +56,12 @@ def test_one_process_without_torchrun_trains_resumes_and_exports(config, tmp_pat
 
 
 def test_torchrun_and_one_process_see_the_same_text(config, tmp_path):
-    """Six blocks a step either way: the first losses agree up to rounding."""
+    """Six blocks a step either way: the first losses agree up to rounding. Here torchrun starts interpreters."""
     section = ("train.accumulation=1", "train.steps=2")
-    status, output = command(*torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.batch_size=3", *section)
-    assert status == 0, output
+    words = (sys.executable, *torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.batch_size=3", *section)
+    env = programs.environment()
+    done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     status, output = command(
         "-m", "fsdp2x.train", config, "train.batch_size=6", f"logging.output={tmp_path}/one", *section
     )
@@ -83,19 +78,16 @@ def test_all_ranks_killed_at_random_moments_of_saving(config, tmp_path):
     reached = 0
     for attempt in range(3):
         resume = ("--resume_from", run) if attempt else ()
-        args = [sys.executable, *torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, *resume]
-        with open(tmp_path / f"log{attempt}", "w") as log:
-            process = subprocess.Popen([*map(str, args)], env=environment(), stdout=log, stderr=log)
+        args = (*torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, *resume)
+        program = programs.Program(*args, log=tmp_path / f"log{attempt}")
         try:
-            pids = wait_for_step(run / "metrics.jsonl", reached + 4, process, tmp_path / f"log{attempt}")
+            pids = wait_for_step(run / "metrics.jsonl", reached + 4, program)
             time.sleep(0.037 * attempt)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            process.wait(timeout=TIMEOUT_S)
+            program.wait(TIMEOUT_S)
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(timeout=30)
+            program.end()
         latest = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
         assert latest > reached
         reached = latest
@@ -105,16 +97,14 @@ def test_all_ranks_killed_at_random_moments_of_saving(config, tmp_path):
 
 def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     """They save on; a run that resumes beside them is refused until they have ended."""
-    run, log = tmp_path / "run", tmp_path / "log"
+    run = tmp_path / "run"
     more = ("train.steps=100000", "checkpoint.save_every=1", "schedule.kind=constant")
-    with open(log, "w") as file:
-        args = [sys.executable, *torchrun(tmp_path), "-m", "fsdp2x.train", config, *more]
-        launcher = subprocess.Popen([*map(str, args)], env=environment(), stdout=file, stderr=file)
+    launcher = programs.Program(*torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, log=tmp_path / "log")
     pids = []
     try:
-        pids = wait_for_step(run / "metrics.jsonl", 2, launcher, log)
-        launcher.kill()
-        launcher.wait(timeout=TIMEOUT_S)
+        pids = wait_for_step(run / "metrics.jsonl", 2, launcher)
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait(TIMEOUT_S)
         resume = ("-m", "fsdp2x", "train", config, "train.steps=3", "--resume_from", run)
         status, output = command(*resume)
         assert status == 2 and "Traceback" not in output, output
@@ -122,8 +112,7 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        launcher.kill()
-        launcher.wait(timeout=TIMEOUT_S)
+        launcher.end()
     wait_for_end(pids)
     saved = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     status, output = command(*resume, f"train.steps={saved + 1}")
@@ -131,23 +120,17 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     assert "taken over" in output and f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
 
 
-def interrupted(config, tmp_path, launcher=(), times=1, **files):
+def interrupted(config, tmp_path, launcher=(), more=()):
     """A run that gets SIGINT as from a terminal, launcher and ranks alike; its status and what it says."""
-    log = tmp_path / "log"
-    more = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1", *files.get("more", ()))
-    with open(log, "w") as file:
-        args = [sys.executable, *(launcher or ("-m", "fsdp2x", "train")), config, *more]
-        process = subprocess.Popen([*map(str, args)], env=environment(), stdout=file, stderr=file)
+    settings = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1", *more)
+    program = programs.Program(*(launcher or ("-m", "fsdp2x", "train")), config, *settings, log=tmp_path / "log")
     try:
-        pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, process, log)
-        for _ in range(times):
-            for pid in {*pids, process.pid}:
-                os.kill(pid, signal.SIGINT)
-        process.wait(timeout=TIMEOUT_S)
+        pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, program)
+        for pid in {*pids, program.pid}:
+            os.kill(pid, signal.SIGINT)
+        return program.wait(TIMEOUT_S), program.log.read_text()
     finally:
-        process.kill()
-        process.wait(timeout=TIMEOUT_S)
-    return process.returncode, log.read_text()
+        program.end()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -208,13 +191,13 @@ def wait_for_end(pids):
         time.sleep(0.02)
 
 
-def wait_for_step(path, step, process, log):
+def wait_for_step(path, step, program):
     """The ranks' pids, once the newest run in `path` has logged `step`."""
     from fsdp2x.train.metrics import read_metrics
 
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
+        assert program.poll() is None, program.log.read_text()
         lines = read_metrics(path) if path.exists() else []
         starts = [i for i, line in enumerate(lines) if line["event"] == "start"]
         if starts and any(line["event"] == "train" and line["step"] >= step for line in lines[starts[-1] :]):
@@ -222,7 +205,7 @@ def wait_for_step(path, step, process, log):
             if all(alive(pid) for pid in pids):
                 return pids
         time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached: {log.read_text()}")
+    raise AssertionError(f"step {step} was not reached: {program.log.read_text()}")
 
 
 def alive(pid):

@@ -2,12 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import yaml
 
+from harness import programs
 from training import settings, write_text
 
 pytestmark = [
@@ -27,20 +26,16 @@ def test_a_hybrid_mesh_shards_inside_nodes_and_copies_across(tmp_path):
     agents = []
     try:
         for node in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-            command += [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
-            command += ["-m", "fsdp2x.train", str(tmp_path / "config.yaml"), "train.steps=3"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "FSDP2X_HOST": f"host{node}"}
-            agents.append(
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+            words = (*programs.TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}")
+            words += ("--master_addr=127.0.0.1", f"--master_port={port}")
+            words += ("-m", "fsdp2x.train", tmp_path / "config.yaml", "train.steps=3")
+            env = programs.environment(FSDP2X_HOST=f"host{node}")
+            agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
+        statuses = [agent.wait(120) for agent in agents]
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                agent.terminate()
-                agent.wait(timeout=30)
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
+            agent.end()
+    assert statuses == [0, 0], [agent.log.read_text() for agent in agents]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[0]["strategy"].startswith("HYBRID_SHARD: mesh (2, 2) [ddp, fsdp], 2 copies of 2 shards")
     assert lines[0]["world_size"] == 4 and len({line["step"] for line in lines if line["event"] == "train"}) == 3

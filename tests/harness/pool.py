@@ -1,7 +1,8 @@
 """The parent of the ranks: starts a pool, runs a body on all of it, watches the clock, and collects what came of it.
 
-Processes come from multiprocessing's fork server, which has imported torch once; a rank costs a fork and a gloo
-connection. The rendezvous store lives in the parent, so that no rank's death takes it away.
+Processes come from multiprocessing's fork server, which has imported torch, transformers, fsdp2x and the tests' helpers
+once; a rank costs a fork and a gloo connection. The rendezvous store lives in the parent, so that no rank's death takes
+it away.
 """
 
 import multiprocessing
@@ -11,11 +12,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness import worker
 from harness.context import Body
@@ -27,7 +30,17 @@ START_TIMEOUT_S = 90.0
 _LOG_LINES = 40
 # The fork server ignores what is not installed.
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
-_PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama"]
+_PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
+_PRELOAD += [
+    "fsdp2x.train",
+    "fsdp2x.train.trainer",
+    "fsdp2x.selftest",
+    "torch.distributed.run",
+    "reference",
+    "models",
+    "training",
+]
+TESTS = str(Path(__file__).parents[1])
 
 
 class DistributedTestError(AssertionError):
@@ -50,6 +63,18 @@ class Outcome:
         return f"{self.status}{exit_code}" + (f"\n{self.value.rstrip()}" if self.status == "fail" else "")
 
 
+def fork(target: Callable, arguments: tuple, name: str) -> BaseProcess:
+    """A daemon process that calls `target`; the first one of the session starts the fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    # The server reads these when it starts; the arguments of a process tell its `sys.path`.
+    path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
+        process = context.Process(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+    return process
+
+
 class RankPool:
     """`world` processes in one gloo group. A pool that saw anything but success is broken and must be closed."""
 
@@ -61,25 +86,13 @@ class RankPool:
         self._idle: set[int] = set()  # ranks that wait for a message, and so can be asked to end
         self.folder = Path(tempfile.mkdtemp(prefix=f"fsdp2x-ranks-{world}-"))
         self._store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
         self._processes, self._connections = [], []
-        inherited = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server when it imports torch
-        try:
-            for rank in range(world):
-                ours, theirs = context.Pipe()
-                arguments = (rank, world, self._store.port, theirs, str(self._log_path(rank)), list(sys.path))
-                process = context.Process(target=worker.main, args=arguments, name=f"rank {rank}", daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
-        finally:
-            if inherited is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = inherited
+        for rank in range(world):
+            ours, theirs = multiprocessing.Pipe()
+            arguments = (rank, world, self._store.port, theirs, str(self._log_path(rank)), list(sys.path))
+            self._processes.append(fork(worker.main, arguments, name=f"rank {rank}"))
+            theirs.close()
+            self._connections.append(ours)
         started = self._collect(START_TIMEOUT_S, [0] * world)
         if any(outcome.status != "ready" for outcome in started):
             self.close()

@@ -9,8 +9,8 @@ import pytest
 from harness.context import GROUP_TIMEOUT, Body, Context, run_body
 from harness.pool import DistributedTestError, RankPool, check
 
-# Idle ranks kept between tests, over all pools; the least recently used pools go first.
-_MAX_IDLE_RANKS = 6
+# Idle ranks kept between tests, over all pools: worlds of 1 to 4. The least recently used pools go first.
+_MAX_IDLE_RANKS = 10
 _current: "Session | TorchrunSession | None" = None
 
 

@@ -3,13 +3,12 @@
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from harness import DistributedTestError, RankPool, dist_run, distributed
+from harness import DistributedTestError, RankPool, dist_run, distributed, programs
 from harness.context import Body
 from harness.pool import check
 from harness.session import current_session
@@ -124,8 +123,6 @@ def test_dist_run_checks_exit_codes():
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_torchrun_world(tmp_path):
     """One failing rank fails the test on both ranks, and the next test still works."""
-    import subprocess
-
     tests = Path(__file__).parents[1]
     shutil.copytree(tests / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(tests / "conftest.py", tmp_path)
@@ -139,19 +136,7 @@ def test_torchrun_world(tmp_path):
         "def test_b(ctx):\n"
         "    t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [
-        "--log-dir",
-        str(tmp_path / "logs"),
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    words = (*programs.TORCHRUN, "--nproc_per_node=2", "--standalone", "--log-dir", tmp_path / "logs", "-m", "pytest")
+    done = programs.run(*words, "-q", "-rs", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
     assert done.stdout.count("1 failed, 1 passed, 1 skipped") == 2, done.stdout + done.stderr
     assert "needs 3 ranks, torchrun made 2" in done.stdout
