@@ -3,6 +3,7 @@
 import pytest
 
 from harness.session import close_session
+from harness.tables import thin_out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,10 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
+    config.addinivalue_line("markers", "each_value: without --full, cases enough for each value of each argument")
+    config.addinivalue_line("markers", "each_pair: without --full, cases enough for each value to meet each other")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
+        thin_out(items)
         skip = pytest.mark.skip(reason="slow or exotic; runs with --full")
         for item in items:
             if item.get_closest_marker("full"):

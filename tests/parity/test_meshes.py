@@ -1,7 +1,6 @@
 """1-D and 2-D meshes against stock: dtypes, resharding, accumulation, frozen, tied and mixed parameters."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -82,34 +81,20 @@ def accumulate(ctx, model, how):
     return results, params(model)
 
 
-def grid():
-    """All cells; a third of them, in which any two settings meet each other, runs without --full."""
-    cells = []
-    axes = (("1d", "2d"), tuple(POLICIES), (True, False, 2), ("plain", "frozen", "tied"))
-    for cell in itertools.product(*axes):
-        number = sum(axis.index(value) for axis, value in zip(axes, cell, strict=True))
-        cells.append(pytest.param(*cell, marks=[] if number % 3 == 0 else [pytest.mark.full]))
-    return cells
-
-
 @distributed(world_sizes=(4,))
-@pytest.mark.parametrize(("mesh", "policy", "reshard", "kind"), grid())
-def test_grid(ctx, mesh, policy, reshard, kind):
-    """The four ways to accumulate run in one cell; transports alternate between them."""
+@pytest.mark.each_pair
+@pytest.mark.parametrize("mesh", ["1d", "2d"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
+@pytest.mark.parametrize("how", ACCUMULATIONS)
+def test_grid(ctx, mesh, policy, reshard, kind, how):
+    """The transports take turns."""
+    transport = TRANSPORTS[list(ACCUMULATIONS).index(how) % 2]
     options = {"mesh": mesh_of(ctx, mesh), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
     exact = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
-    for number, how in enumerate(ACCUMULATIONS):
-        model, units = variant(kind)
-        transport = TRANSPORTS[number % 2]
-        parity(
-            ctx,
-            model,
-            lambda m, how=how: accumulate(ctx, m, how),
-            units,
-            transport=transport,
-            exact=exact,
-            **options,
-        )
+    model, units = variant(kind)
+    parity(ctx, model, lambda m: accumulate(ctx, m, how), units, transport=transport, exact=exact, **options)
 
 
 @distributed(world_sizes=(2,))
