@@ -19,8 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
-    config.addinivalue_line("markers", "each_value: without --full, cases enough for each value of each argument")
-    config.addinivalue_line("markers", "each_pair: without --full, cases enough for each value to meet each other")
+    config.addinivalue_line("markers", "each_value: each value of each argument occurs; --full runs the whole table")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -70,20 +70,22 @@ def both(ctx, make: Callable[[], nn.Module], units, run: Callable, **options) ->
 
 
 @distributed(world_sizes=(4,))
-@pytest.mark.parametrize("mesh", ["1d", "2d"])
-@pytest.mark.parametrize("reshard", [True, False, None, 2])
-def test_steps_and_accumulation(ctx, mesh, reshard):
-    if mesh == "2d" and reshard == 2:
-        pytest.skip("two ranks are the whole shard axis")
-    shape, names = ((4,), None) if mesh == "1d" else ((2, 2), ("replicate", "shard"))
+@pytest.mark.each_value
+@pytest.mark.parametrize("how", ACCUMULATIONS)
+@pytest.mark.parametrize(
+    ("mesh", "reshard"), [(1, True), (1, False), (1, None), (1, 2), (2, True), (2, False), (2, None)]
+)
+def test_steps_and_accumulation(ctx, mesh, reshard, how):
+    """In a mesh of two axes two ranks are the whole shard axis."""
+    shape, names = ((4,), None) if mesh == 1 else ((2, 2), ("replicate", "shard"))
     options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "reshard_after_forward": reshard}
     num_gathers = {True: 8, False: 4, None: 7, 2: 8}[reshard]
-    for how, micro in ACCUMULATIONS.items():
-        ours, stock = both(ctx, Stack, STACK_UNITS, lambda model, micro=micro: counts_of(ctx, model, micro), **options)
-        assert ours == stock, (how, ours, stock)
-        for (sync, all_reduce), found in zip(micro, ours, strict=True):
-            reduces = 4 if sync and all_reduce and mesh == "2d" else 0
-            assert found == {**OFF, "all_gather": num_gathers, "reduce_scatter": 4 * sync, "all_reduce": reduces}, how
+    micro = ACCUMULATIONS[how]
+    ours, stock = both(ctx, Stack, STACK_UNITS, lambda model: counts_of(ctx, model, micro), **options)
+    assert ours == stock
+    for (sync, all_reduce), found in zip(micro, ours, strict=True):
+        reduces = 4 if sync and all_reduce and mesh == 2 else 0
+        assert found == {**OFF, "all_gather": num_gathers, "reduce_scatter": 4 * sync, "all_reduce": reduces}
 
 
 @distributed(world_sizes=(2,))

@@ -89,6 +89,7 @@ def check_graphs(seen: list[dict], *, num_graphs: int = NUM_GRAPHS, num_calls: i
 @pytest.mark.parametrize("how", ["method", "wrapped"])
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
+@pytest.mark.each_value
 def test_blocks_compiled_before_sharding(ctx, how, reshard, transport):
     prepare = functools.partial(compile_blocks, how=how, backend="aot_eager")
     check_graphs(check_blocks(ctx, prepare, transport=transport, reshard_after_forward=reshard))
@@ -118,6 +119,7 @@ def test_blocks_checkpointed_and_compiled(ctx):
 
 @distributed(world_sizes=(2,), timeout=120)
 @both_transports
+@pytest.mark.each_value
 def test_blocks_compiled_after_sharding(ctx, transport):
     skip_transport(ctx, transport)
 
@@ -150,6 +152,7 @@ def test_evaluation_between_steps(ctx):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("how", ["method", "function"])
 @both_transports
+@pytest.mark.each_value
 def test_the_whole_model_compiled(ctx, how, transport):
     """Hooks break the root's graph, as they do stock's; the blocks are compiled, and only they."""
     skip_transport(ctx, transport)

@@ -65,6 +65,7 @@ def assert_pooled(model):
 @pytest.mark.parametrize("moment", ["before_forward", "after_step"])
 @both_transports
 @distributed(world_sizes=(2, 3))
+@pytest.mark.each_value
 def test_01_load_state_dict_assign(ctx, moment, transport):
     """The optimizer is made from the new Parameter objects: they must be the ones that train, and lie in the pool."""
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
@@ -220,6 +221,7 @@ def test_06_safetensors_of_local_shards(ctx):
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @both_transports
 @distributed(world_sizes=(4,))
+@pytest.mark.each_value
 def test_07_empty_shards(ctx, options, transport):
     """Three rows on four ranks: optimizers of every kind, clipping, state dicts and the collectives take them."""
     model, plain = Stack(), Stack()
@@ -293,6 +295,7 @@ class Adapted(nn.Module):
 
 @both_transports
 @distributed(world_sizes=(1, 2, 3, 4))
+@pytest.mark.each_value
 def test_09_mixed_dtypes_and_frozen_in_one_unit(ctx, transport):
     model, plain = Adapted(), Adapted()
     shard(ctx, model, transport=transport)
@@ -390,6 +393,7 @@ def test_11_full_tensor_of_every_parameter(ctx, transport):
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
 @distributed(world_sizes=(2, 3))
+@pytest.mark.each_value
 def test_12_two_roots_and_a_root_run_twice(ctx, reshard, transport):
     """GRPO: policy and reference in turn, the policy twice before its backward, in every order of the backwards."""
 

@@ -32,6 +32,7 @@ def one_by_one(model):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 64 << 20])
 @distributed(world_sizes=(1, 2, 3, 4))
+@pytest.mark.each_value
 def test_equals_full_tensor(ctx, bucket_bytes):
     model = Stack()
     plain = dict(copy.deepcopy(model).named_parameters())

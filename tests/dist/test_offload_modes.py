@@ -65,6 +65,7 @@ SETTINGS = {
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.each_value
 def test_every_mode_computes_the_same_bits(ctx, mode, name):
     only_fsdp2x(ctx)
     recorder = streams.install()

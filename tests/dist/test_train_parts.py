@@ -37,6 +37,7 @@ def numbers(folder, output, **sections):
 
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"fsdp_size": 2}], ids=str)
+@pytest.mark.each_value
 def test_sequence_parallel(ctx, parallel):
     with shared_folder(ctx) as folder:
         _, plain = numbers(folder, "plain")

@@ -1,35 +1,34 @@
-"""Tables of settings: what `each_value` and `each_pair` leave to `--full`."""
+"""Tables of settings: which cases of a test with several arguments run, and which are left to `--full`."""
 
 import itertools
 from collections import defaultdict
 
 import pytest
 
-STRENGTHS = {"each_value": 1, "each_pair": 2}
-
 
 def thin_out(items: list[pytest.Item]) -> None:
-    """Of a test marked `each_value` (`each_pair`) those cases remain in which each value of every argument, the world
-    size included, occurs (meets each of every other argument); the rest becomes `full`."""
+    """Cases stay in which any two values of two arguments meet; the world size is an argument. The rest is `full`.
+
+    Of a test marked `each_value` cases stay in which each value occurs.
+    """
     tests = defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("full"):
-            for name, strength in STRENGTHS.items():
-                if item.get_closest_marker(name):
-                    tests[item.path, item.originalname, strength].append(item)
-    for (*_, strength), cases in tests.items():
-        for item in set(cases) - _chosen(cases, strength):
+        if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            tests[item.path, item.originalname, *item.callspec.params].append(item)
+    for cases in tests.values():
+        for item in set(cases) - _chosen(cases, 1 if cases[0].get_closest_marker("each_value") else 2):
             item.add_marker("full")
 
 
 def _chosen(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
-    parts = {}
-    for item in cases:
-        values = [(name, repr(value)) for name, value in item.callspec.params.items()]
-        parts[item] = set(itertools.combinations(values, min(strength, len(values))))
-    missing, chosen = set().union(*parts.values()), set()
+    tables = [{name: id(value) for name, value in item.callspec.params.items()} for item in cases]
+    axes = [name for name in tables[0] if len({table[name] for table in tables}) > 1]
+    if len(axes) < 2 or len(axes) == strength:
+        return set(cases)
+    parts = [set(itertools.combinations([(axis, table[axis]) for axis in axes], strength)) for table in tables]
+    missing, chosen = set().union(*parts), set()
     while missing:
-        best = max(cases, key=lambda item: len(parts[item] & missing))
-        chosen.add(best)
+        best = max(range(len(cases)), key=lambda index: len(parts[index] & missing))
+        chosen.add(cases[best])
         missing -= parts[best]
     return chosen

@@ -198,6 +198,7 @@ def resident_bytes(ctx, make, num: int) -> int:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
+@pytest.mark.each_value
 def test_never_above_stock(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
     memory.return_freed_memory()

@@ -149,6 +149,7 @@ def test_nested_units(ctx, transport, reshard):
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5"))]
 )
+@pytest.mark.each_value
 def test_huggingface_models_with_adamw(ctx, transport, name):
     import fsdp2x
 
@@ -186,6 +187,7 @@ def test_replicas(ctx, transport):
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
 @all_policies
+@pytest.mark.each_value
 def test_offloaded_units(ctx, mode, policy):
     """Uploads or copies on top; reduced rows have a segment of their own until they are on the host, maybe a block."""
     only_fsdp2x(ctx)

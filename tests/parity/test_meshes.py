@@ -82,7 +82,6 @@ def accumulate(ctx, model, how):
 
 
 @distributed(world_sizes=(4,))
-@pytest.mark.each_pair
 @pytest.mark.parametrize("mesh", ["1d", "2d"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False, 2])
@@ -110,6 +109,7 @@ def test_two_ranks_bit_for_bit(ctx, shape, how, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("how", ACCUMULATIONS)
 @both_transports
+@pytest.mark.each_value
 def test_two_ranks_bit_for_bit_in_bf16(ctx, how, transport):
     """Gradients in bf16 that are summed in fp32: packed as they come, or added up in fp32 first."""
     parity(

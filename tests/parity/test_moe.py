@@ -61,6 +61,7 @@ def list_loss(steer):
 @distributed(world_sizes=(3,))
 @pytest.mark.parametrize("per", ["layer", "block", "expert"])
 @both_transports
+@pytest.mark.each_value
 def test_disjoint_experts_on_the_ranks(ctx, transport, per):
     """A list of experts: rank r's tokens all go to expert r, then r + 1 with one token, then rank 0 has none."""
     only_fsdp2x(ctx)

@@ -43,6 +43,7 @@ def test_optimizer_steps(ctx, name, transport):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @both_transports
+@pytest.mark.each_value
 def test_gradients_equal_the_mean_of_the_unsharded_ones(ctx, transport):
     """Widths of 3, 6 and 7 rows: short and empty shards."""
     reference = Stack()

@@ -75,6 +75,7 @@ def compare(ctx, ours_class, torch_class, options, exact, steps=5):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("name", ADAMW)
+@pytest.mark.each_value
 def test_adamw_steps(ctx, name):
     """Four ranks leave a shard of the head empty."""
     compare(ctx, fsdp2x.optim.AdamW, torch.optim.AdamW, ADAMW[name], CLOSE)
@@ -100,6 +101,7 @@ def test_moments_are_torchs_bits(ctx, name):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("name", SGD)
+@pytest.mark.each_value
 def test_sgd_steps(ctx, name):
     compare(ctx, fsdp2x.optim.SGD, torch.optim.SGD, SGD[name], EXACT)
 
@@ -356,6 +358,7 @@ def test_clipping_is_torchs(ctx, norm_type, max_norm):
 
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("norm_type", [2.0, 3.5, math.inf])
+@pytest.mark.each_value
 def test_the_norm_is_that_of_the_gathered_gradients(ctx, norm_type):
     """With an empty shard on the last of four ranks, where torch's infinity norm raises."""
     only_fsdp2x(ctx)

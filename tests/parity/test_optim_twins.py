@@ -33,6 +33,7 @@ def gradients(model):
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
 def test_steps_have_the_bits_of_the_cpu(ctx, kind):
     """Uneven and empty shards at three ranks, a parameter without a gradient, clipping before every step."""
     only_fsdp2x(ctx)

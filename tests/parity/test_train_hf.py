@@ -44,6 +44,7 @@ def adamw(model):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("name", PAPER_MODELS)
 @both_transports
+@pytest.mark.each_value
 def test_20_adamw_steps_bitwise_as_stock(ctx, name, transport):
     skip_transport(ctx, transport)
     model = models.build(name)
@@ -94,6 +95,7 @@ def test_20_adamw_steps_against_the_unsharded_model(ctx, name, transport):
 @distributed(world_sizes=(2, 3), timeout=120)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "t5", "bert"])
 @and_streams
+@pytest.mark.each_value
 def test_gradients_are_the_mean_of_the_ranks(ctx, name, transport):
     """Also for models whose ties join three and four modules in one unit."""
     skip_transport(ctx, transport)

@@ -201,6 +201,7 @@ def test_unshard_and_reshard_by_hand(ctx, transport):
     "setting", ["reshard_after_backward", "reshard_after_forward", "divide_factor", "last_backward"]
 )
 @both_transports
+@pytest.mark.each_value
 def test_setters(ctx, setting, transport):
     def run(model):
         results = []

@@ -85,6 +85,7 @@ class Wrapped(nn.Module):
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("kind", ZOO)
 @both_transports
+@pytest.mark.each_value
 def test_kinds_of_modules(ctx, kind, transport):
     def run(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
