@@ -50,6 +50,7 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
         sys.stdout.flush()
         sys.stderr.flush()
         gc.collect()
+        gc.freeze()  # what outlives a body is a cache or a module, in which no later collection needs to look
         try:
             connection.send((status, value))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
