@@ -137,66 +137,65 @@ MODES = ("sync", "nothing", "reduce_scatter", "manual")
 
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
 @both_transports
-def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, transport):
+def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, transport):
     """Between two micro-batches, once and twice in a row, with and without a graph that waits for its backward."""
     only_fsdp2x(ctx)
-    expected = None
-    for place in ("", *FORWARD):
-        for times in (1, 2):
-            for waits in (False, True):
-                model = make(ctx, transport, mode)
-                micro_batch(ctx, model, 0, mode, last=False)
-                if place == "":
-                    micro_batch(ctx, model, 1, mode, last=True)
-                    expected = grads(model)
-                    break
-                waiting = loss_of(ctx, model, 1) if waits else None
-                plan(model, place, times)
-                for _ in range(times):
-                    with pytest.raises(RAISED):
-                        loss_of(ctx, model, 2)
-                model.place = ""
-                if waits:
-                    waiting.backward()
-                    if mode == "manual":
-                        model.finalize_backward()
-                else:
-                    micro_batch(ctx, model, 1, mode, last=True)
-                same(grads(model), expected, f"{place}, {times} times, waits: {waits}")
-                is_clean(model, place)
+    model = make(ctx, transport, mode)
+    for number in range(2):
+        micro_batch(ctx, model, number, mode, last=number == 1)
+    expected = grads(model)
+    for place in FORWARD:
+        model = make(ctx, transport, mode)
+        micro_batch(ctx, model, 0, mode, last=False)
+        waiting = loss_of(ctx, model, 1) if waits else None
+        plan(model, place, times)
+        for _ in range(times):
+            with pytest.raises(RAISED):
+                loss_of(ctx, model, 2)
+        model.place = ""
+        if waits:
+            waiting.backward()
+            if mode == "manual":
+                model.finalize_backward()
+        else:
+            micro_batch(ctx, model, 1, mode, last=True)
+        same(grads(model), expected, place)
+        is_clean(model, place)
 
 
 @distributed(world_sizes=(2,))
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
 @both_transports
-def test_a_failed_backward_leaves_nothing_behind(ctx, transport):
+def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
     """The next step, after zero_grad, is that of a model that never failed; also when its graph was there before."""
     only_fsdp2x(ctx)
-    expected = None
-    for place in ("", *BACKWARD, *BEHIND_GRADIENTS):
-        for times in (1, 2):
-            for waits in (False, True):
-                model = make(ctx, transport)
-                loss_of(ctx, model, 0).backward()
-                model.zero_grad()
-                if place == "":
-                    loss_of(ctx, model, 2).backward()
-                    expected = grads(model)
-                    break
-                plan(model, place, times)
-                failing = [loss_of(ctx, model, 1) for _ in range(times)]
-                following = loss_of(ctx, model, 2) if waits else None
-                for loss in failing:
-                    with pytest.raises(RAISED):
-                        loss.backward()
-                    model.zero_grad()
-                if not waits:
-                    following = loss_of(ctx, model, 2)
-                following.backward()
-                same(grads(model), expected, f"{place}, {times} times, waits: {waits}")
-                del failing, following, loss
-                loss_of(ctx, model, 3).backward()
-                is_clean(model, place)
+    model = make(ctx, transport)
+    loss_of(ctx, model, 0).backward()
+    model.zero_grad()
+    loss_of(ctx, model, 2).backward()
+    expected = grads(model)
+    for place in (*BACKWARD, *BEHIND_GRADIENTS):
+        model = make(ctx, transport)
+        loss_of(ctx, model, 0).backward()
+        model.zero_grad()
+        plan(model, place, times)
+        failing = [loss_of(ctx, model, 1) for _ in range(times)]
+        following = loss_of(ctx, model, 2) if waits else None
+        for loss in failing:
+            with pytest.raises(RAISED):
+                loss.backward()
+            model.zero_grad()
+        if not waits:
+            following = loss_of(ctx, model, 2)
+        following.backward()
+        same(grads(model), expected, place)
+        del failing, following, loss
+        loss_of(ctx, model, 3).backward()
+        is_clean(model, place)
 
 
 @distributed(world_sizes=(2,))
@@ -237,8 +236,8 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
 @pytest.mark.parametrize("mode", ["sync", "nothing", "manual"])
 @both_transports
 def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
-    """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised then would
-    have posted other reductions than its peers."""
+    """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised at once
+    would have posted other reductions than its peers."""
     only_fsdp2x(ctx)
     expected = make(ctx, transport, mode)
     for number in range(4):

@@ -109,6 +109,7 @@ def test_unscale_then_clip(ctx, transport):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("policy", POLICIES)
 @both_transports
+@pytest.mark.each_value
 def test_replicas(ctx, policy, transport):
     """2 x 2: the replica that has no infinity learns of it too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

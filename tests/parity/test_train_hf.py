@@ -62,6 +62,7 @@ def test_20_adamw_steps_bitwise_as_stock(ctx, name, transport):
     "name", ["llama", "qwen3", "gpt2", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)]
 )
 @both_transports
+@pytest.mark.each_value
 def test_20_adamw_steps_against_the_unsharded_model(ctx, name, transport):
     """Each rank has its own data. Sizes that no rank count divides: 37 rows of vocabulary, 16 and 24 of the rest.
 
@@ -110,6 +111,7 @@ def test_gradients_are_the_mean_of_the_ranks(ctx, name, transport):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @both_transports
+@pytest.mark.each_value
 def test_bf16_compute_fp32_reduce_as_stock(ctx, name, transport):
     skip_transport(ctx, transport)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
