@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from harness import programs
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peaks.py"
@@ -11,9 +13,13 @@ SLACK_BYTES = 2**16
 ACTIVATION_BYTES = 3 * 2**17  # no report counts them
 
 
-def test_no_step_needs_more_than_stocks():
-    """One rank and eight; embedding and head larger than blocks, tied or not, and units that are all alike."""
-    done = programs.run(SCRIPT, timeout=200)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_no_step_needs_more_than_stocks(half):
+    """One rank and eight; embedding and head larger than blocks, tied or not, and units that are all alike.
+
+    In either half of the table any two of model, ranks and dtypes meet.
+    """
+    done = programs.run(SCRIPT, half, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     for one in json.loads(done.stdout.splitlines()[-1]):
         name, world, _ = one["case"]
