@@ -88,6 +88,10 @@ def _execute(words: list[str], env: dict[str, str]) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    for name in [
+        name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(TESTS)
+    ]:
+        del sys.modules[name]  # a program may have modules of the same names
     path = [entry for entry in sys.path if entry and not entry.startswith(TESTS)]
     sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]
     subprocess.Popen = subprocess_handler.Popen = ForkedPopen

@@ -2,11 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from harness import programs
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TIMES = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
@@ -24,8 +25,7 @@ TITLES = {
 
 def report(*arguments) -> subprocess.CompletedProcess:
     """In a process of its own: the benchmarks' harness and the tests' have the same name."""
-    command = [sys.executable, str(FOLDER / "report.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return programs.run(FOLDER / "report.py", *arguments)
 
 
 def phases(*names: str, factor: float = 1.0) -> dict:
@@ -139,15 +139,7 @@ def test_gpu_results_are_kept_and_shown(tmp_path):
     kept.write_text(json.dumps({"benchmark": "gpu", "environment": {}, "results": {"other": [1], "kernels": []}}))
 
     def bench(path: Path) -> subprocess.CompletedProcess:
-        command = [
-            sys.executable,
-            str(FOLDER / "gpu" / "bench_kernels.py"),
-            "--program",
-            str(path),
-            "--json",
-            str(kept),
-        ]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return programs.run(FOLDER / "gpu/bench_kernels.py", "--program", path, "--json", kept)
 
     done = bench(program)
     assert done.returncode == 0, done.stderr
@@ -167,8 +159,7 @@ def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
     """Dry runs: everything but the device's clock and counters, with losses that agree; and the report shows them."""
     kept = tmp_path / "results" / "dry-run.json"
     for name in ("step", "units", "memory"):
-        command = [sys.executable, str(FOLDER / "gpu" / f"bench_{name}.py"), "--device", "cpu", "--json", str(kept)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        done = programs.run(FOLDER / f"gpu/bench_{name}.py", "--device", "cpu", "--json", kept, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(kept.read_text())["results"]
     assert [(one["case"]["name"], one["case"]["policy"]) for one in results["step"]] == [
@@ -190,6 +181,5 @@ def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
 def test_gpu_benchmarks_skip_where_no_gpu_is():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, str(FOLDER / "gpu" / "bench_memory.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(FOLDER / "gpu/bench_memory.py")
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n"), done.stderr
