@@ -8,6 +8,7 @@ WERROR ?= OFF
 # nproc obeys OMP_NUM_THREADS.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 OFFLINE ?= OFF
 
 VENV := .venv
@@ -125,15 +126,14 @@ test-ptx: cuda-compiler
 test-real: build
 	$(RUN_PYTHON) -m pytest tests/real -rs $(PYTEST_ARGS)
 
-# Both skip, with the reason, what this machine cannot run. The slow ones, compute-sanitizer's, can be left out:
-# `make gpu-test PYTEST_ARGS="-m 'not full'"`.
+# Both skip, with the reason, what this machine cannot run, begin with what tells the most, and end with a page: claims
+# that were shown, targets that were held. The slow ones, compute-sanitizer's, can be left out:
+# `make gpu-test PYTEST_ARGS="-m 'not full'"`. A build with CUDA=OFF shows what torch's operations do in their place.
 gpu-test: build gpu-kernels
-	$(RUN_PYTHON) -m pytest tests/gpu --full -rs $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest tests/gpu --full -q -rN --verdict build/gpu/verdict.txt $(PYTEST_ARGS)
 
-# One that fails leaves the others their turn: time on a GPU is dear.
 gpu-bench: build gpu-kernels
-	failed=; for script in benchmarks/gpu/bench_*.py; do $(RUN_PYTHON) $$script || failed="$$failed $$script"; done; \
-	  test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	$(RUN_PYTHON) benchmarks/gpu/targets.py $(BENCH_ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)

@@ -1,5 +1,8 @@
 """Options, markers and the end of the session for all tests; the distributed harness itself is tests/harness."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from harness.session import close_session
@@ -14,12 +17,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which fully_shard the parity tests exercise; 'torch' shows that the tests hold for upstream's own",
     )
     parser.addoption("--full", action="store_true", help="also run the slow and exotic tests marked `full`")
+    parser.addoption(
+        "--verdict", type=Path, help="tests of a device: end with a page of what they show, in a file, too"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, help="of the first program that tests/fuzz draws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
     config.addinivalue_line("markers", "each_value: each value of each argument occurs; --full runs the whole table")
+    config.addinivalue_line("markers", "shows(claim): which claim of gpu/verdict.py a test is about")
+    if config.getoption("--verdict"):
+        sys.path.append(str(Path(__file__).parent / "gpu"))
+        from verdict import Verdict
+
+        config.pluginmanager.register(Verdict(config.getoption("--verdict")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What tests of one GPU share: the mark that skips them elsewhere, a mesh, training, and benchmarks as meters."""
+"""What tests of one GPU share: where they run, a mesh, training, and benchmarks as meters."""
 
 import contextlib
 import json
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2x.runtime.native import _C
+from reference import install_streams
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
 if str(BENCHMARKS) not in sys.path:
@@ -23,6 +25,23 @@ import device_work  # noqa: E402
 import hf_shapes  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none")
+
+
+def _backends() -> tuple[str, ...]:
+    """Those of NCCL: torch 2.15 has two."""
+    has_two = hasattr(dist.distributed_c10d, "_create_nccl2_process_group")
+    return ("nccl-legacy", "nccl2") if has_two else ("nccl",)
+
+
+# The same body on the device with each of its backends, and as its rehearsal on the CPU: lanes and events are recorded
+# there, kernels are twins.
+each_backend = pytest.mark.parametrize(
+    "place, backend",
+    [
+        *(pytest.param("cuda", name, marks=needs_gpu) for name in _backends()),
+        pytest.param("streams", "gloo", marks=pytest.mark.full),
+    ],
+)
 POLICIES = hf_shapes.POLICIES
 # How close two sides come that add in another order, by policy.
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}, "bf16": {"rtol": 2e-2, "atol": 1e-3}}
@@ -32,6 +51,15 @@ def on_gpu(ctx):
     """The ranks' mesh, all of them on the first GPU."""
     torch.cuda.set_device(0)
     return init_device_mesh("cuda", (ctx.world,))
+
+
+def device_of(place: str) -> str:
+    """The type of the device that `place` means; the first GPU becomes the current one, the CPU gets its recorder."""
+    if place == "cuda":
+        torch.cuda.set_device(0)
+        return "cuda"
+    install_streams()
+    return "cpu"
 
 
 def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Tensor]:
@@ -45,7 +73,8 @@ def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Ten
             results += [loss.detach(), *[param.grad.to_local().clone() for param in model.parameters()]]
             optimizer.step()
             optimizer.zero_grad()
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return results
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import harness  # noqa: E402
-from gpu.gpu_results import RESULTS, keep, results_file  # noqa: E402
+from gpu.gpu_results import RESULTS, Target, keep, results_file  # noqa: E402
 
 NO_DEVICE = 77
 TARGET = 0.85  # share of the copy's bandwidth that a kernel is expected to reach
@@ -30,6 +30,14 @@ def rows_of(results: list[dict]) -> list[list[str]]:
         numbers = [f"{row['bytes'] / 1e6:.0f}", f"{row['ms']:.3f}", f"{row['gb_per_s']:.0f}"]
         rows.append([row["kernel"], *numbers, f"{row['share_of_copy']:.2f}{mark}"])
     return rows
+
+
+def targets_of(results: list[dict]) -> list[Target]:
+    """A line for each kernel."""
+    return [
+        Target(row["kernel"], f"{row['share_of_copy']:.2f}", f"{TARGET:.2f}", row["share_of_copy"] >= TARGET)
+        for row in results
+    ]
 
 
 def main() -> int:

@@ -154,6 +154,17 @@ def rows_of(results: list[dict]) -> list[list[str]]:
     return rows
 
 
+def targets_of(results: list[dict]) -> list[gpu_results.Target]:
+    """By how many of its largest units the peak of forward and backward is below stock's."""
+    targets = []
+    for result in results:
+        case, stock, ours = result["case"], result["stock"], result["fsdp2x"]
+        less = (stock["backward"] - ours["backward"]) / ours["largest_unit"]
+        what = f"{case['name']}, {case['world']} ranks, {case['policy']}: peak, largest units below stock"
+        targets.append(gpu_results.Target(what, f"{less:.2f}", "1.00", less >= 1))
+    return targets
+
+
 def main() -> int:
     parser = gpu_results.parser(__doc__)
     parser.add_argument("--cases", nargs="+", help="shape:tokens:ranks")

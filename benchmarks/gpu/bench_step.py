@@ -152,6 +152,17 @@ def rows_of(results: list[dict]) -> list[list[str]]:
     return rows
 
 
+def targets_of(results: list[dict]) -> list[gpu_results.Target]:
+    """Whole steps."""
+    targets = []
+    for result in results:
+        case = result["case"]
+        stock, ours = (result[side]["step"]["median_ms"] for side in ("stock", "fsdp2x"))
+        what = f"{case['name']}, {case['shape']['layers']} layers, {case['policy']}: step"
+        targets.append(gpu_results.times(what, stock, ours, TARGETS.get(case["name"], 1.0)))
+    return targets
+
+
 def main() -> int:
     parser = gpu_results.parser(__doc__)
     parser.add_argument("--cases", nargs="+", help=f"shape:tokens; default {' '.join(CASES)}")

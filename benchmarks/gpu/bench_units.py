@@ -102,6 +102,21 @@ def rows_of(results: list[dict]) -> list[list[str]]:
     return rows
 
 
+def targets_of(results: list[dict]) -> list[gpu_results.Target]:
+    """The host's time, launches and waits of a unit."""
+    targets = []
+    for result in results:
+        head = f"{result['case']['world']} ranks, {result['case']['policy']}"
+        for phase in ("forward", "backward"):
+            stock, ours = (result["host_us"][side][phase] for side in ("stock", "fsdp2x"))
+            targets.append(gpu_results.times(f"{head}: host, {phase}", stock, ours, TARGET_HOST))
+        stock, ours = (result["launches"][side]["all"] for side in ("stock", "fsdp2x"))
+        targets.append(gpu_results.times(f"{head}: kernels, copies and fills", stock, ours, TARGET_LAUNCHES))
+        more = len(result["waits"]["fsdp2x"]) - len(result["waits"]["unsharded"])
+        targets.append(gpu_results.Target(f"{head}: the host's waits in a step", str(more), "0", more <= 0))
+    return targets
+
+
 def _ratio(stock: float, ours: float, target: float | None) -> tuple[str, str]:
     if ours <= 0:
         return ("none of ours" if stock > 0 else "", "" if target is None else f"{target:.0f}x")

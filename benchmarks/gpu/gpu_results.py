@@ -6,11 +6,32 @@ import argparse
 import datetime
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import harness
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that was measured against what it is to be, as `targets.py` shows them."""
+
+    what: str
+    got: str
+    wanted: str
+    held: bool
+
+    @property
+    def verdict(self) -> str:
+        return "held" if self.held else "MISSED"
+
+
+def times(what: str, stock: float, ours: float, wanted: float) -> Target:
+    """That ours is `wanted` times less than stock's."""
+    got = "none" if ours <= 0 else f"{stock / ours:.2f}x"
+    return Target(what, got, f"{wanted:.1f}x", ours <= 0 or stock / ours >= wanted)
 
 
 def results_file(device: str, directory: Path) -> Path:

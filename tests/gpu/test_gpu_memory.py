@@ -13,7 +13,7 @@ from harness import distributed
 from one_gpu import POLICIES, measured, on_gpu
 from reference import only_fsdp2x, shard
 
-pytestmark = one_gpu.needs_gpu
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("memory")]
 
 WIDTH, NUM = 1024, 6
 # Uploaded plans, flags, the activations of 8 rows, and losses.
@@ -82,6 +82,7 @@ def test_the_report_is_what_the_allocator_counts(ctx, policy, name):
 
 
 @distributed(world_sizes=(1,), timeout=300)
+@pytest.mark.shows("flat memory")
 def test_a_model_that_is_gone_leaves_nothing(ctx):
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)

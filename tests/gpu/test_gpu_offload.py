@@ -12,9 +12,10 @@ import fsdp2x
 from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
+from one_gpu import needs_gpu
 from reference import only_fsdp2x, same, shard
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none")
+pytestmark = [needs_gpu, pytest.mark.shows("offload")]
 
 WIDTH = 64
 BIG_UNITS = [f"blocks.{i}" for i in range(4)]
@@ -155,6 +156,7 @@ def test_copies_of_a_step(ctx):
 
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.shows("sleep")
 def test_sleep_and_wake(ctx, mode):
     only_fsdp2x(ctx)
     base, model, optimizer = measured(ctx, mode)

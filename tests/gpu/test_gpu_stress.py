@@ -21,7 +21,7 @@ from models import STACK_UNITS, Stack, inputs
 from one_gpu import CLOSE, POLICIES, on_gpu
 from reference import only_fsdp2x, same, shard
 
-pytestmark = one_gpu.needs_gpu
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("timing")]
 
 HERE = Path(__file__).parent
 WIDTH = 256

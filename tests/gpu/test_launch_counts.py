@@ -5,7 +5,7 @@ import pytest
 import one_gpu
 from one_gpu import measured, needs_kernels
 
-pytestmark = one_gpu.needs_gpu
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("launches")]
 
 # One rank alone: weights into the slot in forward and in backward, gradients into the pool.
 MOST_KERNELS = 3
@@ -31,6 +31,7 @@ def test_at_most_half_of_what_stock_launches(results):
         assert 2 * result["launches"]["fsdp2x"]["all"] <= result["launches"]["stock"]["all"], result
 
 
+@pytest.mark.shows("no waits")
 def test_the_host_never_waits_and_takes_no_memory(results):
     """The unsharded model's trace has the wait at its end, and ours has no other."""
     for result in results:

@@ -20,6 +20,7 @@ from reference import only_fsdp2x, same, shard
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none"),
     pytest.mark.skipif(not _C.has_device_kernels(), reason="needs the CUDA kernels, and fsdp2x was built without"),
+    pytest.mark.shows("optimizers"),
 ]
 
 SIZES = ((5, 7), (0, 3), (1033,), (), (6, 4, 3), (300001,))

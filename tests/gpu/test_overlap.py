@@ -14,7 +14,7 @@ from harness import distributed
 from one_gpu import device_work, needs_traces, on_gpu
 from reference import only_fsdp2x, shard
 
-pytestmark = one_gpu.needs_gpu
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("overlap")]
 
 WIDTH, ROWS, NUM = 4096, 4096, 6
 

@@ -11,6 +11,7 @@ from fsdp2x.runtime.native import _C
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none"),
     pytest.mark.skipif(not _C.has_device_kernels(), reason="needs the CUDA kernels, and fsdp2x was built without"),
+    pytest.mark.shows("peers"),
 ]
 
 WORLD = 3

@@ -9,7 +9,7 @@ from harness import distributed
 from one_gpu import POLICIES, hf_shapes, on_gpu
 from reference import only_fsdp2x, shard_auto, shard_stock
 
-pytestmark = one_gpu.needs_gpu
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("widths")]
 
 LAYERS, TOKENS, STEPS = 2, 256, 3
 # Weights, gradients and moments of two models, both units and what is in flight.

@@ -34,6 +34,7 @@ def run(name: str, timeout: float, *wrapper: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.shows("kernels")
 def test_kernels_on_the_device(name):
     result = run(name, 280)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
@@ -63,12 +64,14 @@ def checked(result: subprocess.CompletedProcess) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("name", ["device_copies", "device_optimizer", "device_reduce"])
+@pytest.mark.shows("sanitizer")
 def test_compute_sanitizer_finds_nothing(name, tool):
     checked(run(name, 280, sanitizer(), f"--tool={tool}", "--error-exitcode=9"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.shows("sanitizer")
 def test_compute_sanitizer_finds_nothing_in_training_steps(tool):
     """The kernels with the plans that the engine makes of a model; torch's own kernels are not looked at."""
     if not torch.cuda.is_available():

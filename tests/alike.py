@@ -1,0 +1,89 @@
+"""One process as rank 0 of a world whose ranks are all alike: a device of its own is all that it needs.
+
+Torch's fake process group stands for the world. What the others would send is what this rank sends, moved by a group of
+one rank, NCCL's or gloo's: lanes, plans, buffers and launches are those of many ranks, and every byte has been through
+the library. Weights are this rank's rows again and again; a mean of gradients is this rank's rows of them. Stock FSDP2
+in the same world computes the same, which is what tests compare.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2x.runtime import torch_private, transport
+
+_GATHERS = ("all_gather_single", "all_gather_into_tensor")
+_REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class Alike:
+    """The collectives of such a world, over `alone`, a group of this rank only."""
+
+    def __init__(self, alone: dist.ProcessGroup) -> None:
+        self.alone = alone
+        self.counts = {"gather": 0, "gather of many": 0, "reduction": 0, "all-reduce": 0}
+        self._gather = next(getattr(dist, name) for name in _GATHERS if hasattr(dist, name))
+        self._reduce = next(getattr(dist, name) for name in _REDUCTIONS if hasattr(dist, name))
+        self._all_reduce, self._gather_many = dist.all_reduce, torch_private.all_gather_group
+        self._allocator = torch_private.comm_allocator
+
+    def gather(self, output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False) -> None:
+        self.counts["gather"] += 1
+        for part in output.view(-1, input.numel()):
+            self._gather(part, input.view(-1), group=self.alone)
+
+    def gather_many(self, group, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.counts["gather of many"] += 1
+        pairs = zip(outputs, sources, strict=True)
+        parts = [(part, source) for output, source in pairs for part in output.view(-1, source.numel())]
+        self._gather_many(self.alone, [part for part, _ in parts], [source for _, source in parts])
+
+    def reduce(self, output, input, op=dist.ReduceOp.SUM, group=None, async_op: bool = False) -> None:
+        self.counts["reduction"] += 1
+        self._reduce(output, input.view(-1, output.numel())[0].view_as(output), op=op, group=self.alone)
+        if op == dist.ReduceOp.SUM:
+            output.mul_(input.numel() // output.numel())
+
+    def all_reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False) -> None:
+        self._all_reduce(tensor, op=op, group=self.alone)
+        if group is not self.alone:
+            self.counts["all-reduce"] += 1
+            if op == dist.ReduceOp.SUM:
+                tensor.mul_(dist.get_world_size(group))
+
+    def allocator(self, kind, group, device):
+        return self._allocator(kind, self.alone, device)
+
+
+@contextlib.contextmanager
+def world_of(device: str, backend: str, sizes: tuple[int, ...], pack_below_bytes: int | None = 0) -> Iterator[tuple]:
+    """(mesh of `sizes`, Alike), in a process that may give up its world. Two sizes: replicas and shards.
+
+    Parameters of less than `pack_below_bytes` are gathered packed, all of them with None.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    world = torch.Size(sizes).numel()
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": world, "timeout": timedelta(seconds=120)}
+    dist.init_process_group("fake", **options)
+    try:
+        alike = Alike(dist.new_group([0], backend=backend, use_local_synchronization=True))
+        names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+        with contextlib.ExitStack() as stack:
+            replaced = {dist: {"all_reduce": alike.all_reduce}}
+            replaced[dist] |= {name: alike.gather for name in _GATHERS if hasattr(dist, name)}
+            replaced[dist] |= {name: alike.reduce for name in _REDUCTIONS if hasattr(dist, name)}
+            replaced[torch_private] = {"all_gather_group": alike.gather_many, "comm_allocator": alike.allocator}
+            replaced[transport] = {"pack_below_bytes": lambda gathers, ranks: pack_below_bytes}
+            for owner, functions in replaced.items():
+                stack.enter_context(mock.patch.multiple(owner, **functions))
+            yield init_device_mesh(device, sizes, mesh_dim_names=names), alike
+    finally:
+        dist.destroy_process_group()

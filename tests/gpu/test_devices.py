@@ -1,0 +1,77 @@
+"""Two GPUs: a model on the second, whichever is current, computes as on the first, which is left alone."""
+
+import copy
+
+import pytest
+import torch
+
+import fsdp2x
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from one_gpu import POLICIES, needs_gpu
+from reference import only_fsdp2x, same, shard
+
+pytestmark = [
+    needs_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.shows("second device"),
+]
+
+WIDTH = 64
+
+
+def trained(ctx, index: int, current: int, policy: str) -> list[torch.Tensor]:
+    """Losses and weights of a model on one device, its steps called while another one is current."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.cuda.set_device(index)
+    mesh = init_device_mesh("cuda", (ctx.world,))
+    model = shard(ctx, Stack(width=WIDTH, hidden=96), STACK_UNITS, mesh=mesh, mp_policy=POLICIES[policy])
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2)
+    assert {param.device.index for param in model.parameters()} == {index}
+    torch.cuda.set_device(current)
+    losses = []
+    for step in range(4):
+        x = inputs(ctx.rank, step, rows=16, width=WIDTH).to(f"cuda:{index}")
+        loss = model(x).float().square().mean()
+        loss.backward()
+        fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+        if step == 1:
+            fsdp2x.sleep(model, optimizer)
+            fsdp2x.wake(model, optimizer)
+    for device in (index, current):
+        torch.cuda.synchronize(device)
+    return losses + [param.detach().to_local().cpu() for param in model.parameters()]
+
+
+@distributed(world_sizes=(1, 2), timeout=300, fresh=True)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_model_on_the_second_device(ctx, policy, current):
+    only_fsdp2x(ctx)
+    expected = trained(ctx, 0, 0, policy)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
+    got = trained(ctx, 1, current, policy)
+    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before, "the first device was asked for memory"
+    same(got, expected, "losses and weights", rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(1,), timeout=300, fresh=True)
+def test_optimizers_of_another_device_than_the_current_one(ctx):
+    only_fsdp2x(ctx)
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    first = [torch.nn.Parameter(torch.randn(size, device="cuda:0")) for size in ((5, 7), (1033,), (300_001,))]
+    second = [torch.nn.Parameter(param.detach().to("cuda:1")) for param in copy.deepcopy(first)]
+    optimizers = [fsdp2x.optim.AdamW(params, lr=1e-2, max_grad_norm=1.0) for params in (first, second)]
+    for _ in range(3):
+        for one, other in zip(first, second, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.to("cuda:1")
+        for optimizer in optimizers:
+            optimizer.step()
+    same([param.detach().cpu() for param in second], [param.detach().cpu() for param in first], "parameters")
