@@ -1,10 +1,13 @@
 """The harness itself: reuse, tracebacks, hangs, deaths and logs. Bodies that must fail run through private pools."""
 
+import itertools
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ from harness import DistributedTestError, RankPool, dist_run, distributed, progr
 from harness.context import Body
 from harness.pool import check
 from harness.session import current_session
+from harness.tables import thin_out
 
 
 def body_pid(ctx):
@@ -140,3 +144,45 @@ def test_torchrun_world(tmp_path):
     done = programs.run(*words, "-q", "-rs", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
     assert done.stdout.count("1 failed, 1 passed, 1 skipped") == 2, done.stdout + done.stderr
     assert "needs 3 ranks, torchrun made 2" in done.stdout
+
+
+SHOUT = "import os, sys; print(os.environ['NAME'], sys.argv[1:], __name__); sys.exit(sys.argv[1])"
+
+
+def test_a_forked_program_is_one_of_its_own():
+    done = programs.run("-c", SHOUT, "a b", env=programs.environment(NAME="here"))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "here ['a b'] __main__\n", "a b\n")
+    done = programs.run("-c", "import os; os.kill(os.getpid(), 9)")
+    assert done.returncode == -signal.SIGKILL and "NAME" not in os.environ
+    inner = "[sys.executable, '-c', 'import sys; sys.exit(5)']"
+    nested = f"import subprocess, sys; sys.exit(subprocess.run({inner}).returncode)"
+    assert programs.run("-c", nested).returncode == 5
+    with pytest.raises(subprocess.TimeoutExpired):
+        programs.run("-c", "import time; time.sleep(60)", timeout=0.2)
+
+
+class Case:
+    """What `thin_out` asks of an item of pytest."""
+
+    path, originalname = "file", "test"
+
+    def __init__(self, names, **params):
+        self.names, self.callspec = set(names), SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name):
+        return name if name in self.names else None
+
+    add_marker = property(lambda self: self.names.add)
+
+
+@pytest.mark.parametrize(("names", "num"), [((), 9), (("each_value",), 3)])
+def test_values_of_two_arguments_meet(names, num):
+    axes = {"world": (1, 2, 3), "kind": ("a", "b", "c"), "flag": (True, False)}
+    cases = [Case(names, **dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    thin_out(cases)
+    stay = [case.callspec.params for case in cases if "full" not in case.names]
+    assert len(stay) == num
+    for one, other in itertools.combinations(axes, 2):
+        met = {(case[one], case[other]) for case in stay}
+        assert (met == set(itertools.product(axes[one], axes[other]))) == (not names)
+        assert {value for value, _ in met} == set(axes[one]) and {value for _, value in met} == set(axes[other])
