@@ -114,6 +114,7 @@ def test_trains_as_with_stock(ctx, name, option):
 @each_model
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.each_value
 def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
     with shared_folder(ctx) as folder:
         with launched(ctx):

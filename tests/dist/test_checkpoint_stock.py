@@ -27,6 +27,7 @@ def stock_load(training, folder):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("optimizer", ["torch_adamw", "sgd"])
+@pytest.mark.each_value
 def test_stock_reads_ours(ctx, optimizer):
     with shared_folder() as folder:
         training = Training(optimizer)
@@ -45,6 +46,7 @@ def test_stock_reads_ours(ctx, optimizer):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.each_value
 def test_ours_reads_stock(ctx, flat):
     from fsdp2x import checkpoint
 

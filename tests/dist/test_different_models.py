@@ -102,6 +102,7 @@ def refusal(ctx, model, transport, act=None, **options) -> str:
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.each_value
 def test_other_parameters(ctx, transport):
     only_fsdp2x(ctx)
     for victim in {ctx.world - 1, 1}:
@@ -228,6 +229,7 @@ def legitimate():
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("name", legitimate())
+@pytest.mark.each_value
 def test_what_all_ranks_freeze_alike(ctx, transport, name):
     only_fsdp2x(ctx)
     first, change = legitimate()[name]

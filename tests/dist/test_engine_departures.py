@@ -75,6 +75,7 @@ REASONS = {"memory": "allocate", "backward": "left its backward"}
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "memory", "last", "backward"])
+@pytest.mark.each_value
 def test_a_rank_that_raises_alone_is_named(ctx, place, keeps):
     only_fsdp2x(ctx)
     model = sharded(ctx, reshard_after_forward=not keeps)

@@ -25,6 +25,7 @@ def loss_of(model, rank, step=0):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @both_transports
+@pytest.mark.each_value
 def test_optimizer_steps(ctx, name, transport):
     def run(model):
         optimizer = OPTIMIZERS[name](model.parameters())

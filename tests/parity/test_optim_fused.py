@@ -131,6 +131,7 @@ def test_groups_frozen_parameters_and_missing_gradients(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("way", ["torch_to_ours", "ours_to_torch"])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.each_value
 def test_states_load_both_ways(ctx, kind, way):
     ours, theirs = twins_of(ctx)
     options = {"amsgrad": True} if kind == "AdamW" else {"momentum": 0.9}
@@ -150,6 +151,7 @@ def test_states_load_both_ways(ctx, kind, way):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("full_state", [False, True])
+@pytest.mark.each_value
 def test_checkpoint_utilities(ctx, full_state):
     ours, theirs = twins_of(ctx)
     options = dcp.StateDictOptions(full_state_dict=full_state)

@@ -46,6 +46,7 @@ def train(ctx, model, *, bad=(), num=5, clip=False):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("policy", POLICIES)
 @both_transports
+@pytest.mark.each_value
 def test_good_steps(ctx, policy, transport):
     results, *_ = parity(
         ctx, Stack(), lambda m: train(ctx, m), STACK_UNITS, transport=transport, mp_policy=POLICIES[policy]
@@ -57,6 +58,7 @@ def test_good_steps(ctx, policy, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("policy", POLICIES)
 @both_transports
+@pytest.mark.each_value
 def test_an_infinity_on_one_rank_skips_the_step_everywhere(ctx, policy, transport):
     """Step 1 on rank 1, step 3 on rank 0: both ranks skip both steps and halve the scale."""
 
