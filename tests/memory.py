@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.runtime import gloo_threads
+
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -76,6 +78,8 @@ def allocations(run: Callable[[], object]) -> list[int]:
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
+        # They let go of tensors some time after a waiter went on, and tell the profiler, which must not have gone.
+        gloo_threads.wait_until_idle()
     found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
