@@ -15,14 +15,17 @@ from pathlib import Path
 
 import bench_checkpoint
 import bench_collectives
+import bench_counts
 import bench_export
 import bench_host
 import bench_load
 import bench_memory
 import bench_moe
 import bench_optimizer
+import bench_scale
 import bench_score
 import bench_sequence
+import bench_simulate
 import bench_step
 import bench_sync
 import harness
@@ -46,6 +49,9 @@ TITLES = {
     "sequence": "Packing and sequence parallelism",
     "moe": "Experts and tiled MLPs",
     "score": "Log-probabilities without logits",
+    "simulate": "Foretold and measured steps of this machine",
+    "counts": "Collectives, launches and bytes of a step",
+    "scale": "Steps on GPUs that are not there: foretold, not measured",
     "gpu": "One GPU",
     "checkpoint": "Saving model and optimizer",
 }
@@ -62,6 +68,9 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "moe": bench_moe.rows_of,
     "score": bench_score.rows_of,
     "checkpoint": bench_checkpoint.rows_of,
+    "simulate": bench_simulate.rows_of,
+    "counts": bench_counts.rows_of,
+    "scale": bench_scale.rows_of,
 }
 # Entries of a GPU's results: title and table.
 GPU_ROWS: dict[str, tuple[str, Callable[[list], list[list[str]]]]] = {

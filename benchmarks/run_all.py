@@ -26,6 +26,10 @@ FULL = {
     "sync_cpu_2ranks": ["bench_sync.py"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
+    "simulate_cpu_2ranks": ["bench_simulate.py"],
+    "simulate_cpu_4ranks": ["bench_simulate.py", "--world", "4"],
+    "counts": ["bench_counts.py"],
+    "scale": ["bench_scale.py"],
     "score_cpu": ["bench_score.py"],
     "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
     "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48"],
@@ -39,6 +43,7 @@ QUICK = {
     "memory_cpu_2ranks": ["bench_memory.py", "--quick"],
     "sequence_cpu_2ranks": ["bench_sequence.py", "--quick"],
     "score_cpu": ["bench_score.py", "--quick"],
+    "counts": ["bench_counts.py", "--quick"],
 }
 
 

@@ -96,6 +96,15 @@ void bind_device(py::module_& m) {
       "packed_segment_bytes",
       [](const Layout& layout, size_t pack_below_bytes) { return plan_gather(layout, pack_below_bytes).segment_bytes; },
       py::arg("layout"), py::arg("pack_below_bytes"));
+  // Likewise: of each parameter that has a collective of its own.
+  m.def(
+      "direct_chunk_bytes",
+      [](const Layout& layout, size_t pack_below_bytes) {
+        std::vector<size_t> chunks;
+        for (const DirectGather& one : plan_gather(layout, pack_below_bytes).direct) chunks.push_back(one.chunk_bytes);
+        return chunks;
+      },
+      py::arg("layout"), py::arg("pack_below_bytes"));
 }
 
 }  // namespace fsdp2x

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
 from fsdp2x.memory.plan import PlanError, plan_memory
 from fsdp2x.memory.report import MemoryReport, readable
+from fsdp2x.simulate.step import Simulation
 
 _DEFAULTS = {
     "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
@@ -50,6 +52,12 @@ class Request:
     micro_batches: int | None = None
     before_last: str | None = None
     memory_bytes: int | None = None
+    simulate: bool = False
+    node: str | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
+    mfu: float | None = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class MemoryPlan:
     request: Request
     report: MemoryReport
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
+    simulation: Simulation | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -90,6 +99,7 @@ class MemoryPlan:
             "fits": self.fits,
             "staging_bytes": self.staging_bytes,
             "report": self.report.to_dict(),
+            **({} if self.simulation is None else {"simulation": self.simulation.to_dict()}),
         }
 
     def __str__(self) -> str:
@@ -108,6 +118,8 @@ class MemoryPlan:
             room = request.memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
             lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
+        if self.simulation is not None:
+            lines += ["", str(self.simulation)]
         return "\n".join(lines)
 
 
@@ -141,21 +153,21 @@ def make_plan(request: Request) -> MemoryPlan:
     request = _filled(request, {"device": "cpu" if request.transport == "shm" else "cuda", **_DEFAULTS})
     names = ("replicas", "transport", "device", "offload", "optimizer", "auto_wrap", "reshard_after_forward",
              "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last", "local_world_size")  # fmt: skip
+    options = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
+            reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
+        ),
+        **{name: getattr(request, name) for name in names},
+    }
     try:
-        report = plan_memory(
-            model,
-            request.world_size,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
-                reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
-            ),
-            **{name: getattr(request, name) for name in names},
-        )
+        report = plan_memory(model, request.world_size, **options)
+        simulation = simulation_of(model, request, options) if asks_for_simulation(request) else None
     except (ValueError, NotImplementedError) as error:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
-    return MemoryPlan(type(model).__name__, numel, request, report, saved if stages_saves else 0)
+    return MemoryPlan(type(model).__name__, numel, request, report, saved if stages_saves else 0, simulation)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:

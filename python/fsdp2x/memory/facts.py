@@ -6,7 +6,7 @@ Where it comes from, a model that runs or one that is only planned, is the busin
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -67,6 +67,10 @@ class GroupFacts:
     state_block_bytes: int = 0  # of it, one moment of all parameters
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
+    params: tuple[ParamFacts, ...] = ()
+    shapes: tuple[tuple, ...] = ()  # of each parameter, as the layout is told
+    trains: tuple[bool, ...] = ()  # likewise
+    direct_chunk_bytes: tuple[int, ...] = ()  # of a rank, of parameters that a device gathers one by one
 
     @property
     def is_trainable(self) -> bool:
@@ -164,6 +168,7 @@ def _count(
         state_block_bytes=sum(_C.align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
+        direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, _EVERYTHING if pack_below is None else pack_below)),
     )
 
 
@@ -183,5 +188,10 @@ def group_facts(
     trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
-        small = _count(kept_shapes(shapes), [False] * len(shapes), small_ranks)
-    return _count(shapes, trains, ranks, reduces_unused, small, offload, collectives)
+        small = _of(params, kept_shapes(shapes), [False] * len(shapes), small_ranks)
+    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives)
+
+
+def _of(params: Sequence[ParamFacts], shapes: list[tuple], trains: list[bool], *counted_with: object) -> GroupFacts:
+    counted = _count(shapes, trains, *counted_with)
+    return replace(counted, params=tuple(params), shapes=tuple(shapes), trains=tuple(trains))

@@ -347,10 +347,15 @@ class DeviceLedger:
     def has_more_reductions(self, num: int) -> bool:
         return len(self._in_flight) > num
 
-    def retire_reductions(self, num: int) -> None:
+    def retire_reductions(self, num: int) -> list[GroupFacts]:
+        """Of ``num`` and more that are on their way the compute waits for the oldest: whose they are."""
+        retired = []
         while self.has_more_reductions(num):
-            for buffers, number in self._in_flight.pop(0)[1]:
+            group, lent = self._in_flight.pop(0)
+            retired.append(group)
+            for buffers, number in lent:
                 buffers.release(number)
+        return retired
 
     def finish_reduce(self, group: GroupFacts) -> None:
         if group in self._reducing:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.arguments import checked
-from fsdp2x.memory.facts import Ranks
+from fsdp2x.memory.facts import ModelFacts, Ranks
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
@@ -57,10 +57,53 @@ def plan_memory(
         ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
             what ``fully_shard`` refuses of ``auto_wrap`` and ``reshard_after_forward``.
     """
-    if world_size < 1 or replicas < 1 or world_size % replicas:
-        raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
     if optimizer not in PLANNED:
         raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
+    on_cuda = device == "cuda" or (device is None and transport == "process_group")
+    if offload == "optimizer" and on_cuda and optimizer == "sgd_momentum":
+        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
+    accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
+    facts = planned_facts(
+        model,
+        world_size,
+        replicas=replicas,
+        transport=transport,
+        device=device,
+        offload=offload,
+        auto_wrap=auto_wrap,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        ignored_params=ignored_params,
+        expert_parallel=expert_parallel,
+        expert_fsdp_size=expert_fsdp_size,
+        local_world_size=local_world_size,
+    )
+    return report_of(facts, planned_bytes(optimizer, facts), micro_batches=accumulation)
+
+
+def planned_facts(
+    model: nn.Module,
+    world_size: int,
+    *,
+    replicas: int = 1,
+    transport: str = "process_group",
+    device: str | None = None,
+    offload: str = "none",
+    auto_wrap: AutoWrap = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    expert_parallel: int = 1,
+    expert_fsdp_size: int | None = None,
+    local_world_size: int | None = None,
+    gathers: str | None = None,
+) -> ModelFacts:
+    """The units that ``plan_memory`` counts, with the same arguments and errors.
+
+    ``gathers``: how CUDA's backend runs many of them (``torch_private.gathers_of``); None: as this torch's NCCL does.
+    """
+    if world_size < 1 or replicas < 1 or world_size % replicas:
+        raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
     if transport not in ("process_group", "shm"):
         raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
     if offload not in OFFLOAD_MODES:
@@ -70,15 +113,12 @@ def plan_memory(
         raise PlanError(f"device: got {device!r}, expected cuda or cpu")
     if device == "cuda" and transport == "shm":
         raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
-    if offload == "optimizer" and device == "cuda" and optimizer == "sgd_momentum":
-        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
-    accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
     on_one_host = transport == "shm" and world_size <= (local_world_size or world_size)
 
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
         if device == "cuda":
-            gathers = torch_private.gathers_of_nccl()
-            return Ranks(key, world, 0, "process_group", copies, has_streams=True, gathers=gathers)
+            how = gathers or torch_private.gathers_of_nccl()
+            return Ranks(key, world, 0, "process_group", copies, has_streams=True, gathers=how)
         share = copies > 1 and on_one_host
         return Ranks(key, world, 0, "local" if world == 1 else transport, copies, replicas_share=share)
 
@@ -91,7 +131,7 @@ def plan_memory(
                 f"expert_parallel: {expert_parallel} ranks, with {size} that shard a part, do not divide {world_size}"
             )
         experts = ExpertRanks(expert_parallel, ranks_of("experts", size, others // size))
-    facts = facts_of_plan(
+    return facts_of_plan(
         model,
         ranks_of("shards", world_size // replicas, replicas),
         auto_wrap=auto_wrap,
@@ -101,4 +141,3 @@ def plan_memory(
         offload=Offload(offload),
         experts=experts,
     )
-    return report_of(facts, planned_bytes(optimizer, facts), micro_batches=accumulation)

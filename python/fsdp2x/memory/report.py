@@ -158,7 +158,7 @@ class MemoryReport:
             )
             for unit in self.units
         ]
-        lines = _columns([head, *_folded(rows)], left=1)
+        lines = columns([head, *_folded(rows)], left=1)
         sizes = [
             ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
             ("gradients", self.gradient_bytes, ""),
@@ -182,7 +182,7 @@ class MemoryReport:
         shown = [(name, readable(size or 0), note) for name, size, note in sizes if size or note or name == "at rest"]
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
         return "\n".join(
-            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *_columns(shown, 1), *self.advice]
+            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *columns(shown, 1), *self.advice]
         )
 
     def _is_pooled(self) -> bool:
@@ -259,7 +259,7 @@ def report_of(
     micro_batches: MicroBatches = MicroBatches(),  # noqa: B008 (frozen)
 ) -> MemoryReport:
     """The report of a running or planned model."""
-    replays = [Replay(root, units, micro_batches) for root, units in _trees(facts)]
+    replays = [Replay(root, units, micro_batches) for root, units in trees_of(facts)]
     counts = [replay.run() for replay in replays]
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
@@ -316,7 +316,7 @@ def _step_bytes(replays: list[Replay], groups: list[GroupFacts]) -> int | None:
     return sum(replay.device_bytes for replay in replays) - gradients
 
 
-def _trees(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
+def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
     """Each outermost unit with the units below it; forward starts there."""
     trees: list[tuple[nn.Module, list[UnitFacts]]] = []
     taken: set[int] = set()
@@ -373,7 +373,7 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return folded
 
 
-def _columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
+def columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1
     return [

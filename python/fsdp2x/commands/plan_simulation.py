@@ -1,0 +1,92 @@
+"""`fsdp2x plan --simulate`: what is asked of the simulator, checked, and its answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fsdp2x.memory.plan import PlanError, planned_facts
+from fsdp2x.memory.steps import MicroBatches
+from fsdp2x.simulate.machines import MACHINES
+from fsdp2x.simulate.step import Simulation, simulate
+
+if TYPE_CHECKING:
+    from fsdp2x.commands.plan_request import Request
+
+# torchtitan reports 33 to 39 % for Llama 3.1 8B on H100s, compiled or not, Megatron-LM more.
+_MFU = 0.4
+_TOKENS = 8192
+# What only a simulation reads.
+_OPTIONS = ("node", "mfu")
+
+
+def asks_for_simulation(request: Request) -> bool:
+    """Whether it does.
+
+    Raises:
+        PlanError: it does not, but has options that nothing else reads.
+    """
+    given = [name for name in _OPTIONS if getattr(request, name) is not None] + ["recompute"] * request.recompute
+    if given and not request.simulate:
+        raise PlanError(f"{given[0]}: got {getattr(request, given[0])}, which --simulate alone reads; add it")
+    return request.simulate
+
+
+def simulation_of(model: nn.Module, request: Request, options: dict[str, Any]) -> Simulation:
+    """The step of the plan on the machine that is asked for. ``options``: arguments of ``plan_memory``.
+
+    Raises:
+        PlanError: a machine that is not known, ranks that do not fill nodes, what the schedules do not have.
+    """
+    node = request.node or "h100"
+    if node not in MACHINES:
+        raise PlanError(f"node: got {node!r}, expected one of {', '.join(MACHINES)}")
+    machine = MACHINES[node]
+    _refuse(request, options, machine.ranks_per_node)
+    tokens = _TOKENS if request.tokens is None else request.tokens
+    sequence_length = tokens if request.sequence_length is None else request.sequence_length
+    mfu = _MFU if request.mfu is None else request.mfu
+    if tokens < 1:
+        raise PlanError(f"tokens: got {tokens}, expected at least 1")
+    if not 1 <= sequence_length <= tokens:
+        raise PlanError(f"sequence_length: got {sequence_length}, expected 1 to the {tokens} tokens of a micro-batch")
+    if not 0 < mfu <= 1:
+        raise PlanError(f"mfu: got {mfu}, expected a share of the peak above 0 and at most 1, such as {_MFU}")
+    names = (
+        *("replicas", "transport", "device", "auto_wrap", "reshard_after_forward", "mp_policy"),
+        "local_world_size",
+    )
+    facts = planned_facts(model, request.world_size, **{name: options[name] for name in names})
+    batches = MicroBatches(request.micro_batches, request.before_last)
+    return simulate(
+        model,
+        facts,
+        machine,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        mfu=mfu,
+        recomputes=request.recompute,
+        micro_batches=batches,
+    )
+
+
+def _refuse(request: Request, options: dict[str, Any], ranks_per_node: int) -> None:
+    if options["device"] != "cuda":
+        raise PlanError(
+            f"device: got {options['device']}, expected cuda with --simulate: of CPUs no links are known, and "
+            "benchmarks/bench_simulate.py measures them"
+        )
+    if options["offload"] != "none":
+        raise PlanError(f"offload: got {options['offload']}, whose copies are not simulated; expected none")
+    if options["expert_parallel"] > 1:
+        raise PlanError(
+            f"expert_parallel: got {options['expert_parallel']}, whose exchange of tokens is not simulated; leave "
+            "--simulate or --expert-parallel out"
+        )
+    for name, ranks in (("world_size", request.world_size), ("shards", request.world_size // options["replicas"])):
+        if ranks > ranks_per_node and ranks % ranks_per_node:
+            raise PlanError(
+                f"{name}: got {ranks} ranks, expected at most {ranks_per_node}, or a multiple of {ranks_per_node}: "
+                f"nodes of {ranks_per_node} are simulated whole"
+            )
