@@ -4,8 +4,8 @@
 
 Measured first, by all ranks at once, with nothing of the step in it: gathers and reductions of two sizes over gloo and
 over shared memory (a latency and a bandwidth each), and a copy in memory; and, in turn with the steps, the same model
-unsharded: how fast this machine computes. Host times of a unit are those of ``bench_host.py``. From these the step is foretold, for fsdp2x over
-both transports and for stock FSDP2, and then measured.
+unsharded: how fast this machine computes. Host times of a unit are those of ``bench_host.py``. From these the step is
+foretold, for fsdp2x over both transports and for stock FSDP2. Of everything the fastest of several runs counts.
 """
 
 from __future__ import annotations
