@@ -39,21 +39,17 @@ POLICIES = {
 
 
 class Listed(nn.Module):
-    """Two layers whose experts are modules of their own, all of them used."""
+    """A layer whose experts are modules of their own, all of them used."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList()
-        for _ in range(2):
-            layer = moe_models.ListLayer(top_k=NUM_EXPERTS)
-            layer.mlp = moe_models.ListBlock(num_experts=NUM_EXPERTS, top_k=NUM_EXPERTS)
-            self.layers.append(layer)
+        self.mix = nn.Linear(moe_models.WIDTH, moe_models.WIDTH)
+        self.layer = moe_models.ListLayer(top_k=NUM_EXPERTS)
+        self.layer.mlp = moe_models.ListBlock(num_experts=NUM_EXPERTS, top_k=NUM_EXPERTS)
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.layer(self.mix(x))
 
 
 def run_text(model) -> None:
@@ -85,7 +81,7 @@ def mesh_of(ctx, case):
 
 
 def units_of(case, model):
-    return ["layers.0", "layers.1"] if case == "listed" else plan_units(model)
+    return ["layer"] if case == "listed" else plan_units(model)
 
 
 def steady(model, run):

@@ -256,6 +256,7 @@ def test_the_command_prints_steps_and_assumptions(config, capsys):
         (["--simulate", "--device", "cpu"], "expected cuda with --simulate"),
         (["--simulate", "--offload", "all"], "offload: got all, whose copies are not simulated; expected none"),
         (["--node", "h100"], "node: got h100, which --simulate alone reads; add it"),
+        (["--tokens", "64"], "tokens: got 64, which --simulate alone reads; add it"),
         (["--recompute"], "recompute: got True, which --simulate alone reads; add it"),
     ],
 )

@@ -134,6 +134,7 @@ def make_plan(request: Request) -> MemoryPlan:
     for name in ("world_size", "local_world_size", "replicas", "expert_parallel", "micro_batches"):
         if getattr(request, name) is not None and getattr(request, name) < 1:
             raise PlanError(f"{name}: got {getattr(request, name)}, expected at least 1")
+    simulates = asks_for_simulation(request)
     request = _filled(request, {"local_world_size": usual_node(request.world_size)})
     path = Path(request.config).expanduser()
     stages_saves = False
@@ -162,7 +163,7 @@ def make_plan(request: Request) -> MemoryPlan:
     }
     try:
         report = plan_memory(model, request.world_size, **options)
-        simulation = simulation_of(model, request, options) if asks_for_simulation(request) else None
+        simulation = simulation_of(model, request, options) if simulates else None
     except (ValueError, NotImplementedError) as error:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes

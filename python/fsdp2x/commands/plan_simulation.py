@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _MFU = 0.4
 _TOKENS = 8192
 # What only a simulation reads.
-_OPTIONS = ("node", "mfu")
+_OPTIONS = ("node", "tokens", "sequence_length", "mfu")
 
 
 def asks_for_simulation(request: Request) -> bool:
-    """Whether it does.
+    """Whether it does, as it was given: a YAML fills in tokens later.
 
     Raises:
         PlanError: it does not, but has options that nothing else reads.
