@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2x.cli import main
 from fsdp2x.memory.plan import planned_facts
 from fsdp2x.memory.steps import MicroBatches
-from fsdp2x.simulate.lanes import Collective, Task, play, without_communication
+from fsdp2x.simulate.lanes import Collective, Task, play
 from fsdp2x.simulate.machines import MACHINES, Axis, Machine
 from fsdp2x.simulate.schedules import PEERS
 from fsdp2x.simulate.step import OURS, Simulation, simulate
@@ -91,7 +91,7 @@ def test_faster_links_are_never_slower_and_exposure_is_part_of_the_communication
         across_bytes_per_s=factor * machine.across_bytes_per_s,
     )
     now, then = play(tasks, machine), play(tasks, faster)
-    alone = play(without_communication(tasks), machine)
+    alone = play(tasks, machine, has_instant_links=True)
     rounding = 1e-9
     assert then.step_s <= now.step_s + rounding and then.communication_s <= now.communication_s + rounding
     assert -rounding <= now.step_s - alone.step_s <= now.communication_s + rounding

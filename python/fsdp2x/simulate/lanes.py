@@ -51,8 +51,8 @@ class Times:
     host_s: float
 
 
-def play(tasks: Iterable[Task], machine: Machine) -> Times:
-    """One step from an idle machine until all of it has ended."""
+def play(tasks: Iterable[Task], machine: Machine, *, has_instant_links: bool = False) -> Times:
+    """One step from an idle machine until all of it has ended; links may take no time, and keep their order."""
     host = compute = last_use = end = 0.0
     busy = {"compute": 0.0, "link": 0.0, "host": 0.0}
     links: dict[str, float] = defaultdict(float)  # until when each is taken
@@ -77,6 +77,7 @@ def play(tasks: Iterable[Task], machine: Machine) -> Times:
             start = max(max(host, behind) + task.before_s, streams[task.kind])
             ready[task.key] = start + task.after_s
             for number, (name, seconds) in enumerate(_on_links(task, machine)):
+                seconds = 0.0 if has_instant_links else seconds
                 start = max(start, links[name]) + seconds
                 links[name] = start
                 busy["link"] += seconds
@@ -101,11 +102,3 @@ def _on_links(task: Task, machine: Machine) -> Iterable[tuple[str, float]]:
         if call.axis.world > 1:
             name = "across" if call.axis.num_nodes > 1 else "inside"
             yield name, machine.collective_s_of(call.kind, call.num_bytes, call.axis)
-
-
-def without_communication(tasks: Iterable[Task]) -> list[Task]:
-    """The same schedule on links that take no time; its host still calls."""
-    nowhere = Axis(1, 1)
-    return [
-        replace(task, collectives=tuple(replace(call, axis=nowhere) for call in task.collectives)) for task in tasks
-    ]

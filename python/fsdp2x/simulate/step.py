@@ -10,7 +10,7 @@ from torch import nn
 from fsdp2x.memory.facts import ModelFacts
 from fsdp2x.memory.report import columns, readable, trees_of
 from fsdp2x.memory.steps import MicroBatches, Operation, Replay
-from fsdp2x.simulate.lanes import Task, Times, play, without_communication
+from fsdp2x.simulate.lanes import Task, Times, play
 from fsdp2x.simulate.machines import Machine
 from fsdp2x.simulate.schedules import PEERS, Pacing, ours, theirs
 from fsdp2x.simulate.work import work_of
@@ -139,7 +139,7 @@ def _optimizer_s(facts: ModelFacts, machine: Machine) -> float:
 
 def _step(name: str, tasks: list[tuple[int, list[Task]]], machine: Machine, optimizer_s: float) -> StepTimes:
     whole = [(times, play(one, machine)) for times, one in tasks]
-    still = [(times, play(without_communication(one), machine)) for times, one in tasks]
+    still = [(times, play(one, machine, has_instant_links=True)) for times, one in tasks]
 
     def total(of: list[tuple[int, Times]], what: str) -> float:
         return sum(times * getattr(one, what) for times, one in of)
