@@ -68,6 +68,7 @@ def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, fact
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("cut", WAYS_TO_CUT)
 @both_transports
+@pytest.mark.each_value
 def test_every_way_to_cut(ctx, cut, transport):
     parity(ctx, Stack(), lambda m: train(ctx, m), WAYS_TO_CUT[cut], transport=transport)
 
@@ -76,6 +77,7 @@ def test_every_way_to_cut(ctx, cut, transport):
 @pytest.mark.parametrize("cut", ["root_only", "blocks", "list"])
 @pytest.mark.parametrize("reshard", [True, False, None])
 @both_transports
+@pytest.mark.each_value
 def test_reshard_after_forward(ctx, cut, reshard, transport):
     """The numbers do not depend on it; which parameters are registered after forward does, as upstream's."""
 
