@@ -163,8 +163,8 @@ def _our_reduction(group: GroupFacts, pacing: Pacing) -> Task:
         "reduce",
         (False, id(group)),
         tuple(calls),
-        # Packing; flags of who has gradients; rows from where they were reduced to the gradients.
-        (1 + (ranks.world * ranks.replicas > 1) + (not in_place)) * ranks.has_streams,
+        # Packing, which writes the flags of who has gradients; rows from where they were reduced to the gradients.
+        (1 + (not in_place)) * ranks.has_streams,
         (_OURS_UNIT_S + _OURS_PARAM_S * len(group.params)) / 3,
         compute_s=copy_s((written_bytes + group.packed_bytes) / 2),
         after_s=0.0 if in_place else copy_s(group.reduce_segment_bytes),
