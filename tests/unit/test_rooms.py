@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE, CSRC = ROOT / "python/fsdp2x", ROOT / "csrc"
+PACKAGE, CSRC, TESTS = ROOT / "python/fsdp2x", ROOT / "csrc", ROOT / "tests"
 CSRC_RINGS = {"core": 0, "cpu": 1, "cuda": 1, "engine": 2, "bind": 3}
 # A file name says which of its folder it is; these stand in several folders, each for the same thing there.
 SHARED_FILE_NAMES = {"config", "layout", "names", "plan", "sources", "state"}
@@ -231,6 +231,11 @@ def test_a_file_name_stands_for_one_file():
         if not path.stem.startswith("__") and path.parent.name != "commands"  # named as what is typed
     ]
     assert set(twice(stems)) == SHARED_FILE_NAMES
+
+
+def test_a_file_name_stands_for_one_file_of_tests():
+    """pytest imports them by their names alone, and refuses the second one."""
+    assert not twice([(path.stem, str(path.parent)) for path in TESTS.rglob("test_*.py")])
 
 
 # ---- folder READMEs
