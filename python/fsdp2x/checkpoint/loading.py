@@ -227,6 +227,8 @@ def _match(
         check_entries(choice.path, manifest, source.entries, rank if choice.form == "per_rank" else None)
         _check_parts(choice.path, parts, manifest)
         rng = _rng_of(choice, parts, manifest, rank, device_of(model))
+    elif isinstance(parts.get("rng"), list):
+        raise Damaged(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
     tensors, aliases = model_layout(model)
     nodes = find_parts(source.tree, {**tensors, **aliases})
     found = match_model(nodes, tensors, aliases, strict)
