@@ -53,10 +53,7 @@ def simulation_of(model: nn.Module, request: Request, options: dict[str, Any]) -
         raise PlanError(f"sequence_length: got {sequence_length}, expected 1 to the {tokens} tokens of a micro-batch")
     if not 0 < mfu <= 1:
         raise PlanError(f"mfu: got {mfu}, expected a share of the peak above 0 and at most 1, such as {_MFU}")
-    names = (
-        *("replicas", "transport", "device", "auto_wrap", "reshard_after_forward", "mp_policy"),
-        "local_world_size",
-    )
+    names = ("replicas", "transport", "device", "auto_wrap", "reshard_after_forward", "mp_policy", "local_world_size")
     facts = planned_facts(model, request.world_size, **{name: options[name] for name in names})
     batches = MicroBatches(request.micro_batches, request.before_last)
     return simulate(

@@ -191,7 +191,7 @@ def theirs(
             tasks.append(_their_gather(peer, group, pacing))
             vectors.add(group)
         elif operation.kind == "use":
-            whole = sum(bytes_of(peer, group, pacing)) * group.ranks.world if peer.copies_out else 0
+            whole = sum(bytes_of(peer, group)) * group.ranks.world if peer.copies_out else 0
             copies = 0 if group.ranks.world == 1 else int(peer.copies_out)
             tasks.append(Task("use", _key(operation), num_launches=copies, compute_s=pacing.machine.copy_s(whole)))
         elif operation.kind == "reduce":
@@ -233,7 +233,7 @@ def _parts(peer: OtherSchedule, group: GroupFacts, chosen: list[bool], element: 
     return tuple(-(-num_bytes // world) for num_bytes in parts.values())
 
 
-def bytes_of(peer: OtherSchedule, group: GroupFacts, pacing: Pacing) -> tuple[int, ...]:
+def bytes_of(peer: OtherSchedule, group: GroupFacts) -> tuple[int, ...]:
     """A rank's bytes in each collective of one gather."""
     return _parts(peer, group, [True] * len(group.params), 4) if group.ranks.world > 1 else ()
 
@@ -245,7 +245,7 @@ def reduced_bytes_of(peer: OtherSchedule, group: GroupFacts) -> tuple[int, ...]:
 
 def _their_gather(peer: OtherSchedule, group: GroupFacts, pacing: Pacing) -> Task:
     ranks = group.ranks
-    chunks = bytes_of(peer, group, pacing)
+    chunks = bytes_of(peer, group)
     casts = any(shape[3] != shape[4] for shape in group.shapes)
     copies_in = -(-len(group.params) // _FOREACH_TENSORS) if peer.copies_out else 0
     return Task(
