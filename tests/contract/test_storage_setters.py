@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -93,6 +93,22 @@ def test_a_group_for_reductions(ctx, early):
     assert groups_of_reductions(lambda: step(model, ctx, 2)) == {own}
     step(stock, ctx, 2)
     same(grads(model), grads(stock), "gradients", rtol=1e-6, atol=1e-6)
+
+
+@distributed(world_sizes=(3,))
+def test_ranks_that_would_not_find_each_other(ctx):
+    """Torch names a group by the number of groups before it; ranks with unlike numbers would wait for a timeout."""
+    only_fsdp2x(ctx)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # for which no group of reductions has been made yet
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", mesh=mesh)
+    if ctx.rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] differ from the others of \[0, 1, 2\]"):
+        model.set_separate_reduce_scatter_group()
+    if ctx.rank != 1:
+        dist.new_group([ctx.rank], use_local_synchronization=True)
+    model.set_separate_reduce_scatter_group()
+    step(model, ctx)
 
 
 @distributed(world_sizes=(2,))

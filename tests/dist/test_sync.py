@@ -354,6 +354,7 @@ def test_one_peer_for_two_sessions(ctx):
 def test_ranks_that_train_something_else(ctx):
     """A group of its own: rank 0 has no part of the model, and is not waited for."""
     group = dist.new_group([1, 2])
+    alone = dist.new_group([ctx.rank], use_local_synchronization=True)
     if ctx.rank == 0:
         return
     model = Stack()
@@ -369,7 +370,6 @@ def test_ranks_that_train_something_else(ctx):
         sync.push(version=2, mode="delta")
         expected = bits(wire(model, names="model"))
         same(bits(store.weights), expected if ctx.rank == 2 else {})
-    alone = dist.new_group([ctx.rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match="ranks .[12]. have parts of the model, but are not in group"):
         fsdp2x.sync.connect(model, target, deltas=True, group=alone)
 

@@ -56,6 +56,7 @@ class Outcome:
     value: Any = None
     log: str = ""
     exit_code: int | None = None
+    num_groups: int = 0  # process groups that the rank has made, by which torch names the next one
 
     @property
     def cause(self) -> str:
@@ -121,6 +122,7 @@ class RankPool:
         for connection in self._connections:
             connection.send((body, impl, options, arguments, keywords))
         outcomes = self._collect(timeout, starts, tolerate)
+        _require_equal_num_groups(outcomes)
         self.broken = any(outcome.status not in ("ok", "skip") for outcome in outcomes)
         return outcomes
 
@@ -155,7 +157,7 @@ class RankPool:
             for connection in wait(list(pending), left):
                 outcome = outcomes[pending.pop(connection)]
                 try:
-                    outcome.status, outcome.value = connection.recv()
+                    outcome.status, outcome.value, outcome.num_groups = connection.recv()
                     self._idle.add(outcome.rank)
                 except (EOFError, ConnectionResetError):
                     outcome.status = "died"
@@ -192,6 +194,14 @@ class RankPool:
         if len(lines) > 2 * _LOG_LINES:
             lines = [*lines[:_LOG_LINES], "...", *lines[-_LOG_LINES:]]
         return "\n".join(lines)
+
+
+def _require_equal_num_groups(outcomes: list[Outcome]) -> None:
+    """A body that made process groups on some ranks only would leave the next one ranks that cannot meet in new ones."""
+    if all(outcome.status == "ok" for outcome in outcomes) and len({outcome.num_groups for outcome in outcomes}) > 1:
+        for outcome in outcomes:
+            outcome.status = "fail"
+            outcome.value = f"has made {outcome.num_groups} process groups, unlike others: make them on all ranks alike"
 
 
 def report(headline: str, outcomes: list[Outcome]) -> str:

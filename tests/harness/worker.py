@@ -38,13 +38,13 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     # What has been imported stays: a collection behind each body need not walk through it.
     gc.freeze()
-    connection.send(("ready", None))
+    connection.send(("ready", None, 0))
     while (message := _next_message(connection)) is not None:
         body, impl, options, arguments, keywords = message
         try:
             function = body.load()
         except BaseException as error:
-            connection.send(("fail", f"cannot import {body.path}: {type(error).__name__}: {error}"))
+            connection.send(("fail", f"cannot import {body.path}: {type(error).__name__}: {error}", 0))
             continue
         status, value = run_body(function, Context(rank, world, impl, options), arguments, keywords)
         sys.stdout.flush()
@@ -52,9 +52,9 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
         gc.collect()
         gc.freeze()  # what outlives a body is a cache or a module, in which no later collection needs to look
         try:
-            connection.send((status, value))
+            connection.send((status, value, dist.distributed_c10d._world.group_count))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}"))
+            connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}", 0))
     if dist.is_initialized():
         dist.destroy_process_group()
 

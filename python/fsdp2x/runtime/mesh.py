@@ -92,16 +92,37 @@ _reduction_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
-    """A second process group over the ranks of ``ranks.group``; None without one. Collective at the first call."""
+    """A second process group over the ranks of ``ranks.group``; None without one. Collective at the first call.
+
+    Raises:
+        RuntimeError: some of the ranks have made more process groups than others, so that they would not find each
+            other in a new one.
+    """
     if ranks.group is not None and ranks.group not in _reduction_groups:
+        members = dist.get_process_group_ranks(ranks.group)
+        _require_one_name(ranks.group, members)
         # Replicas make only the group of their own shards, so nobody else may be waited for.
         _reduction_groups[ranks.group] = dist.new_group(
-            dist.get_process_group_ranks(ranks.group),
+            members,
             timeout=torch_private.group_timeout(ranks.group, ranks.device),
             use_local_synchronization=True,
             group_desc="fsdp_reduce_scatter",
         )
     return _reduction_groups.get(ranks.group) if ranks.group is not None else None
+
+
+def _require_one_name(group: dist.ProcessGroup, members: list[int]) -> None:
+    names = [None] * len(members)
+    with torch_private.unobserved():
+        dist.all_gather_object(names, torch_private.next_group_name(members), group=group)
+    if len(set(names)) > 1:
+        like_first = [rank for rank, name in zip(members, names, strict=True) if name == names[0]]
+        raise RuntimeError(
+            "set_separate_reduce_scatter_group: a process group of its own cannot be made, since the ranks have not "
+            f"made the same number of process groups before: ranks {like_first} differ from the others of {members}. "
+            "torch.distributed names a new group by that number, and would wait for the others under another name. "
+            "Make process groups on all ranks alike, or call this before the ones that only some ranks make"
+        )
 
 
 def from_mesh_info(info: Any) -> ShardGroup:

@@ -63,6 +63,7 @@ __all__ = [
     "has_symmetric_pool",
     "is_observed",
     "never_compiled",
+    "next_group_name",
     "local_shape_and_offset",
     "peer_sharer",
     "local_tensor",
@@ -304,6 +305,14 @@ def stop_memory_history(path: str) -> None:
 def accelerator_type() -> str:
     """Device type of the default mesh: the machine's accelerator, else ``cpu``."""
     return torch._C._get_accelerator().type
+
+
+def next_group_name(ranks: list[int]) -> str:
+    """How torch will name the next group over ``ranks`` that is made without the other ranks.
+
+    The members meet under this name. Torch makes it of counts of each process, so that it can differ between them.
+    """
+    return dist.distributed_c10d._hash_ranks_to_str(ranks)
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
