@@ -197,7 +197,7 @@ class RankPool:
 
 
 def _require_equal_num_groups(outcomes: list[Outcome]) -> None:
-    """A body that made process groups on some ranks only would leave the next one ranks that cannot meet in new ones."""
+    """Ranks of which only some made process groups could not meet in new ones: the next body would wait for nothing."""
     if all(outcome.status == "ok" for outcome in outcomes) and len({outcome.num_groups for outcome in outcomes}) > 1:
         for outcome in outcomes:
             outcome.status = "fail"
