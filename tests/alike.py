@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2x.runtime import torch_private, transport
 
@@ -21,16 +21,25 @@ _GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-class Alike:
-    """The collectives of such a world, over `alone`, a group of this rank only."""
+def _copied(output: torch.Tensor, input: torch.Tensor, **_) -> None:
+    output.copy_(input)
 
-    def __init__(self, alone: dist.ProcessGroup) -> None:
+
+class Alike:
+    """The collectives of such a world, over `alone`, a group of this rank only. None: by torch's copies."""
+
+    def __init__(self, alone: dist.ProcessGroup | None) -> None:
         self.alone = alone
         self.counts = {"gather": 0, "gather of many": 0, "reduction": 0, "all-reduce": 0}
         self._gather = next(getattr(dist, name) for name in _GATHERS if hasattr(dist, name))
         self._reduce = next(getattr(dist, name) for name in _REDUCTIONS if hasattr(dist, name))
         self._all_reduce, self._gather_many = dist.all_reduce, torch_private.all_gather_group
         self._allocator = torch_private.comm_allocator
+        if alone is None:
+            self._gather = self._reduce = _copied
+            self._gather_many = lambda group, outputs, sources: torch._foreach_copy_(outputs, sources)
+            self._all_reduce = lambda tensor, **_: None
+            self._allocator = lambda kind, group, device: None
 
     def gather(self, output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False) -> None:
         self.counts["gather"] += 1
@@ -61,7 +70,9 @@ class Alike:
 
 
 @contextlib.contextmanager
-def world_of(device: str, backend: str, sizes: tuple[int, ...], pack_below_bytes: int | None = 0) -> Iterator[tuple]:
+def world_of(
+    device: str, backend: str | None, sizes: tuple[int, ...], pack_below_bytes: int | None = 0
+) -> Iterator[tuple]:
     """(mesh of `sizes`, Alike), in a process that may give up its world. Two sizes: replicas and shards.
 
     Parameters of less than `pack_below_bytes` are gathered packed, all of them with None.
@@ -74,7 +85,8 @@ def world_of(device: str, backend: str, sizes: tuple[int, ...], pack_below_bytes
     options = {"store": dist.HashStore(), "rank": 0, "world_size": world, "timeout": timedelta(seconds=120)}
     dist.init_process_group("fake", **options)
     try:
-        alike = Alike(dist.new_group([0], backend=backend, use_local_synchronization=True))
+        alone = backend and dist.new_group([0], backend=backend, use_local_synchronization=True)
+        alike = Alike(alone)
         names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
         with contextlib.ExitStack() as stack:
             replaced = {dist: {"all_reduce": alike.all_reduce}}
@@ -84,6 +96,6 @@ def world_of(device: str, backend: str, sizes: tuple[int, ...], pack_below_bytes
             replaced[transport] = {"pack_below_bytes": lambda gathers, ranks: pack_below_bytes}
             for owner, functions in replaced.items():
                 stack.enter_context(mock.patch.multiple(owner, **functions))
-            yield init_device_mesh(device, sizes, mesh_dim_names=names), alike
+            yield DeviceMesh(device, torch.arange(world).view(sizes), mesh_dim_names=names), alike
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,12 @@ namespace {
 at::Tensor view_of(at::Device device, DType type, void* base, size_t offset, int64_t count, int64_t numel,
                    int64_t stride) {
   const at::TensorOptions options = at::TensorOptions().dtype(torch_dtype(type)).device(device);
-  return at::from_blob(static_cast<std::byte*>(base) + offset, {count, numel}, {stride, 1}, options);
+  // Torch would ask the driver whose memory it is, were it not told.
+  return at::for_blob(static_cast<std::byte*>(base) + offset, {count, numel})
+      .strides({stride, 1})
+      .options(options)
+      .target_device(device)
+      .make_tensor();
 }
 
 }  // namespace
