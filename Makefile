@@ -46,13 +46,13 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real lint format bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real lint stub format bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
-	@echo "make lint      ruff and clang-format; format applies them"
+	@echo "make lint      ruff, clang-format and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
@@ -139,6 +139,12 @@ lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)
 	$(BIN)/ruff format --check $(PY_DIRS)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/pyrefly check --python-interpreter-path $(RUN_PYTHON) --output-format min-text
+
+# What a type checker knows of the compiled module, read from it; a unit test says when that is due.
+stub: build
+	$(RUN_PYTHON) cmake/make_stub.py
+	$(BIN)/ruff format python/fsdp2x/_C.pyi
 
 format: $(TOOLS)
 	$(BIN)/clang-format -i $(CXX_FILES)

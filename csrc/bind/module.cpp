@@ -371,6 +371,7 @@ void bind_unit(py::module_& m) {
 
 }  // namespace fsdp2x
 
+// What is bound first is known by its name in the signatures of what follows, from which the stub is made.
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The engine of fsdp2x; import it through fsdp2x.runtime.native only.";
   pybind11::register_exception_translator([](std::exception_ptr pointer) {
@@ -388,8 +389,8 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_transports(m);
   fsdp2x::bind_device(m);
   fsdp2x::bind_group(m);
-  fsdp2x::bind_root(m);
   fsdp2x::bind_unit(m);
+  fsdp2x::bind_root(m);
   fsdp2x::bind_optim(m);
   fsdp2x::bind_peers(m);
 }

@@ -16,33 +16,34 @@ using SgdTuple = std::tuple<py::list, double, double, double, double, bool, bool
 }  // namespace
 
 void bind_optim(py::module_& m) {
+  py::class_<DeviceSteps>(m, "DeviceSteps")
+      .def(py::init<bool>(), py::arg("with_twins") = false)
+      .def_property_readonly("num_plans", &DeviceSteps::num_plans);
   m.def(
       "adamw_step",
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
-         bool bf16_moments, const py::object& stochastic, uint64_t seed, DeviceSteps* on_device,
+         bool bf16_moments, const py::object& stochastic, uint64_t seed, std::optional<DeviceSteps*> on_device,
          const std::optional<at::Tensor>& grad_scale) {
         std::vector<AdamWGroup> groups;
         for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
           groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
         }
         return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed},
-                          on_device, grad_scale.value_or(at::Tensor()));
+                          on_device.value_or(nullptr), grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("bf16_moments"), py::arg("stochastic"),
       py::arg("seed"), py::arg("on_device"), py::arg("grad_scale"));
-  py::class_<DeviceSteps>(m, "DeviceSteps")
-      .def(py::init<bool>(), py::arg("with_twins") = false)
-      .def_property_readonly("num_plans", &DeviceSteps::num_plans);
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",
       [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer,
-         DeviceSteps* on_device, const std::optional<at::Tensor>& grad_scale) {
+         std::optional<DeviceSteps*> on_device, const std::optional<at::Tensor>& grad_scale) {
         std::vector<SgdGroup> groups;
         for (const auto& [params, lr, momentum, dampening, weight_decay, nesterov, maximize] : tuples) {
           groups.push_back({own(params), lr, momentum, dampening, weight_decay, nesterov, maximize});
         }
-        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device, grad_scale.value_or(at::Tensor()));
+        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device.value_or(nullptr),
+                        grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"), py::arg("grad_scale"));
   py::class_<DeviceClip>(m, "DeviceClip")
@@ -57,8 +58,8 @@ void bind_optim(py::module_& m) {
           py::arg("square_sum"), py::arg("max_norm"), py::arg("in_f64"))
       .def_property_readonly("num_plans", &DeviceClip::num_plans);
   py::class_<LocalGradients>(m, "LocalGradients")
-      .def(py::init([](const py::list& params, DeviceClip* on_device) {
-             return std::make_unique<LocalGradients>(params.ptr(), on_device);
+      .def(py::init([](const py::list& params, std::optional<DeviceClip*> on_device) {
+             return std::make_unique<LocalGradients>(params.ptr(), on_device.value_or(nullptr));
            }),
            py::arg("params"), py::arg("on_device"), py::keep_alive<1, 3>())
       // Sums of squares on the host and (a tensor, or None) on the device, per bucket; indices that are left over.

@@ -105,12 +105,12 @@ class FSDPModule(_TorchFSDPModule):
         self._set_option("requires_all_reduce", requires_all_reduce, recurse)
 
     @checked
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Trainable parameters without a gradient are reduced as zeros: their ``.grad`` becomes zeros, not None.
 
         Ranks that use different parameters agree without this; it makes ``.grad`` exist everywhere.
         """
-        self._set_option("reduce_unused_params", enable, recurse)
+        self._set_option("reduce_unused_params", reduce_scatter_unused_params, recurse)
 
     @checked
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None) -> None:

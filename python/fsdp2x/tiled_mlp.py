@@ -123,8 +123,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a linear layer, also of one that LoRA wraps."""
-    shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return shape if all(isinstance(size, int) for size in shape) else None
+    size_in, size_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (size_in, size_out) if isinstance(size_in, int) and isinstance(size_out, int) else None
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:

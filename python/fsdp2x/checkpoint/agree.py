@@ -44,7 +44,7 @@ def gather_all(work: Callable[[], T], *, what: str = "", group: Group = None) ->
     result, mine = _attempt(work)
     found = _exchange((None if mine is None else sentence(mine), result), group)
     _raise_failures([said for said, _ in found], mine, what, CheckpointError)
-    return [value for _, value in found]
+    return [value for _, value in found]  # type: ignore[return-value]
 
 
 def on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> T:

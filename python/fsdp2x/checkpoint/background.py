@@ -134,7 +134,9 @@ class Saver:
     def start(self, job: _Job, begun: float) -> Saved:
         """Copies the data of `job` and lets the thread do the rest; collective when it is the first."""
         if self._group is None and rank_and_size()[1] > 1:
-            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup), "this rank is in a group of all"
+            self._group = group
         if self._staging is None:
             self._staging = Staging()
         job.staged = self._staging.fill(job.form, job.data)

@@ -329,6 +329,7 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
     if not all(gather_all(is_known, what=what)):
         saver.plan = plan = make_plan(state, None)
         sources = together(lambda: data_of(plan), what=what)
+    assert state is not None and saver.plan is not None
     return state, saver.plan, sources
 
 

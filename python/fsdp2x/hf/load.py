@@ -31,6 +31,7 @@ from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.tensors import Source
 
 logger = logging.getLogger("fsdp2x")
+Mode = Literal["auto", "each", "broadcast"]
 
 
 @dataclass
@@ -48,7 +49,7 @@ def load_hf(
     model: nn.Module,
     path: str | Path | Sequence[str | Path],
     *,
-    mode: Literal["auto", "each", "broadcast"] = "auto",
+    mode: Mode = "auto",
     strict: bool | None = None,
     ignore_mismatched_sizes: bool = False,
     progress: bool = True,
@@ -138,7 +139,7 @@ class _Catalogue:
         self.tensors: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
 
 
-def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, str, int, set[str]]:
+def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | _Catalogue, Mode, int, set[str]]:
     """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
 
     Returns the files, the mode ("auto" decided), rank 0's seed of the moment, and the classes that configs beside the
@@ -147,12 +148,11 @@ def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, s
     rank = dist.get_rank() if dist.is_initialized() else 0
     opened: Checkpoint | None = None
 
-    def on_first() -> tuple[str, int, dict, set[str]]:
+    def on_first() -> tuple[Mode, int, dict, set[str]]:
         nonlocal opened
         opened = Checkpoint(paths)
-        chosen = mode
-        if mode == "auto":
-            chosen = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
+        guessed = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
+        chosen: Mode = guessed if mode == "auto" else mode
         described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
         return chosen, torch.initial_seed(), described, _classes(opened.folders)
 
@@ -170,6 +170,7 @@ def _open(paths: list, mode: str, what: str) -> tuple[Checkpoint | _Catalogue, s
                 )
 
         together(on_each, what=what)
+        assert opened is not None
         return opened, mode, seed, classes
     except BaseException:
         if opened is not None:

@@ -94,7 +94,7 @@ def from_pretrained(
     return model.eval()
 
 
-def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, torch.dtype, Any]:
+def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Any, Any]:
     """Config, dtype and generation config (or None) of a folder."""
     from transformers import GenerationConfig
 

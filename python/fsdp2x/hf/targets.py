@@ -43,7 +43,9 @@ class Target:
         if self.record is not None:
             return self.record.param
         module, name = self.owners[0]
-        return (module._buffers if self.is_buffer else module._parameters)[name]
+        found = (module._buffers if self.is_buffer else module._parameters)[name]
+        assert found is not None, f"{self.fqn} has lost its tensor"
+        return found
 
     @property
     def num_bytes(self) -> int:

@@ -284,8 +284,13 @@ class AdamW(torch.optim.AdamW):
                 tensors = wide
             for column, tensor in zip(columns, tensors, strict=False):
                 column.append(tensor)
+        stepped, grads, averages, squares, largest_squares = columns
         torch_adamw(
-            *columns,
+            stepped,
+            grads,
+            averages,
+            squares,
+            largest_squares,
             [states[param]["step"] for param in params],
             has_complex=any(param.is_complex() for param in params),
             amsgrad=group["amsgrad"],

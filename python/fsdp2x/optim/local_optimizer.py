@@ -59,8 +59,8 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     # Step hooks belong around ours, where parameter groups hold the parameters, so torch's wrapper is taken off here
     # and put on again around the new class's step.
     whole_step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, kind), {"_whole_step": whole_step})
-    optimizer.__class__.step = _LocalStep.step_locally
+    members = {"_whole_step": whole_step, "step": _LocalStep.step_locally}
+    optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, kind), members)
     optimizer._patch_step_function()
     return optimizer
 

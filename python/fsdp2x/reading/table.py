@@ -183,7 +183,8 @@ def _table(found: Any) -> Table:
 
 def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
     name, offset = (index.get("fqn"), index.get("offset")) if _is(index, "MetadataIndex") else (None, None)
-    _require(isinstance(name, str), "a place belongs to no entry")
+    if not isinstance(name, str):
+        raise Damaged("a place belongs to no entry")
     return name, None if offset is None else _sizes(offset, f"the place of {name}")
 
 

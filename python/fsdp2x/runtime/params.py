@@ -221,7 +221,7 @@ class GroupParams(GroupNames):
             module, name = sharded.owners[0]
             current = module._parameters.get(name)
             before = sharded.param
-            if is_sharded(current) and current is not before:
+            if current is not None and is_sharded(current) and current is not before:
                 sharded.param = current
             tie_again(sharded, before)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -114,7 +114,7 @@ class Introductions:
 
 
 def introduce(
-    group: dist.ProcessGroup, units: list[UnitParams] = (), trained: list[UnitParams] = ()
+    group: dist.ProcessGroup, units: Sequence[UnitParams] = (), trained: Sequence[UnitParams] = ()
 ) -> Introductions | None:
     """Collective over ``group``. None where the process group is fake: nobody is there to answer.
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +51,7 @@ class UnitState(StateNames, torch_private.State):
         self.names: list[str] = []  # FQNs of the modules from the root
         self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
         self.comms = comms.CustomComms()  # the user's collectives and hooks
-        self.root_state = lambda: None  # weak reference to the state of the root
+        self.root_state: Callable[[], UnitState | None] = lambda: None  # weak reference to the state of the root
         # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
         # that are threads of one process have a model each.
         self._initializing = threading.RLock()

@@ -41,5 +41,5 @@ def tie_again(sharded: ShardedParam, before: nn.Parameter) -> None:
 
 def _differ(one: nn.Parameter, other: nn.Parameter) -> bool:
     """Whether this rank's rows have other values; on the meta device there are none."""
-    one, other = torch_private.local_tensor(one), torch_private.local_tensor(other)
-    return not (one.is_meta or other.is_meta or (one.shape == other.shape and torch.equal(one, other)))
+    rows, others = torch_private.local_tensor(one), torch_private.local_tensor(other)
+    return not (rows.is_meta or others.is_meta or (rows.shape == others.shape and torch.equal(rows, others)))

@@ -158,7 +158,8 @@ class Session:
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
         )
         self._snapshot = Snapshot(plans) if deltas else None
-        self._state, self._version = "fresh", None
+        self._state = "fresh"
+        self._version: int | str | None = None
         self._rings: dict | None = None
         self._make_rings()
 
@@ -294,12 +295,11 @@ class Session:
                 param = now.get(entry.name)
                 if param is entry.param:
                     continue
-                fresh = None if param is None else Entry.of(entry.name, param, entry.dtype)
-                if fresh is None or fresh.layout != entry.layout:
+                if param is None or Entry.of(entry.name, param, entry.dtype).layout != entry.layout:
                     return "runtime", f"parameter {entry.name!r} is not what it was when connecting; connect again"
                 entry.param = param
+        entry = next(entry for plan in self._plans for entry in plan.entries)
         try:
-            entry = next(entry for plan in self._plans for entry in plan.entries)
             entry.local.reshape(-1)[:1].clone()
         except RuntimeError as error:
             return "runtime", f"parameter {entry.name!r} cannot be read: {error}"
@@ -311,7 +311,7 @@ class Session:
         self._target.open(self._layout, self._timeout_s)
         self._target.begin(version, mode, self._version)
 
-    def _guarded(self, phase: str, call: Callable[[], None]) -> tuple[Failure, Exception] | None:
+    def _guarded(self, phase: str, call: Callable[[], None]) -> tuple[Failure, BaseException] | None:
         """What ``call`` raises on a rank that has an engine, as a value."""
         if not self._receives:
             return None
@@ -323,7 +323,7 @@ class Session:
             return Failure(phase, f"{type(error).__name__}: {error}"), error
         return None
 
-    def _settle(self, version: int | str, mine: tuple[Failure, Exception] | None) -> None:
+    def _settle(self, version: int | str, mine: tuple[Failure, BaseException] | None) -> None:
         """Every rank learns how a phase ended; raises on all of them where it failed on one."""
         failures = self._exchange(None if mine is None else mine[0])
         rank, failure = next(((r, f) for r, f in enumerate(failures) if f is not None), (0, None))
@@ -422,7 +422,8 @@ class PushTraffic:
 
     def __init__(self) -> None:
         self.num_buckets = self.num_tensors = self.bytes_sent = self.num_changed = 0
-        self.waited_s, self.error = 0.0, None
+        self.waited_s = 0.0
+        self.error: Exception | None = None
 
     def count(self, plan: BucketPlan) -> None:
         self.num_buckets += 1

@@ -19,8 +19,11 @@ _TOKENIZER_FILES = (
 
 
 class Tokenizer(Protocol):
-    vocab_size: int
-    eos_id: int | None
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
 
     def encode(self, text: bytes) -> torch.Tensor:
         """UTF-8 bytes of one document -> 1-D int64 ids, without an end mark."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -419,7 +420,10 @@ class Trainer:
             logger.warning("optimizer: %s", sentence)
         if self.scaler is not None and not loaded.scaler:
             logger.warning("scaler: the checkpoint has none, the scale starts at %g", self.scaler.scale)
-        parts = {"schedule": (self.schedule, loaded.scheduler), "data": (self.stream, loaded.data)}
+        parts: dict[str, tuple[Any, Any]] = {
+            "schedule": (self.schedule, loaded.scheduler),
+            "data": (self.stream, loaded.data),
+        }
         if self.scaler is not None and loaded.scaler:
             parts["scaler"] = (self.scaler, loaded.scaler)
         for name, (own, state) in parts.items():

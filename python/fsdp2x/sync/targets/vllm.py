@@ -61,7 +61,7 @@ class Vllm(EngineTarget):
         if pause not in ("keep", "wait", "abort"):
             raise ValueError(f'fsdp2x.sync.Vllm: pause must be "keep", "wait" or "abort", got {pause!r}')
         addresses = [engine] if isinstance(engine, str) else engine
-        self._controls: list[EngineControl]
+        self._controls: Sequence[EngineControl]
         if isinstance(addresses, Sequence):
             if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
                 raise ValueError(f'fsdp2x.sync.Vllm: addresses such as "http://127.0.0.1:8000", got {engine!r}')
