@@ -1,9 +1,12 @@
 // Who gets which transient memory, and how large it is: the planner counts by the engine's own rules.
 #include "bind/accounting.hpp"
 
+#include <optional>
+
+#include "core/buffers.hpp"
 #include "core/layout.hpp"
+#include "core/reduction_window.hpp"
 #include "core/slots.hpp"
-#include "engine/device_buffers.hpp"
 
 namespace py = pybind11;
 
@@ -12,7 +15,34 @@ namespace fsdp2x {
 void bind_accounting(py::module_& m) {
   m.attr("ALIGN_BYTES") = kAlignBytes;
   m.def("align_up", &align_up, py::arg("num_bytes"));
-  m.def("size_class", &size_class, py::arg("num_bytes"));
+  py::class_<MemoryTally>(m, "MemoryTally")
+      .def(py::init([](std::optional<MemoryTally*> whole) { return MemoryTally(whole.value_or(nullptr)); }),
+           py::arg("whole"), py::keep_alive<1, 2>())
+      .def("take", &MemoryTally::take, py::arg("num_bytes"))
+      .def("give_back", &MemoryTally::give_back, py::arg("num_bytes"))
+      .def_property_readonly("peak_bytes", &MemoryTally::peak_bytes);
+  py::class_<BufferLedger>(m, "BufferLedger")
+      .def(py::init<bool, MemoryTally*>(), py::arg("keeps"), py::arg("tally"), py::keep_alive<1, 3>())
+      .def(
+          "acquire",
+          [](BufferLedger& ledger, size_t num_bytes) {
+            return ledger.acquire(num_bytes, [](int, size_t bytes) { return bytes; }).id;
+          },
+          py::arg("num_bytes"))
+      .def(
+          "release",
+          [](BufferLedger& ledger, int buffer) { ledger.release(buffer, [&](int unkept) { ledger.close(unkept); }); },
+          py::arg("buffer"))
+      .def("bytes_of", &BufferLedger::bytes_of, py::arg("buffer"))
+      .def_property_readonly("bytes", &BufferLedger::bytes)
+      .def_property_readonly("standing_bytes", &BufferLedger::standing_bytes)
+      .def_property_readonly("peak_bytes", &BufferLedger::peak_owned_bytes);
+  py::class_<ReductionWindow>(m, "ReductionWindow")
+      .def(py::init<>())
+      .def("set_max_buffers", &ReductionWindow::set_max_buffers, py::arg("num"))
+      .def("before", &ReductionWindow::before, py::arg("num_bytes"), py::arg("bytes_in_flight"), py::arg("given_back"))
+      .def_property_readonly("beside", &ReductionWindow::beside)
+      .def_property_readonly("max_buffers", &ReductionWindow::max_buffers);
   py::class_<SlotLedger>(m, "SlotLedger")
       .def(py::init<size_t>(), py::arg("page_bytes"))
       .def(

@@ -10,22 +10,16 @@
 // borrower that it fits.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/buffers.hpp"
 #include "engine/device_layer.hpp"
 
 namespace fsdp2x {
-
-// Bytes of several sets of buffers together.
-struct MemoryTally {
-  void add(size_t more) { peak = std::max(peak, bytes += more); }
-  size_t bytes = 0, peak = 0;
-};
 
 struct DeviceBuffer {
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
@@ -37,8 +31,6 @@ struct DeviceBuffer {
   std::unique_ptr<DeviceEvent> ready;  // its contents are complete
   std::unique_ptr<DeviceEvent> free;   // its last user has passed: whoever writes next waits for it
   std::string owner;
-  bool is_owned = false;
-  uint64_t released_at = 0;
 };
 
 // `release` only says that no more work will be enqueued that uses the buffer: `ready` and `free` were recorded behind
@@ -50,55 +42,37 @@ class DeviceBuffers {
   // `keeps`: memory stays until drop_idle(), otherwise it goes back to its allocator when it is released. `tally`:
   // counts the memory too, unless null.
   DeviceBuffers(std::string name, std::shared_ptr<DeviceLayer> layer, Allocate allocate, bool keeps, MemoryTally* tally)
-      : name_(std::move(name)),
-        layer_(std::move(layer)),
-        allocate_(std::move(allocate)),
-        keeps_(keeps),
-        tally_(tally) {}
+      : name_(std::move(name)), layer_(std::move(layer)), allocate_(std::move(allocate)), ledger_(keeps, tally) {}
   ~DeviceBuffers();
   DeviceBuffers(const DeviceBuffers&) = delete;
   DeviceBuffers& operator=(const DeviceBuffers&) = delete;
 
-  // New memory, or where it is kept a free buffer of at least `bytes` and not much more than twice as many, the
-  // smallest, then the one released longest ago. `*is_new`: it was just allocated, in the order of the compute lane.
+  // `*is_new`: it was just allocated, in the order of the compute lane.
   int acquire(size_t bytes, const std::string& owner, bool* is_new);
   // Where memory is not kept, the compute lane waits for `ready` and `free`. `has_waited`: it is behind the last use.
   void release(int id, bool has_waited = false);
   DeviceBuffer& operator[](int id) { return *buffers_[static_cast<size_t>(id)]; }
   // Gives the memory of buffers that nobody owns back to the allocator.
   void drop_idle();
-  bool keeps() const { return keeps_; }
   void set_keeps(bool keeps);
   const std::string& name() const { return name_; }
   const std::vector<std::unique_ptr<DeviceBuffer>>& all() const { return buffers_; }
 
-  size_t num_owned() const;
-  size_t bytes() const;
-  size_t bytes_of(int id) const { return buffers_[static_cast<size_t>(id)]->memory.nbytes(); }
-  size_t peak_owned_bytes() const { return peak_owned_bytes_; }
-  void forget_peak() { peak_owned_bytes_ = owned_bytes_; }
-  size_t num_allocations() const { return num_allocations_; }
+  const BufferLedger& ledger() const { return ledger_; }
+  void forget_peak() { ledger_.forget_peak(); }
   std::string owners() const;
 
  private:
-  int find(size_t bytes) const;  // -1: none fits
-  int open(size_t bytes);
-  void drop(DeviceBuffer& buffer, bool has_waited);
+  void open(int id, size_t bytes);
+  void drop(int id, bool has_waited);
   // For records: others may have written to the memory before it is taken, and may when it was given back.
   void note(const char* operation, const DeviceBuffer& buffer) const;
 
   std::string name_;
   std::shared_ptr<DeviceLayer> layer_;
   Allocate allocate_;
-  bool keeps_;
-  MemoryTally* tally_;
+  BufferLedger ledger_;
   std::vector<std::unique_ptr<DeviceBuffer>> buffers_;
-  uint64_t num_releases_ = 0;
-  size_t num_allocations_ = 0;
-  size_t owned_bytes_ = 0, peak_owned_bytes_ = 0;
 };
-
-// Sizes in steps of a sixteenth, so that buffers of like units fit each other.
-size_t size_class(size_t bytes);
 
 }  // namespace fsdp2x

@@ -70,7 +70,7 @@ void DeviceTransport::end_forward() {
 
 void DeviceTransport::download(Group& group, Running& running, std::vector<uint8_t> wanted) {
   if (per_group(group).download) land(group);  // of gradients that came in two parts
-  if (downloads_.size() >= max_reduce_buffers_) land(*downloads_.front().second);
+  if (downloads_.size() >= window_.max_buffers()) land(*downloads_.front().second);
   PerGroup& mine = per_group(group);
   const ReducePlan& plan = *running.plan;
   Download download;

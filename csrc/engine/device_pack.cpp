@@ -45,7 +45,6 @@ void DeviceTransport::open_buffer(Group& group) {
   PerGroup& mine = per_group(group);
   if (mine.buffer >= 0) return;
   const size_t bytes = mine.reduce->segment_bytes * static_cast<size_t>(group.layout.world());
-  largest_reduction_ = std::max(largest_reduction_, bytes);
   retire_reductions(group, reductions_before(group, bytes));
   bool is_new = false;
   mine.buffer = buffers_.acquire(bytes, group.name, &is_new);
@@ -53,15 +52,11 @@ void DeviceTransport::open_buffer(Group& group) {
   if (group.calls.all_reduce_hook) buffers_[mine.buffer].memory.zero_();  // the user sees what lies between the rows
 }
 
-size_t DeviceTransport::reductions_before(const Group& group, size_t bytes) const {
-  const size_t most = max_reduce_buffers_ - 1;
-  const size_t slot = group.layout.slot_bytes();
+size_t DeviceTransport::reductions_before(const Group& group, size_t bytes) {
   const bool gave_slot_back = group.gather.slot.id < 0 && group.unit->options.unshard_in_backward;
-  // A buffer has flags and pads on top.
-  if (!counts_bytes_ || (gave_slot_back && bytes <= slot + slot / 8)) return most;
-  size_t total = bytes;
-  for (const InFlight& one : in_flight_) total += buffers_.bytes_of(one.buffer);
-  return total <= largest_reduction_ ? most : 0;
+  size_t in_flight = 0;
+  for (const InFlight& one : in_flight_) in_flight += buffers_.ledger().bytes_of(one.buffer);
+  return window_.before(bytes, in_flight, gave_slot_back ? std::optional(group.layout.slot_bytes()) : std::nullopt);
 }
 
 void DeviceTransport::retire_reductions(Group& group, size_t num) {

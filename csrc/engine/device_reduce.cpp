@@ -113,7 +113,7 @@ void DeviceTransport::begin_reduce(Group& group) {
   }
   mine.running = std::move(running);
   // While this one runs behind it, the compute lane waits for the one before.
-  retire_reductions(group, reductions_beside());
+  retire_reductions(group, window_.beside());
 }
 
 void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input) {

@@ -326,20 +326,21 @@ void DeviceTransport::release_idle() {
   for (DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_, &residents_}) {
     buffers->drop_idle();
   }
-  tally_.peak = tally_.bytes;
+  tally_.forget_peak();
   slots_.forget_peak();
 }
 
 TransportStats DeviceTransport::stats() const {
   TransportStats stats;
-  stats.gather_slots_owned = slots_.num_owned();
-  stats.gather_slot_bytes = slots_.keeps() ? slots_.bytes() : slots_.peak_owned_bytes();
-  stats.peak_gather_bytes = slots_.peak_owned_bytes();
+  stats.gather_slots_owned = slots_.ledger().num_owned();
+  stats.gather_slot_bytes = slots_.ledger().standing_bytes();
+  stats.peak_gather_bytes = slots_.ledger().peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
-  stats.scratch_bytes = tally_.peak;
-  stats.resident_shard_bytes = residents_.bytes();
-  stats.num_allocations = slots_.num_allocations() + staging_.num_allocations() + buffers_.num_allocations() +
-                          segments_.num_allocations() + uploads_.num_allocations() + residents_.num_allocations();
+  stats.scratch_bytes = tally_.peak_bytes();
+  stats.resident_shard_bytes = residents_.ledger().bytes();
+  for (const DeviceBuffers* buffers : {&slots_, &staging_, &buffers_, &segments_, &uploads_, &residents_}) {
+    stats.num_allocations += buffers->ledger().num_allocations();
+  }
   stats.owners = slots_.owners();
   return stats;
 }

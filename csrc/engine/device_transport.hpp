@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/gather_plan.hpp"
+#include "core/reduction_window.hpp"
 #include "engine/device_buffers.hpp"
 #include "engine/reduce_plans.hpp"
 #include "engine/transport.hpp"
@@ -54,10 +55,7 @@ class DeviceTransport final : public Transport {
   bool has_streams() const override { return true; }
   void publish_progress(uint64_t) override {}
   void release_idle() override;
-  void set_max_reduce_buffers(size_t num) override {
-    max_reduce_buffers_ = num;
-    counts_bytes_ = false;
-  }
+  void set_max_reduce_buffers(size_t num) override { window_.set_max_buffers(num); }
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
 
@@ -154,12 +152,8 @@ class DeviceTransport final : public Transport {
   static bool is_alone(const Group& group);
   void open_scratch(Group& group);
   void open_buffer(Group& group);
-  // How many reductions may be on their way when `bytes` of gradients are packed for one more, and beside the backward
-  // that goes on behind that: as many as was asked for (set_reduce_scatter_max_input_buffers). Otherwise two between
-  // two units, so that the network has no gap, where that does not raise the peak: in the place of the slot that the
-  // unit has just given back, or where both are within what the largest unit needs; and one beside the next unit.
-  size_t reductions_before(const Group& group, size_t bytes) const;
-  size_t reductions_beside() const { return counts_bytes_ ? 1 : max_reduce_buffers_; }
+  // How many reductions may be on their way when `bytes` of gradients are packed for one more.
+  size_t reductions_before(const Group& group, size_t bytes);
   // The compute lane goes on behind all reductions, whose buffers are given back.
   void end_reductions();
   // Gives back the buffers of the oldest reductions until `num` are left; the compute lane waits for them.
@@ -200,10 +194,8 @@ class DeviceTransport final : public Transport {
   DeviceCollectives collectives_;
   std::shared_ptr<DeviceLayer> layer_;
   size_t pack_below_bytes_;
-  size_t max_reduce_buffers_ = 2;
-  bool counts_bytes_ = true;
-  size_t largest_reduction_ = 0;  // of all so far, in bytes
-  MemoryTally tally_;             // of what comes and goes, slots aside
+  ReductionWindow window_;
+  MemoryTally tally_;  // of what comes and goes, slots aside
   DeviceBuffers slots_, staging_, buffers_, segments_;
   DeviceBuffers uploads_;                                           // shard pools that lie on the host
   DeviceBuffers residents_;                                         // likewise, kept by their groups

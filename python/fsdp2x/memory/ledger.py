@@ -176,64 +176,6 @@ class GroupLedger:
         return self._gather.peak_bytes
 
 
-class Tally:
-    """Bytes that come and go, and the most there were at once; ``whole`` counts them as well."""
-
-    def __init__(self, whole: Tally | None = None) -> None:
-        self._whole = whole
-        self._now = self.peak_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        self._now += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._now)
-        if self._whole is not None:
-            self._whole.add(num_bytes)
-
-
-class _Buffers:
-    """Device memory that is lent: of torch's allocator for as long as it is owned, or registered memory, which is kept.
-
-    What is kept comes in steps of a sixteenth, so that like units fit each other.
-    """
-
-    def __init__(self, keeps: bool, tally: Tally) -> None:
-        self._keeps, self._tally = keeps, tally
-        self._capacities: dict[int, int] = {}  # of all that have memory
-        self._owned: set[int] = set()
-        self._num_acquired = 0
-        self.peak_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._capacities.values())
-
-    def acquire(self, num_bytes: int) -> int:
-        rounded = _C.size_class(num_bytes)
-        fitting = [
-            (capacity, number)
-            for number, capacity in self._capacities.items()
-            if number not in self._owned and num_bytes <= capacity <= 2 * rounded
-        ]
-        if fitting:
-            number = min(fitting)[1]
-        else:
-            number = self._num_acquired
-            self._num_acquired += 1
-            self._capacities[number] = rounded if self._keeps else num_bytes
-            self._tally.add(self._capacities[number])
-        self._owned.add(number)
-        self.peak_bytes = max(self.peak_bytes, sum(self._capacities[owned] for owned in self._owned))
-        return number
-
-    def capacity(self, number: int) -> int:
-        return self._capacities[number]
-
-    def release(self, number: int) -> None:
-        self._owned.remove(number)
-        if not self._keeps:
-            self._tally.add(-self._capacities.pop(number))
-
-
 class DeviceLedger:
     """A process group of an accelerator: slots, what is gathered packed, gradients in flight, reduced rows, uploads.
 
@@ -245,23 +187,25 @@ class DeviceLedger:
     may_wait = False  # collectives come in one order
     landing_bytes = 0  # blocks of the host
 
-    def __init__(self, ranks: Ranks, whole: Tally) -> None:
-        self._keeps = ranks.registers_memory
-        self._tally = Tally(whole)
-        self._gather = _Buffers(self._keeps, Tally(whole))
-        pools = (_Buffers(self._keeps, self._tally) for _ in range(4))
+    def __init__(self, ranks: Ranks, whole: _C.MemoryTally) -> None:
+        keeps = ranks.registers_memory
+        self._tally = _C.MemoryTally(whole)
+        self._gather = _C.BufferLedger(keeps, whole)
+        pools = (_C.BufferLedger(keeps, self._tally) for _ in range(4))
         self._staging, self._buffers, self._segments, self._uploads = pools
         self._slots: dict[GroupFacts, int] = {}
-        self._gathering: dict[GroupFacts, list[tuple[_Buffers, int]]] = {}  # what a gather needs besides its slot
+        self._gathering: dict[
+            GroupFacts, list[tuple[_C.BufferLedger, int]]
+        ] = {}  # what a gather needs besides its slot
         self._reducing: dict[GroupFacts, int] = {}
         self._summed: set[GroupFacts] = set()  # whose gradients of this step are in their pool already
         self._packed: dict[GroupFacts, int] = {}  # buffers with gradients that came without gradient sync
-        self._in_flight: list[tuple[GroupFacts, list[tuple[_Buffers, int]]]] = []
+        self._in_flight: list[tuple[GroupFacts, list[tuple[_C.BufferLedger, int]]]] = []
         self._world = ranks.world
-        self._counts_bytes = ranks.max_reduce_buffers is None
-        self._max_reduce_buffers = ranks.max_reduce_buffers or 2
-        self._largest_reduction = 0
-        self._residents = _Buffers(self._keeps, Tally())
+        self._window = _C.ReductionWindow()
+        if ranks.max_reduce_buffers is not None:
+            self._window.set_max_buffers(ranks.max_reduce_buffers)
+        self._residents = _C.BufferLedger(keeps, _C.MemoryTally(None))
         self._resident_groups: set[GroupFacts] = set()
         self._landing: list[int] = []  # sizes of blocks whose rows are on their way
         self._blocks: list[int] = []  # free ones
@@ -330,19 +274,14 @@ class DeviceLedger:
         """How many reductions may be on their way when the gradients of ``group`` are packed for one more."""
         if self.packs_into_pool(group) or group in self._packed:
             return len(self._in_flight)
-        most = self._max_reduce_buffers - 1
-        num_bytes = group.reduce_segment_bytes * self._world
-        self._largest_reduction = max(self._largest_reduction, num_bytes)
-        takes_place_of_slot = group not in self._slots and num_bytes <= group.slot_bytes + group.slot_bytes // 8
-        if not self._counts_bytes or takes_place_of_slot:
-            return most
-        in_flight = sum(buffers.capacity(number) for _, ((buffers, number), *_) in self._in_flight)
-        return most if in_flight + num_bytes <= self._largest_reduction else 0
+        in_flight = sum(buffers.bytes_of(number) for _, ((buffers, number), *_) in self._in_flight)
+        given_back = None if group in self._slots else group.slot_bytes
+        return self._window.before(group.reduce_segment_bytes * self._world, in_flight, given_back)
 
     @property
     def reductions_beside(self) -> int:
         """How many may be while backward goes on."""
-        return 1 if self._counts_bytes else self._max_reduce_buffers
+        return self._window.beside
 
     def has_more_reductions(self, num: int) -> bool:
         return len(self._in_flight) > num
@@ -365,7 +304,7 @@ class DeviceLedger:
             else:
                 self._segments.release(lent[1])
         if group.offloads:
-            if len(self._landing) >= self._max_reduce_buffers:
+            if len(self._landing) >= self._window.max_buffers:
                 self._land()
             landing_bytes = group.landing_bytes or (group.reduced_bytes if group in self._summed else 0)
             if landing_bytes in self._blocks:
@@ -388,7 +327,7 @@ class DeviceLedger:
 
     @property
     def gather_slot_bytes(self) -> int:
-        return self._gather.num_bytes if self._keeps else self._gather.peak_bytes
+        return self._gather.standing_bytes
 
     @property
     def own_gather_slot_bytes(self) -> int:
@@ -405,13 +344,13 @@ class DeviceLedger:
     @property
     def resident_shard_bytes(self) -> int:
         """The device's copies of shards that are the host's."""
-        return self._residents.num_bytes
+        return self._residents.bytes
 
 
 Ledger = HostLedger | GroupLedger | DeviceLedger
 
 
-def make_ledger(ranks: Ranks, whole: Tally) -> Ledger:
+def make_ledger(ranks: Ranks, whole: _C.MemoryTally) -> Ledger:
     """The ledger of the transport that these ranks share; ``whole``: see ``DeviceLedger``."""
     if ranks.transport != "process_group":
         return HostLedger(ranks)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, UnitFacts
-from fsdp2x.memory.ledger import DeviceLedger, Ledger, Tally, make_ledger
+from fsdp2x.memory.ledger import DeviceLedger, Ledger, make_ledger
+from fsdp2x.runtime.native import _C
 
 # The first step prefetches nothing in forward; after a few no ledger grows any more.
 _MAX_STEPS = 8
@@ -100,7 +101,9 @@ class Replay:
         self._units = [_Unit(facts) for facts in units]
         self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
-        self._whole = Tally()  # what a device holds at once: slots, buffers, gradients of autograd and reduced ones
+        self._whole = _C.MemoryTally(
+            None
+        )  # what a device holds at once: slots, buffers, gradients of autograd and reduced ones
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
                 self._ledgers.setdefault(ranks.key, make_ledger(ranks, self._whole))
@@ -329,7 +332,7 @@ class Replay:
 
     def _open_scratch(self, unit: _Unit, group: GroupFacts) -> None:
         self._ledger(group).open_scratch(group, self._syncs)
-        self._whole.add(group.gradient_bytes)
+        self._whole.take(group.gradient_bytes)
         unit.open.append(group)
 
     def _settle(self, unit: _Unit) -> None:
@@ -339,7 +342,7 @@ class Replay:
             if isinstance(ledger, DeviceLedger) and not ledger.is_packed(group):
                 self._retire(ledger, ledger.reductions_before(group))
             if ledger.settle(group):
-                self._whole.add(-group.gradient_bytes)
+                self._whole.give_back(group.gradient_bytes)
                 unit.open.remove(group)
 
     def _post(self, unit: _Unit, group: GroupFacts) -> None:
@@ -350,7 +353,7 @@ class Replay:
                 self._take_pool(group)
         ledger.begin_reduce(group)
         self._note("reduce", group)
-        self._whole.add(-group.gradient_bytes)  # packed
+        self._whole.give_back(group.gradient_bytes)  # packed
         if isinstance(ledger, DeviceLedger):
             if group.reduces_in_place:
                 self._take_pool(group)
@@ -368,7 +371,7 @@ class Replay:
     def _take_pool(self, group: GroupFacts) -> None:
         if group not in self._pools and not group.offloads:
             self._pools.add(group)
-            self._whole.add(group.gradient_pool_bytes)
+            self._whole.take(group.gradient_pool_bytes)
 
     def _keep_gradients(self) -> None:
         """To the next backward of the step."""
@@ -378,7 +381,7 @@ class Replay:
                     ledger.has_gradients(group)
 
     def _drop_gradients(self) -> None:
-        self._whole.add(-sum(group.gradient_pool_bytes for group in self._pools))
+        self._whole.give_back(sum(group.gradient_pool_bytes for group in self._pools))
         self._pools.clear()
         for ledger in self._ledgers.values():
             if isinstance(ledger, DeviceLedger):
