@@ -12,16 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
+from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import (
-    by_group,
     local_tensors,
     loss_of,
     number,
     refuse_sparse,
-    refuse_stale_group,
-    refuse_unsupported,
 )
 from fsdp2x.optim.moments import place_in_whole, zeros_like_all
 from fsdp2x.runtime import torch_private
@@ -32,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(EngineStep, torch.optim.AdamW):
     """``torch.optim.AdamW`` with all parameters of a step in one call, over their local shards.
 
     Arguments, parameter groups, closures and ``state_dict`` are torch's: states load both ways, and through
@@ -85,7 +83,8 @@ class AdamW(torch.optim.AdamW):
     """
 
     keeps_host_state = True  # knows parameters whose state belongs to the host
-    refuses_stale_params = True
+    _name = "AdamW"
+    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
 
     @checked
     def __init__(
@@ -107,8 +106,7 @@ class AdamW(torch.optim.AdamW):
         seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
-        refuse_unsupported("AdamW", {"capturable": capturable, "differentiable": differentiable})
-        check_max_grad_norm("AdamW", max_grad_norm)
+        self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
         if moments_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(
                 f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype}, expected None, torch.float32 or torch.bfloat16"
@@ -121,28 +119,12 @@ class AdamW(torch.optim.AdamW):
         if not 0 <= seed < 2**64:
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
-        self.max_grad_norm, self.grad_norm = max_grad_norm, None
-        self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
-        self._on_device = _C.DeviceSteps()
-        self._host_moments = HostMoments()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_unsupported("AdamW", param_group)
-        super().add_param_group(param_group)
-        refuse_stale_group("AdamW", self.param_groups)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            refuse_unsupported("AdamW", group)
-        super().__setstate__(state)
-        self.__dict__.setdefault("grad_norm", None)
-        self._on_device = _C.DeviceSteps()
+    def _begin_afresh(self) -> None:
+        super()._begin_afresh()
         self._host_moments = HostMoments()
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_places": {}}
+        self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter.
@@ -182,7 +164,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
-        run = functools.partial(self._run, measure_in_step("AdamW", self))
+        run = functools.partial(self._run, measure_in_step(self._name, self))
         on_host = self._wanted_on_host()
         if on_host:
             self._host_moments.step(self.state, on_host, run)
@@ -210,7 +192,7 @@ class AdamW(torch.optim.AdamW):
             on_device,
             grad_scale,
         )
-        for group, params in by_group(self.param_groups, left_over):
+        for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, states, grad_scale)
 
     def _wanted_on_host(self) -> list[Wanted]:

@@ -1,8 +1,8 @@
-"""What the optimizers share: the plain tensors behind DTensors for torch's own functions, and what is refused."""
+"""What the optimizers share: the plain tensors behind DTensors for torch's own functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,27 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.stale import refuse_stale
-
-_UNSUPPORTED = ("capturable", "differentiable")
-
-
-def refuse_unsupported(name: str, settings: dict) -> None:
-    """Raises NotImplementedError for a setting of a parameter group that our step would not act on."""
-    for key in _UNSUPPORTED:
-        if settings.get(key, False):
-            raise NotImplementedError(
-                f"fsdp2x.optim.{name}: {key}=True is not supported; pass {key}=False, or use torch.optim.{name}"
-            )
-
-
-def refuse_stale_group(name: str, groups: list[dict]) -> None:
-    """Takes the last of ``groups`` away and raises ValueError when it holds parameters that a step does not reach."""
-    try:
-        refuse_stale(f"optim.{name}", groups[-1]["params"])
-    except ValueError:
-        del groups[-1]
-        raise
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -39,12 +18,6 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def by_group(groups: list[dict], left_over: list[tuple[int, int]]) -> Iterator[tuple[dict, list[Tensor]]]:
-    """Each group with its parameters among ``left_over``, the (group, index) that a step of the engine left as is."""
-    for index in sorted({group for group, _ in left_over}):
-        yield groups[index], [groups[index]["params"][i] for group, i in left_over if group == index]
 
 
 def number(value: float | Tensor) -> float:

@@ -11,21 +11,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step, scaled
+from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import (
-    by_group,
     local_tensors,
     loss_of,
     number,
     refuse_sparse,
-    refuse_stale_group,
-    refuse_unsupported,
 )
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
 
-class SGD(torch.optim.SGD):
+class SGD(EngineStep, torch.optim.SGD):
     """``torch.optim.SGD`` with all parameters of a step in one call, over their local shards.
 
     Arguments, parameter groups, closures and ``state_dict`` are torch's. A kernel steps float32 parameters: on the CPU,
@@ -46,7 +44,7 @@ class SGD(torch.optim.SGD):
         ValueError: settings out of range; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
     """
 
-    refuses_stale_params = True
+    _name = "SGD"
 
     @checked
     def __init__(
@@ -64,35 +62,17 @@ class SGD(torch.optim.SGD):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        refuse_unsupported("SGD", {"differentiable": differentiable})
-        check_max_grad_norm("SGD", max_grad_norm)
-        self.max_grad_norm, self.grad_norm = max_grad_norm, None
-        self._on_device = _C.DeviceSteps()
+        self._prepare({"differentiable": differentiable}, max_grad_norm)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_unsupported("SGD", param_group)
-        super().add_param_group(param_group)
-        refuse_stale_group("SGD", self.param_groups)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            refuse_unsupported("SGD", group)
-        super().__setstate__(state)
-        self.__dict__.setdefault("grad_norm", None)
-        self._on_device = _C.DeviceSteps()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
         settings = [_settings(group) for group in self.param_groups]
-        grad_scale = measure_in_step("SGD", self)
+        grad_scale = measure_in_step(self._name, self)
         left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device, grad_scale)
-        for group, params in by_group(self.param_groups, left_over):
+        for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, grad_scale)
         return loss
 

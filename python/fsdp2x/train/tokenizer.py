@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,21 +51,26 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
 
         # A byte-level BPE without merges: the pre-tokenizer shows each byte as one character, which is one token.
         vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
         tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=END_OF_TEXT,
-            clean_up_tokenization_spaces=False,
-        )
-        wrapped.save_pretrained(str(folder))
+        _save_fast(tokenizer, folder)
+
+
+def _save_fast(tokenizer: Any, folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(str(folder))
 
 
 def byte_alphabet() -> list[str]:
@@ -107,20 +112,12 @@ class CharacterTokenizer:
     def save(self, folder: Path) -> None:
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
-        from transformers import PreTrainedTokenizerFast
 
         vocab = {**self._ids, END_OF_TEXT: self.eos_id}
         tokenizer = FastTokenizer(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         tokenizer.decoder = decoders.Fuse()
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=END_OF_TEXT,
-            clean_up_tokenization_spaces=False,
-        )
-        wrapped.save_pretrained(str(folder))
+        _save_fast(tokenizer, folder)
 
 
 def _text(content: bytes, where: str) -> str:
