@@ -1,4 +1,4 @@
-// The gather and reduction protocols of csrc/README.md on the records of shm_map.hpp.
+// The gather and reduction protocols of docs/engine/shared_memory.md on the records of shm_map.hpp.
 #include "cpu/shm_protocol.hpp"
 
 #include <algorithm>

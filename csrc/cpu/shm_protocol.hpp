@@ -1,4 +1,4 @@
-// The gather and reduction protocols of csrc/README.md on the records of shm_map.hpp: what the ranks of a group tell
+// The gather and reduction protocols of docs/engine/shared_memory.md on the records of shm_map.hpp: what the ranks of a group tell
 // each other through shared memory while they train. Not thread-safe: one thread of a rank at a time.
 #pragma once
 

@@ -1,4 +1,4 @@
-// A unit: modules whose parameters are gathered together. Owns its groups and the two state machines of csrc/README.md.
+// A unit: modules whose parameters are gathered together. Owns its groups and the two state machines of docs/engine/unit.md.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
 """Plays training steps on the ledgers: the engine's schedule (gathers, prefetches, reductions) without its work.
 
 Modules are taken to run once each, in the order of their registration, and every trainable parameter to get a
-gradient; ranks that share memory may be late. ``csrc/README.md`` has the life of a unit that is followed here; the
+gradient; ranks that share memory may be late. ``docs/engine/unit.md`` has the life of a unit that is followed here; the
 numbers are those of ``Root.stats()``.
 """
 
