@@ -1,4 +1,5 @@
-// What lies where in the memfd, and the records of the control area. docs/engine/shared_memory.md draws it; these are the numbers.
+// What lies where in the memfd, and the records of the control area. docs/engine/shared_memory.md draws it; these are
+// the numbers.
 //
 // Every record has one writer, the rank it belongs to; what a rank writes is contiguous, so two ranks never write the
 // same cache line. All of it starts as zero: sequence numbers and epochs count from 1.

@@ -1,5 +1,5 @@
-// The gather and reduction protocols of docs/engine/shared_memory.md on the records of shm_map.hpp: what the ranks of a group tell
-// each other through shared memory while they train. Not thread-safe: one thread of a rank at a time.
+// The gather and reduction protocols of docs/engine/shared_memory.md on the records of shm_map.hpp: what the ranks of a
+// group tell each other through shared memory while they train. Not thread-safe: one thread of a rank at a time.
 #pragma once
 
 #include <cstddef>

@@ -13,8 +13,8 @@
 namespace fsdp2x {
 
 // Every rank copies its values into a scratch of its own and sums those of all ranks, in rank order: the same bits on
-// every replica and in every run. Uses the reduction protocol of docs/engine/shared_memory.md with two units in turn, so that a rank
-// may fill one scratch while its peers still read the other.
+// every replica and in every run. Uses the reduction protocol of docs/engine/shared_memory.md with two units in turn,
+// so that a rank may fill one scratch while its peers still read the other.
 class HostAllReduce {
  public:
   explicit HostAllReduce(std::shared_ptr<cpu::ShmGroup> group);

@@ -1,4 +1,5 @@
-// The CPU transport over shared memory (or one rank's own): the gather and reduction protocols of docs/engine/shared_memory.md.
+// The CPU transport over shared memory (or one rank's own): the gather and reduction protocols of
+// docs/engine/shared_memory.md.
 #include "engine/host_transport.hpp"
 
 #include <torch/csrc/utils/pybind.h>

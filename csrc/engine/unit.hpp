@@ -1,4 +1,5 @@
-// A unit: modules whose parameters are gathered together. Owns its groups and the two state machines of docs/engine/unit.md.
+// A unit: modules whose parameters are gathered together. Owns its groups and the two state machines of
+// docs/engine/unit.md.
 #pragma once
 
 #include <ATen/ATen.h>
