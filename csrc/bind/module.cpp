@@ -11,6 +11,7 @@
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
+#include "engine/changes.hpp"
 #include "engine/group_transport.hpp"
 #include "engine/hooks.hpp"
 #include "engine/host_all_reduce.hpp"
@@ -144,6 +145,8 @@ void bind_layout(py::module_& m) {
   m.def(
       "packed_itemsize", [](const ShapeTuple& shape) { return dtype_bytes(shapes_of({shape}).front().packed()); },
       py::arg("shape"));
+  m.def("find_changes", &find_changes, py::arg("now"), py::arg("held"), py::arg("max"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("stream_copies", &stream_copies, py::arg("targets"), py::arg("sources"));
   m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
   m.def("detach_memory", &detach_memory, py::arg("tensor"), py::arg("message"));

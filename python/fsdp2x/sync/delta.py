@@ -24,6 +24,7 @@ from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan
 from fsdp2x.hf.names import Family
 from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.native import _C
 from fsdp2x.sync.engine import POSITION_BYTES, delta_bytes
 from fsdp2x.sync.targets.base import Delta
 
@@ -64,11 +65,16 @@ class Snapshot:
                 held.copy_(entry.local)
 
     @torch.no_grad()
-    def changed(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
-        """(positions, values) of what differs, both flat, positions in the local shard."""
-        now = entry.local.to(entry.dtype).contiguous().view(-1)
-        positions = _differing(_bits(now), _bits(self._held[entry.name].view(-1)))
-        return positions, now[positions]
+    def changed(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(positions, values) of what differs, both flat, positions in the local shard; None: more than is worth it."""
+        now, held = entry.local.detach().contiguous().view(-1), self._held[entry.name].view(-1)
+        # Positions and values of so many take half of the bytes of all.
+        most = held.nbytes // (2 * (POSITION_BYTES + held.itemsize))
+        if now.device.type == "cpu":
+            return _C.find_changes(now, held, most)
+        now = now.to(entry.dtype)
+        positions = _differing(_bits(now), _bits(held))
+        return (positions, now[positions]) if positions.numel() <= most else None
 
     @torch.no_grad()
     def hold_changes(self, entry: Entry, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -81,7 +87,7 @@ _MANY = -1  # in place of a count: more than is worth to be told one by one
 
 
 def _differing(now: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Where two flat tensors of integers differ; those of more than one dim are of several integers an element.
+    """Where two flat tensors of integers on a device differ; those of two dims are of several integers an element.
 
     Words of 8 bytes are compared, and groups of 8 words that differ looked into: where little has changed, there is no
     pass over single elements.
@@ -129,11 +135,10 @@ class Changes:
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         counts = []
         for entry in entries:
-            positions, values = snapshot.changed(entry)
-            is_few = 2 * delta_bytes(positions.numel(), entry.dtype)[1] <= entry.local.numel() * entry.dtype.itemsize
-            if is_few:
-                self._found[entry.name] = positions, values
-            counts.append(positions.numel() if is_few else _MANY)
+            changes = snapshot.changed(entry)
+            if changes is not None:
+                self._found[entry.name] = changes
+            counts.append(_MANY if changes is None else changes[0].numel())
         device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
             device = next((entry.wire_device for entry in entries if entry.group is not None), entries[0].device)
