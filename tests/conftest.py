@@ -1,6 +1,8 @@
 """Options, markers and the end of the session for all tests; the distributed harness itself is tests/harness."""
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from verdict import Verdict
 
         config.pluginmanager.register(Verdict(config.getoption("--verdict")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: it is no work for collections of garbage, neither now nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,14 +4,16 @@
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.wrap import UnitPlan, plan_units
 from harness import context
@@ -107,32 +109,78 @@ def _no_races(entries: list[tuple]) -> None:
 
 def full(value: Any) -> Any:
     """Gathered copies of DTensors (collective), clones of tensors, recursively."""
+    found: list[DTensor] = []
+    _replace(value, found.append)
+    gathered = iter(_gathered(found))
+    return _replace(value, lambda _: next(gathered))
+
+
+def _replace(value: Any, gather: Callable[[DTensor], Any]) -> Any:
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
+        return gather(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: full(item) for key, item in value.items()}
+        return {key: _replace(item, gather) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [full(item) for item in value]
+        return [_replace(item, gather) for item in value]
     return value
+
+
+@torch.no_grad()
+def _gathered(values: list[DTensor]) -> list[torch.Tensor]:
+    """`full_tensor()` of each. Of several those that one group cuts come in one gather: a call of each costs more."""
+    together: dict[Any, list[tuple[int, int, torch.Tensor]]] = {}
+    results: dict[int, torch.Tensor] = {}
+    for i, value in enumerate(values):
+        axes = [axis for axis, placement in enumerate(value.placements) if placement != Replicate()]
+        local = value.to_local()
+        if len(axes) == 1 and type(local) is torch.Tensor and local.is_cpu and type(value.placements[axes[0]]) is Shard:
+            key = (value.device_mesh, axes[0])
+            together.setdefault(key, []).append((i, value.placements[axes[0]].dim, local))
+        else:
+            results[i] = value.full_tensor().clone()
+    for (mesh, axis), members in together.items():
+        if len(members) == 1:
+            results[members[0][0]] = values[members[0][0]].full_tensor().clone()
+            continue
+        group, own = mesh.get_group(axis), mesh.get_local_rank(axis)
+        ranks = range(group.size())
+        shapes = [[_shard_shape(values[i].shape, dim, rank, len(ranks)) for i, dim, _ in members] for rank in ranks]
+        assert [local.shape for *_, local in members] == shapes[own], "shards of other shapes than torch.chunk's"
+        widths = [local.itemsize for *_, local in members]
+        sizes = [[math.prod(shape) * width for shape, width in zip(row, widths, strict=True)] for row in shapes]
+        sent = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
+        sent[: sum(sizes[own])] = torch.cat([local.flatten().view(torch.uint8) for *_, local in members])
+        received = sent.new_empty(len(ranks) * len(sent))
+        dist.all_gather_into_tensor(received, sent, group=group)
+        rows = received.view(len(ranks), len(sent))
+        parts = [rows[rank, : sum(sizes[rank])].split(sizes[rank]) for rank in ranks]
+        for k, (i, dim, local) in enumerate(members):
+            pieces = [parts[rank][k].clone().view(local.dtype).view(shapes[rank][k]) for rank in ranks]
+            results[i] = torch.cat(pieces, dim)
+    return [results[i] for i in range(len(values))]
+
+
+def _shard_shape(shape: torch.Size, dim: int, rank: int, world: int) -> torch.Size:
+    rows = -(-shape[dim] // world)
+    return torch.Size([*shape[:dim], min(max(shape[dim] - rank * rows, 0), rows), *shape[dim + 1 :]])
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Gathered gradients by name; checks that each lies as its parameter does. Collective."""
     found = {}
     for name, param in model.named_parameters():
-        grad = param.grad
+        grad = found[name] = param.grad
         if isinstance(param, DTensor) and grad is not None:
             assert isinstance(grad, DTensor) and grad.placements == param.placements, name
             assert grad.dtype == param.dtype and grad.to_local().shape == param.to_local().shape, name
-        found[name] = full(grad)
-    return found
+    return full(found)
 
 
 def params(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gathered parameters by name. Collective."""
-    return {name: full(param) for name, param in model.named_parameters()}
+    return full(dict(model.named_parameters()))
 
 
 def same(got: Any, expected: Any, where: str = "", **tolerance: float) -> None:

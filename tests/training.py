@@ -98,7 +98,9 @@ def run(config: dict):
 
 
 def weights(trainer) -> list:
-    return [parameter.full_tensor().detach().clone() for parameter in trainer.model.parameters()]
+    from reference import full
+
+    return full(list(trainer.model.parameters()))
 
 
 @contextlib.contextmanager

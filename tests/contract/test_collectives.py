@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Stack, Twice, inputs
-from reference import full, same, shard, shard_stock
+from reference import grads, same, shard, shard_stock
 
 KINDS = {
     "all_gather": ("all_gather", "allgather"),
@@ -63,7 +63,7 @@ def both(ctx, make: Callable[[], nn.Module], units, run: Callable, **options) ->
     for apply in (functools.partial(shard, ctx, transport="process_group"), shard_stock):
         model = apply(make(), units, **options)
         found = run(model)
-        results.append((found, {name: full(param.grad) for name, param in model.named_parameters()}))
+        results.append((found, grads(model)))
     (ours, got), (stock, expected) = results
     same(got, expected, "gradients", rtol=1e-5, atol=1e-6)
     return ours, stock

@@ -81,7 +81,7 @@ def test_classes_of_sharded_modules(ctx):
     shard(ctx, blocks)
     assert isinstance(blocks, fsdp2x.FSDPModule) and type(blocks[:1]) is Chain
     assert len(blocks(inputs(ctx.rank))) == 4
-    state = pickle.loads(pickle.dumps({name: full(value) for name, value in model.state_dict().items()}))
+    state = pickle.loads(pickle.dumps(full(dict(model.state_dict()))))
     same(state, params(model))
 
 
@@ -106,7 +106,7 @@ def test_peft_trains_its_adapters(ctx):
     model, plain = lora(), lora()
     fsdp2x.fully_shard(model)
     assert len(fsdp2x.describe(model).units) > 3
-    base = {name: full(param) for name, param in model.named_parameters() if "lora_" not in name}
+    base = full({name: param for name, param in model.named_parameters() if "lora_" not in name})
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, plain)]
     for step in range(3):
         expected = mean_of_ranks(plain, lambda m, rank: m(**batch("llama", rank + 10 * step)).loss, ctx.world)  # noqa: B023
@@ -117,8 +117,8 @@ def test_peft_trains_its_adapters(ctx):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same({name: full(param) for name, param in model.named_parameters() if name in base}, base)
-    adapter = {name: full(value) for name, value in get_peft_model_state_dict(model).items()}
+    same(full({name: param for name, param in model.named_parameters() if name in base}), base)
+    adapter = full(dict(get_peft_model_state_dict(model)))
     plain_adapter = get_peft_model_state_dict(plain)
     assert sorted(adapter) == sorted(plain_adapter) and len(adapter) == 8
     named = dict(fsdp2x.full_tensors(model, params=lambda name, param: "lora_" in name))

@@ -300,7 +300,7 @@ def test_09_mixed_dtypes_and_frozen_in_one_unit(ctx, transport):
     model, plain = Adapted(), Adapted()
     shard(ctx, model, transport=transport)
     assert len(fsdp2x.describe(model).units) == 1
-    frozen = {name: full(param) for name, param in model.named_parameters() if not param.requires_grad}
+    frozen = full({name: param for name, param in model.named_parameters() if not param.requires_grad})
     optimizers = [
         torch.optim.AdamW([param for param in m.parameters() if param.requires_grad], lr=1e-2) for m in (model, plain)
     ]
@@ -314,7 +314,7 @@ def test_09_mixed_dtypes_and_frozen_in_one_unit(ctx, transport):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same({name: full(param) for name, param in model.named_parameters() if name in frozen}, frozen)
+    same(full({name: param for name, param in model.named_parameters() if name in frozen}), frozen)
     assert all(param.grad is None for name, param in model.named_parameters() if name in frozen)
     assert_pooled(model)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fsdp2x
 from harness import distributed
 from models import inputs
-from reference import TORCH_MINOR, full, params, same
+from reference import TORCH_MINOR, grads, params, same
 
 WIDTH, NUM_EXPERTS = 6, 4
 
@@ -91,7 +91,7 @@ def train(rank, model):
     for step in range(3):
         loss = model(inputs(rank, step)).float().square().mean() / dist.get_world_size()
         loss.backward()
-        results += [loss.detach(), {name: full(param.grad) for name, param in model.named_parameters()}]
+        results += [loss.detach(), grads(model)]
         optimizer.step()
         optimizer.zero_grad()
     return results, params(model)

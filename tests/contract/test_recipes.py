@@ -13,7 +13,7 @@ from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
 import fsdp2x
 from harness import distributed
 from models import batch, build
-from reference import full, params, same
+from reference import full, grads, params, same
 from training import shared_folder
 
 
@@ -217,7 +217,7 @@ def test_torchtitans_chunked_loss(ctx):
                 results.append(loss.detach())
             head.reshard()
             hidden.backward(leaf.grad)
-            results.append({name: full(param.grad) for name, param in model.named_parameters()})
+            results.append(grads(model))
             assert None not in results[-1].values()
             optimizer.step()
             optimizer.zero_grad()
@@ -255,9 +255,7 @@ def test_trl(ctx):
             model, model, lambda ids: model.model(ids).last_hidden_state.square().mean(), inputs["input_ids"]
         )
         loss.backward()
-        weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        grads = {name: full(param.grad) for name, param in model.named_parameters()}
-        return (first, loss.detach(), grads, weights), model
+        return (first, loss.detach(), grads(model), full(model.state_dict())), model
 
     compare(ctx, run)
 

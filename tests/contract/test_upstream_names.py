@@ -9,7 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mes
 
 from harness import distributed
 from models import inputs
-from reference import TORCH_MINOR, both_transports, full, only_fsdp2x, same, shard, shard_stock
+from reference import TORCH_MINOR, both_transports, grads, only_fsdp2x, same, shard, shard_stock
 
 UNITS = ("0", "2")
 
@@ -75,7 +75,7 @@ def train(ctx, model, change=None, num=3):
         loss = model(inputs(ctx.rank, number)).square().mean()
         results += [loss.detach(), [is_gathered(unit) for unit in (model, model[0], model[2])]]
         loss.backward()
-        results.append({name: full(param.grad) for name, param in model.named_parameters()})
+        results.append(grads(model))
         optimizer.step()
         optimizer.zero_grad()
     return results

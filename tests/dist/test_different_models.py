@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, full, grads, only_fsdp2x, same, shard, shard_stock
+from reference import both_transports, grads, only_fsdp2x, params, same, shard, shard_stock
 
 TRANSPORTS = ("auto", "shm", "process_group")
 
@@ -198,7 +198,7 @@ def three_steps(ctx, model, change=lambda model, step: None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return losses, {name: full(param) for name, param in model.named_parameters()}
+    return losses, params(model)
 
 
 def legitimate():

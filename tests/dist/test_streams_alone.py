@@ -53,7 +53,7 @@ def test_gradients_are_stocks(ctx, policy, with_twins):
         found, held = [], []
 
         def note(model=model, found=found) -> None:
-            found.append([full(param.grad) for param in model.parameters()])
+            found.append(full([param.grad for param in model.parameters()]))
 
         step(model, ctx, 0)
         note()
@@ -116,7 +116,7 @@ def test_an_optimizer_in_backward(ctx):
             param.register_post_accumulate_grad_hook(update)
         for number in range(3):
             step(model, ctx, number)
-        results.append([full(param) for param in model.parameters()])
+        results.append(full(list(model.parameters())))
     same(results[1], results[0], "weights")
 
 

@@ -21,6 +21,7 @@ from fuzz.machine import Machine
 from fuzz.observe import SKIPPED, local
 from fuzz.parts import build, units_of
 from fuzz.program import POLICIES, shard_dim
+from reference import full
 
 # Of a wait for a peer, on shared memory: ranks that are out of step end soon.
 PATIENCE = timedelta(seconds=10)
@@ -115,7 +116,7 @@ class Sharded(Machine):
         getattr(module, name)(value, **keywords)
 
     def full(self):
-        return {name: param.full_tensor().detach() for name, param in self.params().items()}
+        return full(self.params())
 
     def do_prefetch(self, which="forward", unit=0, targets=()):
         chosen = [self._unit(target) for target in dict.fromkeys(targets)]

@@ -1,7 +1,9 @@
 """What a test body knows about its rank, and how a body is named, found and reported across processes."""
 
 import ast
+import functools
 import importlib.util
+import marshal
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,41 +32,47 @@ class Context:
 
 @dataclass(frozen=True)
 class Body:
-    """A function that every rank can find again: its file, its module's name, and its name in there."""
+    """A function that every rank can find again: its file and its code, its module's name, and its name in there."""
 
     path: str
+    code: bytes = field(repr=False)
     module: str
     qualname: str
 
     @classmethod
     def of(cls, function: Callable) -> "Body":
-        path = Path(function.__code__.co_filename).resolve()
-        return cls(str(path), function.__module__, function.__qualname__)
+        path = str(Path(function.__code__.co_filename).resolve())
+        return cls(path, _compiled(path), function.__module__, function.__qualname__)
 
     def load(self) -> Callable:
-        target: Any = load_module(self.module, self.path)
+        target: Any = self._load_module()
         for part in self.qualname.split("."):
             target = getattr(target, part)
         return getattr(target, "distributed_body", target)
 
+    def _load_module(self) -> ModuleType:
+        """The file under the name that pytest gave it."""
+        if self.module in sys.modules:
+            return sys.modules[self.module]
+        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(self.module, self.path))
+        sys.modules[self.module] = module
+        try:
+            exec(marshal.loads(self.code), module.__dict__)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return module
 
-def load_module(name: str, path: str) -> ModuleType:
-    """Imports a test file under the name that pytest gave it, with pytest's readable assertions."""
+
+@functools.cache
+def _compiled(path: str) -> bytes:
+    """With pytest's readable assertions; once for all ranks."""
     from _pytest.assertion.rewrite import rewrite_asserts
 
-    if name in sys.modules:
-        return sys.modules[name]
     source = Path(path).read_bytes()
     tree = ast.parse(source, filename=path)
     rewrite_asserts(tree, source, path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    sys.modules[name] = module
-    try:
-        exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
 def run_body(function: Callable, ctx: Context, arguments: tuple, keywords: dict) -> tuple[str, Any]:

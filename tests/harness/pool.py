@@ -39,6 +39,7 @@ _PRELOAD += [
     "reference",
     "models",
     "training",
+    "harness.frozen",
 ]
 TESTS = str(Path(__file__).parents[1])
 

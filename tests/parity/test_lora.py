@@ -13,7 +13,7 @@ import fsdp2x
 import models
 from fsdp2x.lora import add_lora, load_adapter, save_adapter
 from harness import distributed
-from reference import full, grads, mean_of_ranks, only_fsdp2x, params, same
+from reference import grads, mean_of_ranks, only_fsdp2x, params, same
 from training import shared_folder
 
 pytest.importorskip("peft")
@@ -137,7 +137,7 @@ def test_adapter_alone_is_saved_and_loaded(ctx, base):
         with pytest.raises(RuntimeError, match="adapter: exists already"):
             save_adapter(ours, folder / "adapter")
         plain = PeftModel.from_pretrained(make(base).unload(), folder / "adapter", is_trainable=True)
-        same({name: full(param) for name, param in plain.named_parameters()}, expected)
+        same(params(plain), expected)
         again = fsdp2x.fully_shard(add_lora(make(base).unload(), folder / "adapter"))
         report = load_adapter(again, folder / "adapter")
         assert not report.missing_keys and not report.unexpected_keys

@@ -24,7 +24,7 @@ def whole(model):
 def steps(model, rank):
     """Gradients of a step whose batch is the same on all ranks."""
     model(**models.batch("qwen3_moe", seed=1)).loss.backward()
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    return full({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
 @distributed(world_sizes=(2,))

@@ -9,13 +9,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import trees
 from harness.context import Body
 from harness.pool import DistributedTestError
 from harness.session import current_session
-from reference import TRANSPORTS, full, same
+from reference import TRANSPORTS, grads, params, same
 from trees import WIDTH, Case
 
 # Ranks -> examples; more ranks than cores are slow.
@@ -141,23 +140,17 @@ def check(ctx, case: Case) -> None:
             expected = _reference_step(case, reference, step, ctx.rank, ctx.world)
             got = _sharded_step(case, model, step, ctx.rank)
             same(got, expected, f"{where}: losses", **_tolerance(case, case.dtype))
-            # The rows of this rank; a gather of every gradient, which is slow, at the end.
-            view = full if step == STEPS - 1 else _rows
-            _compare(f"{where}: gradient of ", ctx, case, view, _grads(model), _grads(reference))
+            _compare(f"{where}: gradient of ", case, grads(model), grads(reference))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             theirs = dict(reference.named_parameters())
-            ours = {name: full(param) for name, param in model.named_parameters()}
-            _compare(f"{where}: parameter ", ctx, case, full, ours, theirs)
+            ours = params(model)
+            _compare(f"{where}: parameter ", case, ours, theirs)
             with torch.no_grad():  # the next step starts from equal bits, so that differences do not add up
                 for name, param in theirs.items():
                     param.copy_(ours[name])
         assert fsdp2x.describe(model).stats["scratch_slots_owned"] == 0
-
-
-def _grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: param.grad for name, param in model.named_parameters()}
 
 
 def _tolerance(case: Case, dtype: torch.dtype) -> dict[str, float]:
@@ -166,21 +159,12 @@ def _tolerance(case: Case, dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": worst, "atol": worst}
 
 
-def _rows(value: torch.Tensor | None) -> torch.Tensor | None:
-    return value.to_local().detach() if isinstance(value, DTensor) else value
-
-
-def _compare(where: str, ctx, case: Case, view: Callable, ours: dict, theirs: dict) -> None:
+def _compare(where: str, case: Case, ours: dict, theirs: dict) -> None:
     for name, expected in theirs.items():
-        got = view(ours[name])
         if expected is None:
-            assert got is None, f"{where}{name}: {got} instead of None"
-            continue
-        expected = expected.detach()
-        if view is _rows:
-            num = -(-expected.shape[0] // ctx.world)
-            expected = expected[ctx.rank * num : (ctx.rank + 1) * num]
-        same(got, expected, where + name, **_tolerance(case, expected.dtype))
+            assert ours[name] is None, f"{where}{name}: {ours[name]} instead of None"
+        else:
+            same(ours[name], expected.detach(), where + name, **_tolerance(case, expected.dtype))
 
 
 class _Scalar(nn.Module):

@@ -43,7 +43,7 @@ def test_one_object_each(ctx, when, equal, transport):
         loss.backward()
         assert model.embed.weight is model.head.weight
         run.told = told
-        return full(loss), [full(param.grad) for param in model.parameters()]
+        return full(loss), full([param.grad for param in model.parameters()])
 
     torch.manual_seed(0)
     parity(ctx, Tied(), run, transport=transport)

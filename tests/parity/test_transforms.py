@@ -51,7 +51,7 @@ def with_gradients(function):
         last = result[-1] if isinstance(result, tuple) else result
         last.sum().backward()
         reshard(model)
-        return result, [full(param.grad) for param in model.parameters()]
+        return result, full([param.grad for param in model.parameters()])
 
     return case
 

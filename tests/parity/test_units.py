@@ -184,7 +184,7 @@ def test_unshard_and_reshard_by_hand(ctx, transport):
         for module in (model, model.blocks[0]):
             handle = module.unshard(async_op=True)
             handle.wait()
-            seen.append({name: full(param) for name, param in module.named_parameters(recurse=False)})
+            seen.append(full(dict(module.named_parameters(recurse=False))))
         seen.append([isinstance(param, DTensor) for param in model.parameters()])
         model.blocks[0].reshard()
         model.blocks[1].unshard()
