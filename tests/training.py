@@ -1,8 +1,6 @@
 """Tiny training runs for tests: a text folder, a config over it, and the losses that a run logged."""
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,17 +104,8 @@ def weights(trainer) -> list:
 @contextlib.contextmanager
 def shared_folder(ctx) -> Iterator[Path]:
     """A folder that all ranks see, with text/ in it; gone when all have left."""
-    import torch.distributed as dist
+    import checkpoints
 
-    names = [tempfile.mkdtemp(prefix="fsdp2x-train-") if ctx.rank == 0 else None]
-    dist.broadcast_object_list(names, src=0)
-    folder = Path(names[0])
-    try:
-        if ctx.rank == 0:
-            write_text(folder / "text")
-        dist.barrier()
+    with checkpoints.shared_folder() as folder:
+        checkpoints.on_first(lambda: write_text(folder / "text"))
         yield folder
-        dist.barrier()
-    finally:
-        if ctx.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,6 @@
 """fsdp2x.convert: checkpoints that really were written by ranks come out as the folder transformers would write."""
 
-import contextlib
 import json
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import fsdp2x
+from checkpoints import shared_folder
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
 from harness import distributed
@@ -22,18 +19,6 @@ from models import batch, build, tiny_vlm
 from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "vlm"]
-
-
-@contextlib.contextmanager
-def shared_folder(ctx):
-    made = [tempfile.mkdtemp(prefix="fsdp2x-convert-") if ctx.rank == 0 else None]
-    dist.broadcast_object_list(made, src=0)
-    try:
-        yield Path(made[0])
-        dist.barrier()
-    finally:
-        if ctx.rank == 0:
-            shutil.rmtree(made[0])
 
 
 def tensors(folder):
@@ -91,7 +76,7 @@ def units(model, shard, **options):
 def test_dcp_directories_of_stock_and_ours(ctx, name):
     import transformers
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         if ctx.rank == 0:
             write_origin(folder, name)
         dist.barrier()
@@ -120,7 +105,7 @@ def test_checkpoints_of_training(ctx):
     from fsdp2x import checkpoint
 
     for name in ("qwen3", "qwen3_moe"):
-        with shared_folder(ctx) as folder:
+        with shared_folder() as folder:
             if ctx.rank == 0:
                 write_origin(folder, name, dtype=torch.bfloat16)
             dist.barrier()
@@ -144,7 +129,7 @@ def test_checkpoints_of_training(ctx):
 @distributed(world_sizes=(3,))
 def test_files_of_ranks(ctx, name):
     """Single-file origin, ties, uneven and empty shards."""
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         checkpoint = folder / "ckpt" / "7"
         if ctx.rank == 0:
             write_origin(folder, name, max_shard_size="5GB", dtype=torch.bfloat16)
@@ -166,7 +151,7 @@ def test_files_of_ranks_on_two_axes(ctx):
     """HSDP, and FSDP over tensor parallelism, whose shards of one dim are strided."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         if ctx.rank == 0:
             write_origin(folder, "llama")
             for iteration in (1, 2):
@@ -195,7 +180,7 @@ def test_files_of_ranks_on_two_axes(ctx):
 @distributed(world_sizes=(2,))
 def test_grouped_experts(ctx):
     """Weights (experts x rows, columns) named group_mlp, as grouped GEMM kernels want them."""
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         checkpoint = folder / "ckpt" / "3"
         if ctx.rank == 0:
             write_origin(folder, "qwen3_moe")
@@ -224,7 +209,7 @@ def test_grouped_experts(ctx):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @distributed(world_sizes=(2,))
 def test_from_huggingface_to_dcp(ctx, name):
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         if ctx.rank == 0:
             write_origin(folder, name)
             hf_to_dcp(folder / "origin", folder / "dcp")

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import checkpoints
 import fsdp2x
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.files import Checkpoint
@@ -28,20 +28,9 @@ QUIET = {"progress": False}
 @contextlib.contextmanager
 def shared_folder(ctx, write):
     """A folder that rank 0 filled by `write(folder)`, gone afterwards."""
-    made = [tempfile.mkdtemp(prefix="fsdp2x-load-") if ctx.rank == 0 else None]
-    dist.broadcast_object_list(made, src=0)
-    folder = Path(made[0])
-    try:
-        if ctx.rank == 0:
-            write(folder)
-        dist.barrier()
+    with checkpoints.shared_folder() as folder:
+        checkpoints.on_first(lambda: write(folder))
         yield folder
-        dist.barrier()
-    finally:
-        if ctx.rank == 0:
-            for file in folder.rglob("*"):
-                file.unlink()
-            folder.rmdir()
 
 
 def model_of(name, **options):

@@ -1,10 +1,6 @@
 """fsdp2x.save_hf: from files to shards and back gives the same bytes; a failed save leaves nothing behind."""
 
-import contextlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
+from checkpoints import shared_folder
 from fsdp2x.checkpoint.agree import CheckpointError
 from harness import distributed
 from models import Stack, build, tiny_lora, tiny_vlm
@@ -22,18 +19,6 @@ from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
 HALF = ("qwen3", "llama", "qwen3_moe", "vlm")  # tied, untied, experts, vision and language: also in bfloat16
-
-
-@contextlib.contextmanager
-def shared_folder(ctx):
-    made = [tempfile.mkdtemp(prefix="fsdp2x-save-") if ctx.rank == 0 else None]
-    dist.broadcast_object_list(made, src=0)
-    try:
-        yield Path(made[0])
-        dist.barrier()
-    finally:
-        if ctx.rank == 0:
-            shutil.rmtree(made[0])
 
 
 def write_source(ctx, folder, name, **options):
@@ -55,7 +40,7 @@ def tensors(folder):
 def test_round_trip(ctx, name):
     import transformers
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         for dtype in (torch.float32, torch.bfloat16) if name in HALF else (torch.float32,):
             source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
             write_source(ctx, source, name, dtype=dtype)
@@ -77,7 +62,7 @@ def test_round_trip(ctx, name):
 @distributed(world_sizes=(1, 3))
 def test_models_that_were_never_in_files(ctx):
     """Uneven and empty shards; names as transformers would write them; not sharded at all."""
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         write_source(ctx, folder / "source", "mixtral")
         expected = tensors(folder / "source")
         model = build("mixtral")
@@ -95,7 +80,7 @@ def test_models_that_were_never_in_files(ctx):
 
 @distributed(world_sizes=(2,))
 def test_experts_that_were_fused_in_the_source_stay_fused(ctx):
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         if ctx.rank == 0:
             build("qwen3_moe").save_pretrained(folder / "source", save_original_format=False)
         dist.barrier()
@@ -109,7 +94,7 @@ def test_experts_that_were_fused_in_the_source_stay_fused(ctx):
 @distributed(world_sizes=(4,))
 def test_two_axes(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         write_source(ctx, folder / "source", "qwen3")
         model = fsdp2x.fully_shard(build("qwen3"), mesh=mesh)
         with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as pwrite:
@@ -120,7 +105,7 @@ def test_two_axes(ctx):
 
 @distributed(world_sizes=(2,))
 def test_dtype_of_the_source_by_default(ctx):
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         write_source(ctx, folder / "source", "qwen3_moe", dtype=torch.bfloat16)
         masters = fsdp2x.from_pretrained(folder / "source", dtype=torch.float32, progress=False)
         fsdp2x.save_hf(masters, folder / "same")
@@ -143,7 +128,7 @@ def with_adapter(model):
 def test_adapters(ctx):
     from peft import PeftModel
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         write_source(ctx, folder / "base", "llama")
         model = tiny_lora()
         for name, param in model.named_parameters():
@@ -173,7 +158,7 @@ def test_adapter_only_round_trip(ctx):
     """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16; the base is not written."""
     from peft import PeftModel
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         write_source(ctx, folder / "base", "llama", dtype=torch.bfloat16)
         if ctx.rank == 0:
             source = with_adapter(build("llama", dtype=torch.bfloat16))
@@ -203,7 +188,7 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
     def refuses(pattern):
         return pytest.raises(CheckpointError, match=pattern)
 
-    with shared_folder(ctx) as folder:
+    with shared_folder() as folder:
         model = fsdp2x.fully_shard(build("qwen3_moe"))
         out = fsdp2x.save_hf(model, folder / "out")
         before = {file.name: file.read_bytes() for file in out.iterdir()}
