@@ -7,15 +7,14 @@ import copy
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness import programs
+from harness.pool import PATH
 
-TESTS = Path(__file__).parents[1]
 AGENT_TIMEOUT_S = 100
 
 
@@ -39,7 +38,7 @@ def test_two_agents(tmp_path):
                 "--master_addr=127.0.0.1",
             )
             words += (f"--master_port={port}", f"--log-dir={tmp_path / str(node)}", __file__)
-            env = programs.environment(FSDP2X_HOST=f"host{node}", PYTHONPATH=str(TESTS))
+            env = programs.environment(FSDP2X_HOST=f"host{node}", PYTHONPATH=PATH)
             agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
         statuses = [agent.wait(AGENT_TIMEOUT_S) for agent in agents]
     finally:

@@ -6,7 +6,6 @@ Run by torchrun, this file is the script of a rank.
 import hashlib
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import programs
+from harness.pool import PATH
 
-TESTS = Path(__file__).parents[1]
 # Larger than what is worth a second thread; rows that neither ranks nor threads divide, columns that two ranks do.
 SHAPES = ((331, 258), (100_003,), (3, 6), (129, 4, 211))
 
@@ -46,7 +45,7 @@ class _Give(torch.autograd.Function):
 
 def run(threads: int) -> list[str]:
     """What each rank prints with so many threads."""
-    env = programs.environment(OMP_NUM_THREADS=str(threads), PYTHONPATH=str(TESTS))
+    env = programs.environment(OMP_NUM_THREADS=str(threads), PYTHONPATH=PATH)
     done = programs.run(*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", __file__, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))

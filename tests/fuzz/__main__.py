@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from fuzz.execute import SIDES
 from fuzz.program import parse

@@ -1,6 +1,6 @@
 """One GPU: steps of rank 0 of a world of ranks alike are stock FSDP2's, in every arrangement that the engine knows.
 
-Collectives go through NCCL, a part of each rank at a time (tests/alike.py). The rehearsal on the CPU is the same body
+Collectives go through NCCL, a part of each rank at a time (alike.py). The rehearsal on the CPU is the same body
 over gloo, and its record has no races.
 """
 

@@ -42,6 +42,8 @@ _PRELOAD += [
     "harness.frozen",
 ]
 TESTS = str(Path(__file__).parents[1])
+# Where a program finds what tests import.
+PATH = os.pathsep.join([TESTS, os.path.join(TESTS, "support")])
 
 
 class DistributedTestError(AssertionError):
@@ -70,7 +72,7 @@ def fork(target: Callable, arguments: tuple, name: str) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     # The server reads these when it starts; the arguments of a process tell its `sys.path`.
-    path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
         process = context.Process(target=target, args=arguments, name=name, daemon=True)
         process.start()

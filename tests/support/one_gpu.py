@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2x.runtime.native import _C
 from reference import install_streams
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 if str(BENCHMARKS) not in sys.path:
     sys.path.append(str(BENCHMARKS))
 
