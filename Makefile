@@ -92,9 +92,9 @@ test-cpp: $(TOOLS)
 	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
 # Without tests/ptx and tests/real, which have targets of their own. Several processes, a file to each, where pytest-xdist
-# is there.
+# is there; the files of tests/unit, which are short, come last.
 PYTEST = $(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real \
-  $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile")' 2>/dev/null)
+  $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 test: build test-cpp
 	$(PYTEST) $(PYTEST_ARGS)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harness import distributed
+from reference import full, params
 from training import settings, shared_folder
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -24,17 +25,12 @@ def three_steps(trainer):
 
     def keep(*_):
         if not grads:
-            grads.update({name: full(p.grad) for name, p in trainer.model.named_parameters() if p.grad is not None})
+            grads.update(full({name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}))
 
     hook = trainer.optimizer.register_step_pre_hook(keep)
     numbers = [trainer.train_step() for _ in range(3)]
     hook.remove()
-    weights = {name: full(parameter) for name, parameter in trainer.model.named_parameters()}
-    return numbers, grads, weights
-
-
-def full(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return numbers, grads, params(trainer.model)
 
 
 def unsharded_steps(trainer, config):

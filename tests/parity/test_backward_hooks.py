@@ -19,7 +19,7 @@ def watch(model, paths=HOOKED):
     seen = []
 
     def hook(path, module):
-        found = [None if param.grad is None else full(param.grad) for param in module.parameters()]
+        found = full([param.grad for param in module.parameters()])
         seen.append((path, [type(param).__name__ for param in module.parameters()], found))
 
     handles = []

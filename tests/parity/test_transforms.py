@@ -132,7 +132,7 @@ def train(ctx, model):
     model.zero_grad()
     loss = model(inputs(0)).square().mean()
     loss.backward()
-    return plain([loss, *(full(param.grad) for param in model.parameters())])
+    return plain([loss, *full([param.grad for param in model.parameters()])])
 
 
 def close(got, expected):
