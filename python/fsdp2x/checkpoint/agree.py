@@ -138,9 +138,14 @@ class LostRanks:
 
     @contextlib.contextmanager
     def named(self, during: str) -> Iterator[None]:
-        """Errors of the block become one that names the lost ranks, when there are any."""
+        """Errors of the block become one that names the lost ranks, when there are any.
+
+        A CheckpointError is what all ranks agreed on: none is lost, and nobody waits for one to end.
+        """
         try:
             yield
+        except CheckpointError:
+            raise
         except Exception as error:
             lost = name_ended(dict(enumerate(self.processes))) if isinstance(error, RuntimeError) else ""
             if not lost:
