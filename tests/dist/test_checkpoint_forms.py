@@ -13,7 +13,7 @@ FORMS = ("sharded", "full", "per_rank")
 
 
 def train_and_save(ctx, folder):
-    """Saves after 3 steps in each form and with each optimizer; returns the losses of the next 5."""
+    """Saves after 3 steps in each form and with each optimizer; returns the losses of the next 3."""
     losses = {}
     for optimizer in OPTIMIZERS:
         training = Training(optimizer)
@@ -21,7 +21,7 @@ def train_and_save(ctx, folder):
         for form in FORMS:
             training.save(folder / optimizer / form, form=form)
         training.save(folder / f"{optimizer}.pt", form="full")
-        losses[optimizer] = training.steps(5)
+        losses[optimizer] = training.steps(3)
     return losses
 
 
@@ -32,7 +32,7 @@ def resume(ctx, folder, cells):
         path = folder / f"{optimizer}.pt" if form == "file" else folder / optimizer / form
         loaded = training.load(path)
         assert loaded.world_size == 2 and loaded.step == 3 and not loaded.missing
-        losses[optimizer, form] = training.steps(5)
+        losses[optimizer, form] = training.steps(3)
     return losses
 
 

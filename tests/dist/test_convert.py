@@ -80,7 +80,8 @@ def test_dcp_directories_of_stock_and_ours(ctx, name):
         if ctx.rank == 0:
             write_origin(folder, name)
         dist.barrier()
-        for writer, prefix in (("stock", "model."), ("stock", "model_state.model."), ("ours", "")):
+        prefix_of_stock = ("model.", "model_state.model.")[NAMES.index(name) % 2]
+        for writer, prefix in (("stock", prefix_of_stock), ("ours", "")):
             model = trained(name)
             units(model, stock_fully_shard) if writer == "stock" else fsdp2x.fully_shard(model)
             state = {f"{prefix}{key}": value for key, value in model.state_dict().items()}
