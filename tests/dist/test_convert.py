@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import fsdp2x
-from checkpoints import shared_folder
+from checkpoints import shared_folder, tensors
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
 from harness import distributed
@@ -19,13 +18,6 @@ from models import batch, build, tiny_vlm
 from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "vlm"]
-
-
-def tensors(folder):
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return dict(sorted(found.items()))
 
 
 def trained(name, dtype=torch.float32, **options):

@@ -6,12 +6,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
-from checkpoints import shared_folder
+from checkpoints import shared_folder, tensors
 from fsdp2x.checkpoint.agree import CheckpointError
 from harness import distributed
 from models import Stack, build, tiny_lora, tiny_vlm
@@ -26,13 +25,6 @@ def write_source(ctx, folder, name, **options):
         model = tiny_vlm().to(options["dtype"]) if name == "vlm" else build(name, **options)
         model.save_pretrained(folder, max_shard_size="6KB")
     dist.barrier()
-
-
-def tensors(folder):
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,21 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import streams
 from fsdp2x.runtime import spec
 from harness import distributed
 from models import STACK_UNITS, inputs
-from reference import full, grads, mean_of_ranks, only_fsdp2x, params, same, shard
+from reference import full, grads, mean_of_ranks, mesh_of, only_fsdp2x, params, same, shard
 from streams import WIDTH, Experts, record_of_steps, step, wide
-
-
-def mesh_of(kind: str, world: int):
-    if kind == "1d":
-        return init_device_mesh("cpu", (world,))
-    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
 @distributed(world_sizes=(2, 3))

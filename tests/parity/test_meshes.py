@@ -16,6 +16,7 @@ from reference import (
     both_transports,
     grads,
     mean_of_ranks,
+    mesh_of,
     only_fsdp2x,
     params,
     parity,
@@ -28,12 +29,6 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
-
-
-def mesh_of(ctx, kind):
-    if kind == "1d":
-        return init_device_mesh("cpu", (ctx.world,))
-    return init_device_mesh("cpu", (2, ctx.world // 2), mesh_dim_names=("replicate", "shard"))
 
 
 class Tied(Stack):
@@ -90,7 +85,7 @@ def accumulate(ctx, model, how):
 def test_grid(ctx, mesh, policy, reshard, kind, how):
     """The transports take turns."""
     transport = TRANSPORTS[list(ACCUMULATIONS).index(how) % 2]
-    options = {"mesh": mesh_of(ctx, mesh), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
+    options = {"mesh": mesh_of(mesh, ctx.world), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
     exact = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
     model, units = variant(kind)
     parity(ctx, model, lambda m: accumulate(ctx, m, how), units, transport=transport, exact=exact, **options)
@@ -140,7 +135,7 @@ def test_ranks_with_different_gradients(ctx, mesh, transport, whole):
     only_fsdp2x(ctx)
     model = Routed(whole)
     twin = copy.deepcopy(model)
-    ours = shard(ctx, model, STACK_UNITS, transport=transport, mesh=mesh_of(ctx, mesh))
+    ours = shard(ctx, model, STACK_UNITS, transport=transport, mesh=mesh_of(mesh, ctx.world))
 
     def loss_of(model, rank):
         return model(inputs(rank), use=rank == 3).square().mean()
@@ -202,7 +197,7 @@ def test_gradients_that_come_in_parts(ctx):
 @both_transports
 def test_divide_factor_and_forced_sum_on_two_axes(ctx, transport):
     """Not with a shard axis of one rank: there stock divides by the factor twice."""
-    mesh = mesh_of(ctx, "2d")
+    mesh = mesh_of("2d", ctx.world)
 
     def run(model):
         for module in model.modules():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from models import Stack
@@ -123,6 +124,12 @@ def shared_folder() -> Iterator[Path]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all safetensors of a folder, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    return dict(sorted(item for file in files for item in load_file(file).items()))
 
 
 def on_first(work) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.wrap import UnitPlan, plan_units
@@ -105,6 +106,13 @@ def _no_races(entries: list[tuple]) -> None:
 
     found = streams.races(entries)
     assert not found, found[:5]
+
+
+def mesh_of(kind: str, world: int) -> DeviceMesh:
+    """Of one axis ("1d"), or of two, with two replicas."""
+    if kind == "1d":
+        return init_device_mesh("cpu", (world,))
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def full(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from checkpoints import tensors
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.cli import main
 from fsdp2x.convert import dcp_to_hf, ranks_to_hf
@@ -21,13 +22,6 @@ from reference import same
 
 def refuses(pattern):
     return pytest.raises(CheckpointError, match=pattern)
-
-
-def tensors(folder):
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return dict(sorted(found.items()))
 
 
 def save(folder, state):
