@@ -14,7 +14,7 @@ PROGRAM_OF = {
     "AdamWBody": "ptx_optimizer",
     "CopyBody": "ptx_copies",
     "GatherPeersBody": "ptx_copies",
-    "PackBody": "ptx_copies",
+    "PackBody": "ptx_pack",
     "ReduceBody": "ptx_reduce",
     "ScaleBody": "ptx_reduce",
     "SgdBody": "ptx_optimizer",

@@ -15,7 +15,7 @@ from one_gpu import needs_kernels
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "cpp"
-NAMES = ("device_copies", "device_optimizer", "device_peers", "device_reduce")
+NAMES = ("device_copies", "device_optimizer", "device_pack", "device_peers", "device_reduce")
 # Streams that wait for each other need kernels that are loaded before any of them waits.
 TOGETHER = {"CUDA_MODULE_LOADING": "EAGER"}
 
@@ -63,7 +63,7 @@ def checked(result: subprocess.CompletedProcess) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("name", ["device_copies", "device_optimizer", "device_reduce"])
+@pytest.mark.parametrize("name", ["device_copies", "device_optimizer", "device_pack", "device_reduce"])
 @pytest.mark.shows("sanitizer")
 def test_compute_sanitizer_finds_nothing(name, tool):
     checked(run(name, 280, sanitizer(), f"--tool={tool}", "--error-exitcode=9"))
