@@ -7,17 +7,22 @@
 The model and the method are those of ``bench_host.py``: small units of 11 parameters, so that the host is what limits;
 the same model unsharded is subtracted; losses and gradients of both sides must agree, or there is no row. At world size
 1 nobody is asked for anything; at 8 the process group is torch's fake one and collectives are empty, so that what they
-launch themselves is not in the counts. Counts come from a profiler's trace of one step. The host's waits are counted in
+launch themselves is not in the counts; fsdp2x gathers there once packed, as small parameters are, and once each
+parameter alone, as large ones are. Counts come from a profiler's trace of one step. The host's waits are counted in
 the same trace: in a steady step there are to be none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +40,29 @@ class Case:
     world: int
     policy: str
     num_units: int = 16
+    gathers: str = "packed"  # or "alone", each parameter
 
 
-CASES = [Case(world, policy) for world in (1, 8) for policy in ("fp32", "bf16")]
+CASES = [Case(1, policy) for policy in ("fp32", "bf16")]
+CASES += [Case(8, policy, gathers=gathers) for gathers in ("packed", "alone") for policy in ("fp32", "bf16")]
+
+
+@contextlib.contextmanager
+def gathering(how: str) -> Iterator[None]:
+    """fsdp2x takes the fake group for a backend that gathers so; many gathers are what one is, each in turn."""
+    from fsdp2x.runtime import torch_private, transport
+
+    def gather_each(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        for output, source in zip(outputs, sources, strict=True):
+            gather(output, source, group=group)
+
+    below = 0 if how == "alone" else None
+    with (
+        mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: below),
+        mock.patch.object(torch_private, "all_gather_group", gather_each),
+    ):
+        yield
 
 
 def work_of_step(model: nn.Module, device: gpu_device.Device, dtype: torch.dtype | None) -> dict:
@@ -66,7 +91,7 @@ def work_of_step(model: nn.Module, device: gpu_device.Device, dtype: torch.dtype
 def run_case(case: Case, device: gpu_device.Device, steps: int) -> dict:
     policy = hf_shapes.POLICIES[case.policy]
     host_case = bench_host.Case("world", world=case.world, num_units=case.num_units)
-    with gpu_device.alone_in(device, case.world) as mesh:
+    with gpu_device.alone_in(device, case.world) as mesh, gathering(case.gathers):
         models = bench_host.make_sides(host_case, mesh, mp_policy=policy)
         plain_dtype = policy.param_dtype
         if plain_dtype is not None:
@@ -88,9 +113,9 @@ def run_case(case: Case, device: gpu_device.Device, steps: int) -> dict:
 
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: a unit above the unsharded model; what misses its target is marked."""
-    rows = [["world", "precision", "of a unit", "stock FSDP2", "fsdp2x", "ratio", "target"]]
+    rows = [["world", "gathers", "precision", "of a unit", "stock FSDP2", "fsdp2x", "ratio", "target"]]
     for result in results:
-        head = [str(result["case"]["world"]), result["case"]["policy"]]
+        head = [str(result["case"]["world"]), result["case"]["gathers"], result["case"]["policy"]]
         for phase in ("forward", "backward"):
             stock, ours = (result["host_us"][side][phase] for side in ("stock", "fsdp2x"))
             rows.append([*head, f"host, {phase}, µs", f"{stock:.0f}", f"{ours:.0f}", *_ratio(stock, ours, TARGET_HOST)])
@@ -106,7 +131,8 @@ def targets_of(results: list[dict]) -> list[gpu_results.Target]:
     """The host's time, launches and waits of a unit."""
     targets = []
     for result in results:
-        head = f"{result['case']['world']} ranks, {result['case']['policy']}"
+        alone = ", alone" if result["case"]["gathers"] == "alone" else ""
+        head = f"{result['case']['world']} ranks{alone}, {result['case']['policy']}"
         for phase in ("forward", "backward"):
             stock, ours = (result["host_us"][side][phase] for side in ("stock", "fsdp2x"))
             targets.append(gpu_results.times(f"{head}: host, {phase}", stock, ours, TARGET_HOST))
@@ -133,7 +159,7 @@ def main() -> int:
     if arguments.quick or device.is_dry_run:
         cases, steps = [Case(1, "fp32", 8), Case(1, "bf16", 8)], 5
     if device.is_dry_run:
-        cases = [Case(world, "fp32", 2) for world in (1, 2)]
+        cases = [Case(1, "fp32", 2), Case(2, "fp32", 2), Case(2, "fp32", 2, "alone")]
     results = [run_case(case, device, steps) for case in cases]
     gpu_results.publish(arguments, device, "units", results, rows_of(results))
     return 0

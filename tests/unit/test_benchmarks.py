@@ -166,7 +166,9 @@ def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
         (name, policy) for name in ("qwen3-tiny:8", "llama-tiny:8") for policy in ("fp32", "bf16")
     ]
     assert all(one[side]["step"]["median_ms"] > 0 for one in results["step"] for side in ("stock", "fsdp2x"))
-    assert [one["case"]["world"] for one in results["units"]] == [1, 2]
+    assert [(one["case"]["world"], one["case"]["gathers"]) for one in results["units"]] == [
+        (1, "packed"), (2, "packed"), (2, "alone"),
+    ]  # fmt: skip
     for one in results["units"]:
         assert one["host_us"]["stock"]["backward"] > one["host_us"]["fsdp2x"]["backward"] > 0
     for one in results["memory"]:
