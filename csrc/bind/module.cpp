@@ -128,7 +128,7 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("gather_segment_bytes", &Layout::gather_segment_bytes)
       .def_property_readonly("reduce_segment_bytes", &Layout::reduce_segment_bytes)
       .def_property_readonly("flagged_segment_bytes", &Layout::flagged_segment_bytes)
-      .def("training", &Layout::training, py::arg("trains"))
+      .def("training", py::overload_cast<const std::vector<bool>&>(&Layout::training, py::const_), py::arg("trains"))
       .def_property_readonly("shard_offsets", [](const Layout& layout) {
         std::vector<size_t> offsets;
         for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);

@@ -1,4 +1,4 @@
-// Chooses which parameters of a group a collective gathers in place.
+// Chooses which parameters of a group a collective gathers, or reduces, in place.
 #include "core/gather_plan.hpp"
 
 #include <algorithm>
@@ -9,31 +9,48 @@ namespace {
 
 size_t num_bytes(int64_t numel, DType dtype) { return static_cast<size_t>(numel) * dtype_bytes(dtype); }
 
-// More collectives than these cost the host more than packing costs the device.
+// More collectives than these cost the host more than packing costs the device, unless each of them is large: one takes
+// the host about 5 us, in which a device copies 8 MiB. An estimate, not measured.
 constexpr size_t kMaxDirect = 8;
+constexpr size_t kLeastOfManyBytes = size_t{8} << 20;
 // NCCL makes one kernel of grouped collectives whose sizes are within this factor of each other.
 constexpr size_t kMaxSkew = 4;
 
-bool can_be_direct(const Layout& layout, const ParamPlace& place) {
-  const ParamShape& shape = place.shape;
-  const bool has_room = layout.has_whole_chunks() || shape.dim % layout.world() == 0;
-  return shape.in_slot && shape.outer == 1 && has_room && shape.numel() > 0 &&
-         num_bytes(place.padded_shard_numel, shape.compute) % kCollectiveAlignBytes == 0;
+// Of one rank, in one collective.
+size_t chunk_bytes(const ParamPlace& place, DType dtype) {
+  return place.shape.outer == 0 ? 0 : num_bytes(place.padded_shard_numel / place.shape.outer, dtype);
 }
 
-// Few large parameters of similar size; of many, none.
-std::vector<bool> choose_direct(const Layout& layout, size_t pack_below_bytes) {
-  std::vector<size_t> bytes;
-  for (const ParamPlace& place : layout.params()) {
-    bytes.push_back(can_be_direct(layout, place) ? num_bytes(place.shape.numel(), place.shape.compute) : 0);
-  }
+bool can_be_gathered_directly(const Layout& layout, const ParamPlace& place) {
+  const ParamShape& shape = place.shape;
+  const bool has_room = (layout.has_whole_chunks() && shape.outer == 1) || shape.dim % layout.world() == 0;
+  return shape.in_slot && has_room && shape.numel() > 0 &&
+         chunk_bytes(place, shape.compute) % kCollectiveAlignBytes == 0;
+}
+
+bool can_be_reduced_directly(const Layout& layout, const ParamPlace& place) {
+  const ParamShape& shape = place.shape;
+  return shape.trainable && shape.dim % layout.world() == 0 && shape.numel() > 0 && shape.compute == shape.reduce &&
+         chunk_bytes(place, shape.reduce) % kCollectiveAlignBytes == 0;
+}
+
+// Few collectives of similar size, or many of which each is large; of others, none. `bytes` by parameter, of all ranks
+// in one of its collectives; 0: it cannot be direct.
+std::vector<bool> choose_direct(const Layout& layout, const std::vector<size_t>& bytes, size_t pack_below_bytes) {
   const size_t largest = bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
   const bool is_limited = pack_below_bytes > 0;
   const size_t least = std::max(pack_below_bytes, is_limited ? largest / kMaxSkew : 1);
   std::vector<bool> direct;
-  for (const size_t num : bytes) direct.push_back(num >= least);
-  const auto num_direct = static_cast<size_t>(std::count(direct.begin(), direct.end(), true));
-  if (is_limited && num_direct > kMaxDirect) direct.assign(direct.size(), false);
+  size_t num_collectives = 0;
+  size_t smallest = largest;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    direct.push_back(bytes[i] >= least);
+    if (!direct[i]) continue;
+    num_collectives += static_cast<size_t>(layout.params()[i].shape.outer);
+    smallest = std::min(smallest, bytes[i]);
+  }
+  const bool is_many = num_collectives > kMaxDirect && smallest < kLeastOfManyBytes;
+  if (is_limited && is_many) direct.assign(direct.size(), false);
   return direct;
 }
 
@@ -42,14 +59,22 @@ std::vector<bool> choose_direct(const Layout& layout, size_t pack_below_bytes) {
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   GatherPlan plan;
   std::vector<size_t> segment_offsets(layout.params().size());
-  const std::vector<bool> is_direct = choose_direct(layout, pack_below_bytes);
+  std::vector<size_t> bytes;
+  for (const ParamPlace& place : layout.params()) {
+    const ParamShape& shape = place.shape;
+    bytes.push_back(can_be_gathered_directly(layout, place) ? num_bytes(shape.dim * shape.inner, shape.compute) : 0);
+  }
+  const std::vector<bool> is_direct = choose_direct(layout, bytes, pack_below_bytes);
   for (size_t i = 0; i < layout.params().size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     const ParamShape& shape = place.shape;
     if (!shape.in_slot) continue;
     const bool direct = is_direct[i];
     if (direct) {
-      plan.direct.push_back({i, place.slot_offset, num_bytes(place.padded_shard_numel, shape.compute)});
+      for (int64_t block = 0; block < shape.outer; ++block) {
+        const size_t offset = place.slot_offset + num_bytes(block * shape.dim * shape.inner, shape.compute);
+        plan.direct.push_back({i, offset, chunk_bytes(place, shape.compute)});
+      }
     } else {
       segment_offsets[i] = plan.segment_bytes;
       plan.segment_bytes += align_up(num_bytes(place.padded_shard_numel, shape.compute));
@@ -69,15 +94,10 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
                                        .dst = shape.compute});
     }
   }
-  size_t next_direct = 0;
   for (size_t i = 0; i < layout.params().size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     const ParamShape& shape = place.shape;
-    if (!shape.in_slot) continue;
-    if (next_direct < plan.direct.size() && plan.direct[next_direct].param == i) {
-      ++next_direct;
-      continue;
-    }
+    if (!shape.in_slot || is_direct[i]) continue;
     for (int rank = 0; rank < layout.world(); ++rank) {
       const RowRange rows = shard_rows(shape.dim, layout.world(), rank);
       if (shape.outer * rows.size() * shape.inner == 0) continue;
@@ -88,6 +108,15 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   }
   plan.staging_to_slot = joined(std::move(plan.staging_to_slot));
   return plan;
+}
+
+std::vector<bool> direct_reductions(const Layout& layout, size_t pack_below_bytes) {
+  std::vector<size_t> bytes;
+  for (const ParamPlace& place : layout.params()) {
+    const ParamShape& shape = place.shape;
+    bytes.push_back(can_be_reduced_directly(layout, place) ? num_bytes(shape.dim * shape.inner, shape.reduce) : 0);
+  }
+  return choose_direct(layout, bytes, pack_below_bytes);
 }
 
 }  // namespace fsdp2x

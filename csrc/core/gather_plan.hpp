@@ -1,5 +1,6 @@
 // How a group is gathered where collectives write on a device: large parameters one collective each, straight into the
-// slot; the rest packed into one rank-major segment that is copied out. Built once per group, immutable.
+// slot; the rest packed into one rank-major segment that is copied out. Built once per group, immutable. Gradients that
+// are reduced from where autograd made them are chosen by the same rule.
 //
 //   slot     | p0: chunk of rank 0 | chunk of rank 1 | .. | chunk W-1 |pad| p1: ...        every chunk 16-byte aligned
 //   staging  | rank 0: p2 | p3 | .. |pad| rank 1: p2 | p3 | .. |pad| ..                    every segment 64-byte
@@ -21,7 +22,8 @@ inline constexpr size_t kCollectiveAlignBytes = 16;
 // costs about as much on the host and on the device, whatever its size. An estimate, not measured on several GPUs.
 inline constexpr size_t kPackBelowBytes = size_t{1} << 20;
 
-// One parameter gathered by a collective of its own: rank r's chunk lies at slot_offset + r * chunk_bytes.
+// A collective for one parameter, or for one of its `outer` blocks: rank r's chunk lies at slot_offset + r *
+// chunk_bytes.
 struct DirectGather {
   size_t param = 0;
   size_t slot_offset = 0;
@@ -36,8 +38,14 @@ struct GatherPlan {
   std::vector<Copy> staging_to_slot;   // all ranks' rows of the packed ones: staging -> slot, joined
 };
 
-// A parameter is gathered directly when its shards follow each other in the slot (Shard(0)), the chunks are aligned,
-// the slot has room for all, and it is one of few large ones; otherwise it is packed. With pack_below_bytes 0: any.
+// A parameter is gathered directly when its chunks are aligned, the slot has room for all, and it is one of few large
+// ones, or one of many very large ones; otherwise it is packed. One that is cut along another dim than the first, as
+// stacked experts are over more ranks than experts, has a collective for each block, whose size counts, where the ranks
+// divide that dim. With pack_below_bytes 0: any.
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
+
+// By parameter: whether reduce-scatters read its gradient as autograd makes it. Of trainable ones those whose chunks
+// are even for all ranks and aligned, in the dtype that they are reduced in; few large ones as above.
+std::vector<bool> direct_reductions(const Layout& layout, size_t pack_below_bytes);
 
 }  // namespace fsdp2x

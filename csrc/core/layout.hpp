@@ -101,6 +101,9 @@ class Layout {
   size_t flagged_segment_bytes() const { return reduce_segment_bytes_ + align_up(params_.size() * sizeof(double)); }
   // The same parameters, of which those alone are trainable that were and that `trains` names too.
   Layout training(const std::vector<bool>& trains) const;
+  // Likewise; of those that `direct` names, too, the rows lie behind the flagged segment, where their
+  // reduce_segment_offset says, and not in it.
+  Layout training(const std::vector<bool>& trains, const std::vector<bool>& direct) const;
 
   // This rank's shard pool -> its rows in the gather slot, with the cast. Empty shards are left out.
   const std::vector<Copy>& shard_to_slot() const { return shard_to_slot_; }

@@ -25,11 +25,25 @@ std::vector<MemoryRange> range_of(const at::Tensor& tensor) {
   return {{tensor.const_data_ptr(), tensor.nbytes()}};
 }
 
+std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<MemoryRange> ranges;
+  for (const at::Tensor& tensor : tensors) ranges.push_back({tensor.const_data_ptr(), tensor.nbytes()});
+  return ranges;
+}
+
+// For Python, with the GIL.
+PyRef one_or_list(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return PyRef::steal(THPVariable_Wrap(tensors[0]));
+  PyRef list = PyRef::steal(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]));
+  }
+  return list;
+}
+
 }  // namespace
 
-std::shared_ptr<const Layout> DeviceTransport::reduce_plan(Group& group) {
-  return per_group(group).plans.of(group).layout;
-}
+std::shared_ptr<const Layout> DeviceTransport::reduce_plan(Group& group) { return plan_of(group).layout; }
 
 void DeviceTransport::note_rows(const char* operation, const Group& group, const at::Tensor& input,
                                 const at::Tensor& output) {
@@ -40,7 +54,7 @@ void DeviceTransport::note_rows(const char* operation, const Group& group, const
 
 at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
   PerGroup& mine = per_group(group);
-  const size_t bytes = mine.reduce->segment_bytes;
+  const size_t bytes = mine.reduce->rows_bytes;
   const bool is_plain =
       !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !collectives_.allocate && !group.offloads();
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
@@ -60,10 +74,11 @@ void DeviceTransport::begin_reduce(Group& group) {
   PerGroup& mine = per_group(group);
   Scratch& scratch = group.scratch;
   if (!scratch.open) open_scratch(group);
+  Running running;
+  running.gradients = take_direct(group);
   const at::Tensor packed = pack_held(group, /*for_reduction=*/true);
   scratch.posted = true;
 
-  Running running;
   ReducePlan& plan = *mine.reduce;
   running.plan = &plan;
   if (mine.buffer < 0) {  // in the gradient pool
@@ -93,18 +108,22 @@ void DeviceTransport::begin_reduce(Group& group) {
   } else {
     running.rows = rows_for(group, running);  // memory that is new is so in the order of the compute lane
   }
-  mine.running = running;  // should a collective raise, abandon_reduce gives the segment back
   // A user's collective may allocate and copy as it likes.
   running.lane = group.calls.reduce_scatter ? Lane::compute : Lane::reduce;
+  mine.running = running;  // should a collective raise, abandon_reduce gives back what it has
   if (running.lane != Lane::compute) follow_compute(running.lane);
   if (running.segment >= 0) layer_->wait(running.lane, *segments_[running.segment].free);
   if (world > 1) {
     const LaneScope scope(*layer_, running.lane);
-    call_reduce_scatter(group, typed(running.rows, type, 0, plan.segment_bytes), input);
+    call_reduce_scatter(group, running, input);
   }
   layer_->record(*buffer.ready, running.lane);
   running.number = ++num_reductions_;
-  in_flight_.push_back({running.number, std::exchange(mine.buffer, -1), {}});
+  in_flight_.push_back({running.number,
+                        std::exchange(mine.buffer, -1),
+                        {},
+                        std::exchange(running.gradients, {}),
+                        layer_->current_stream()});
   if (group.has_replicas()) {
     reduce_over_replicas(group, running);
   } else if (group.calls.all_reduce_hook) {
@@ -116,11 +135,25 @@ void DeviceTransport::begin_reduce(Group& group) {
   retire_reductions(group, window_.beside());
 }
 
-void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input) {
+void DeviceTransport::call_reduce_scatter(Group& group, const Running& running, const at::Tensor& packed) {
   const ProfileRange range(group.unit->ranges.reduce_scatter);
+  const DType type = group.reduce_type();
+  const ReducePlan& plan = *running.plan;
+  std::vector<at::Tensor> outputs{typed(running.rows, type, 0, plan.segment_bytes)};
+  std::vector<at::Tensor> inputs{packed};
+  for (size_t i = 0; i < plan.direct.size(); ++i) {
+    const ParamPlace& place = plan.layout->params()[plan.direct[i]];
+    const int64_t block_numel = place.shape.dim * place.shape.inner;
+    const auto bytes = static_cast<size_t>(place.rows.size() * place.shape.inner) * dtype_bytes(type);
+    for (int64_t block = 0; block < place.shape.outer; ++block) {
+      const size_t offset = place.reduce_segment_offset + static_cast<size_t>(block) * bytes;
+      outputs.push_back(typed(running.rows, type, offset, bytes));
+      inputs.push_back(running.gradients[i].narrow(0, block * block_numel, block_numel));
+    }
+  }
   pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  const PyRef py_output = one_or_list(outputs);
+  const PyRef py_input = one_or_list(inputs);
   const bool is_custom = static_cast<bool>(group.calls.reduce_scatter);
   const bool is_separate = static_cast<bool>(group.calls.separate_reduce_scatter);
   const PyRef& function = is_custom     ? group.calls.reduce_scatter
@@ -130,7 +163,9 @@ void DeviceTransport::call_reduce_scatter(Group& group, const at::Tensor& output
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(group, group.calls.explain, "reduction");
   ++group.root().counters.python_calls;
-  note_rows(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group, input, output);
+  if (!layer_->is_recorder()) return;
+  layer_->note(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name, ranges_of(inputs),
+               ranges_of(outputs));
 }
 
 void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
@@ -302,6 +337,7 @@ void DeviceTransport::drop_partial(Group& group) {
 void DeviceTransport::close_scratch(Group& group) {
   PerGroup& mine = per_group(group);
   std::fill(mine.held.begin(), mine.held.end(), at::Tensor());
+  mine.sums.clear();
   Scratch& scratch = group.scratch;
   if (!scratch.open) return;
   if (mine.buffer >= 0) {
@@ -318,7 +354,8 @@ void DeviceTransport::end_reductions() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) join(lane);
   foreign_sums_.clear();
   gave_blocks_.fill(false);
-  for (const InFlight& one : in_flight_) {
+  for (InFlight& one : in_flight_) {
+    drop_gradients(one);
     buffers_.release(one.buffer, /*has_waited=*/true);
     for (const int segment : one.segments) segments_.release(segment, /*has_waited=*/true);
   }

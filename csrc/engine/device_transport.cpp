@@ -9,7 +9,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "core/error.hpp"
 #include "engine/group.hpp"
@@ -27,15 +26,14 @@ void append(const PyRef& list, const PyRef& item) {
   if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
 }
 
-constexpr size_t kNever = std::numeric_limits<size_t>::max();  // so large is no parameter
-
 }  // namespace
 
 DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer,
-                                 size_t pack_below_bytes)
+                                 size_t pack_below_bytes, size_t pack_gradients_below_bytes)
     : collectives_(std::move(collectives)),
       layer_(std::move(layer)),
       pack_below_bytes_(pack_below_bytes),
+      pack_gradients_below_bytes_(pack_gradients_below_bytes),
       slots_(
           "slot", layer_, [this](size_t bytes) { return allocate(bytes); }, keeps(), nullptr),
       staging_(
@@ -81,7 +79,7 @@ void DeviceTransport::register_group(Group& group) {
   PerGroup& mine = groups_[group.index];
   if (layer_->is_recorder()) mine.pool = group.pool;
   if (group.unit != nullptr) mine.unit = group.unit->weak_from_this();
-  mine.gather = Gather(plan_gather(group.layout, collectives_.all_gather_group ? pack_below_bytes_ : kNever));
+  mine.gather = Gather(plan_gather(group.layout, collectives_.all_gather_group ? pack_below_bytes_ : kPackEverything));
   mine.own_rows = CopyProgram(group.layout.shard_to_slot());
   mine.pool_event = layer_->make_event(group.name + ".pool");
   mine.held.resize(group.params.size());
@@ -164,7 +162,7 @@ void DeviceTransport::enqueue_gather(Group& group) {
   mine.in_one_piece = static_cast<bool>(group.calls.all_gather);
   mine.is_finished = false;
   if (mine.in_one_piece && !mine.packed && !mine.gather.direct.empty()) {
-    mine.packed.emplace(plan_gather(group.layout, kNever));
+    mine.packed.emplace(plan_gather(group.layout, kPackEverything));
   }
   const Gather& gather = mine.running_gather();
   const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;

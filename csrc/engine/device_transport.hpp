@@ -24,14 +24,16 @@ namespace fsdp2x {
 struct DeviceCollectives {
   PyRef all_gather;        // (output, input)
   PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
-  PyRef reduce_scatter;    // (output, input, average: bool)
+  PyRef reduce_scatter;    // (output, input, average: bool), or lists of outputs and inputs: in one launch
   PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
   PyRef check;  // (): raises when one of them has failed on the device; null: the host is told in another way
 };
 
 class DeviceTransport final : public Transport {
  public:
-  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes);
+  // Smaller parameters are gathered packed, and smaller gradients reduced so: all of them with kPackEverything.
+  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes,
+                  size_t pack_gradients_below_bytes);
   ~DeviceTransport() override;
 
   const char* name() const override { return "process_group"; }
@@ -69,14 +71,17 @@ class DeviceTransport final : public Transport {
     uint64_t number = 0;  // of the reduction in in_flight_; 0: in none
     ReducePlan* plan = nullptr;
     Lane lane = Lane::reduce;
-    double divisor = 1.0;    // left to divide by
-    bool is_certain = true;  // every trainable parameter has a gradient here, or is reduced as zeros
+    double divisor = 1.0;               // left to divide by
+    bool is_certain = true;             // every trainable parameter has a gradient here, or is reduced as zeros
+    std::vector<at::Tensor> gradients;  // that are not packed, until InFlight holds them
   };
   // What a reduction holds until the compute lane has waited for it.
   struct InFlight {
     uint64_t number = 0;
-    int buffer = -1;            // in buffers_
-    std::vector<int> segments;  // in segments_, once nobody on the host needs them
+    int buffer = -1;                    // in buffers_
+    std::vector<int> segments;          // in segments_, once nobody on the host needs them
+    std::vector<at::Tensor> gradients;  // that are not packed: memory in the order of `home`
+    std::optional<c10::Stream> home;
   };
   // Reduced rows of a group that offloads, on their way to the host.
   struct Download {
@@ -112,9 +117,10 @@ class DeviceTransport final : public Transport {
     at::Tensor pool;                                   // the group's shard pool, for records
     std::weak_ptr<Unit> unit;                          // likewise
     ReducePlans plans;
-    ReducePlan* reduce = nullptr;  // of the open scratch
-    std::vector<at::Tensor> held;  // gradients that are not packed yet
-    int buffer = -1;               // in buffers_, of the open scratch
+    ReducePlan* reduce = nullptr;       // of the open scratch
+    std::vector<at::Tensor> held;       // gradients that are not packed yet
+    std::map<size_t, at::Tensor> sums;  // of those that are not to be: of backwards without gradient sync, ours
+    int buffer = -1;                    // in buffers_, of the open scratch
     Running running;
     int partial = -1;  // in segments_: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
@@ -164,12 +170,21 @@ class DeviceTransport final : public Transport {
   at::Tensor pool_to_pack(Group& group);
   // Returns where to; undefined if there was nothing to pack.
   at::Tensor pack_held(Group& group, bool for_reduction);
+  // Which plan a reduction of the group that opens now has.
+  ReducePlan& plan_of(Group& group);
+  // Held gradients that are not to be packed become sums.
+  void add_to_sums(Group& group);
+  // What is reduced without being packed, in the order of the plan's list: gradients as autograd made them where that
+  // can be, sums, or zeros.
+  std::vector<at::Tensor> take_direct(Group& group);
+  // Gradients that were not packed go back to their allocator, behind their reduction.
+  void drop_gradients(InFlight& reduction);
   // By parameter: whether it has a gradient, or is reduced as zeros.
   static std::vector<uint8_t> flags_of(const Group& group, const Layout& plan);
 
   // Reducing and attaching (device_reduce.cpp).
   at::Tensor rows_for(Group& group, Running& running);
-  void call_reduce_scatter(Group& group, const at::Tensor& output, const at::Tensor& input);
+  void call_reduce_scatter(Group& group, const Running& running, const at::Tensor& packed);
   void reduce_over_replicas(Group& group, Running& running);
   void keep_partial(Group& group, Running& running);
   void close_scratch(Group& group);
@@ -194,6 +209,7 @@ class DeviceTransport final : public Transport {
   DeviceCollectives collectives_;
   std::shared_ptr<DeviceLayer> layer_;
   size_t pack_below_bytes_;
+  size_t pack_gradients_below_bytes_;
   ReductionWindow window_;
   MemoryTally tally_;  // of what comes and goes, slots aside
   DeviceBuffers slots_, staging_, buffers_, segments_;

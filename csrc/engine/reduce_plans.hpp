@@ -1,7 +1,12 @@
 // How the gradients of a group lie in rank-major segments, for transports that reduce-scatter: one plan per set of
-// trainable parameters. Freezing makes another plan, it never re-shards.
+// trainable parameters. Freezing makes another plan, it never re-shards. Gradients that are reduced from where autograd
+// made them have no place in segments; their rows lie behind those of the others.
+//
+//   packed   | rank 0: p0 | p2 | .. | flags | rank 1: p0 | p2 | .. | flags | ..      p1: as autograd made it
+//   rows     | p0 | p2 | .. | flags | p1 |
 #pragma once
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <utility>
@@ -13,9 +18,14 @@ namespace fsdp2x {
 
 class Group;
 
+inline constexpr size_t kPackEverything = std::numeric_limits<size_t>::max();  // so large is no parameter
+
 struct ReducePlan {
-  std::shared_ptr<const Layout> layout;
-  size_t segment_bytes = 0;  // Layout::flagged_segment_bytes
+  std::shared_ptr<const Layout> layout;  // of the rows
+  std::shared_ptr<const Layout> packed;  // of the segments: trains what is packed alone; else `layout` itself
+  std::vector<size_t> direct;            // parameters that are not packed
+  size_t segment_bytes = 0;              // of `packed`: Layout::flagged_segment_bytes
+  size_t rows_bytes = 0;                 // of a rank: its segment, and the rows of what is not packed
   // One float per parameter, and zeros up to flags_numel() -> what lies behind the rows of all W segments.
   Copy flags_to_segments;
   size_t flags_numel() const { return static_cast<size_t>(flags_to_segments.piece_numel); }
@@ -31,11 +41,11 @@ struct ReducePlan {
 
 class ReducePlans {
  public:
-  // Of the parameters that are trainable now.
-  ReducePlan& of(const Group& group);
+  // Of the parameters that are trainable now. Smaller gradients than `pack_below_bytes` are packed.
+  ReducePlan& of(const Group& group, size_t pack_below_bytes = kPackEverything);
 
  private:
-  std::map<std::vector<bool>, ReducePlan> plans_;
+  std::map<std::pair<std::vector<bool>, size_t>, ReducePlan> plans_;
 };
 
 }  // namespace fsdp2x

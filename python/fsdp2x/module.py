@@ -273,6 +273,8 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         state = self._get_fsdp_state()
+        if enable:
+            _refuse_both(state, memory=True)
         memory = "process_group" if enable else None
         if memory != state.comm_memory:
             state.comm_memory = memory
@@ -316,8 +318,38 @@ class FSDPModule(_TorchFSDPModule):
                 f"fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels on {state.ranks.device}, "
                 f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
             )
+        _refuse_both(state, memory=True)
         state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
+
+    @checked
+    def set_reduce_scatter_unpacked(self, enable: bool = True) -> None:
+        """True: large gradients are reduced from where autograd made them, without a copy that packs them before.
+
+        For the whole model, as soon as one of its units asks. It acts on parameters that are cut along dim 0 into even
+        rows of 16 bytes or multiples, whose gradients have the dtype that they are reduced in, and that would be
+        gathered alone: few large ones of a unit. The others stay packed, as do fp16, units that offload or have an
+        all-reduce hook or a custom reduce-scatter, and all of them where the backend is not NCCL's. Such gradients are
+        read on another stream until the next unit's reduction: a backward that passed one on must not write to it.
+        Results do not depend on it. Call it alike on every rank. Not measured on GPUs yet.
+
+        Raises:
+            NotImplementedError: the model is on the CPU, where gradients are packed as soon as they are made.
+            ValueError: the model's collectives use memory of their own (``set_allocate_memory_from_process_group_..``,
+                ``set_symm_mem_for_comm``), in which gradients are not.
+            RuntimeError: called during forward or backward.
+        """
+        state = self._get_fsdp_state()
+        if not has_streams(state.ranks.device):
+            raise NotImplementedError(
+                "fsdp2x.FSDPModule.set_reduce_scatter_unpacked: on the CPU gradients are packed as soon as they are "
+                f"made, so that their memory is free again; this model is on {state.ranks.device.type}: leave it out"
+            )
+        if enable:
+            _refuse_both(state, memory=False)
+        if bool(enable) != state.reduces_unpacked:
+            state.reduces_unpacked = bool(enable)
+            state.remake_transports("packing")
 
     @checked(own=("max_input_buffers",))
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -431,6 +463,17 @@ def _not_implemented(name: str):
     method.__name__ = name
     method.__doc__ = "Not supported yet: raises NotImplementedError."
     return method
+
+
+def _refuse_both(state: UnitState, *, memory: bool) -> None:
+    """Registered memory for collectives, which is asked for if ``memory``, and gradients that stay where they are."""
+    tree = [state, *(state.root_state().tree if state.root is not None else ())]
+    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in tree):
+        raise ValueError(
+            "fsdp2x.FSDPModule: set_reduce_scatter_unpacked reduces gradients from autograd's memory, and "
+            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm want them in memory of the "
+            "collectives: choose one of them for a model"
+        )
 
 
 def _refuse_unknown_methods() -> None:

@@ -25,7 +25,7 @@ float get(const std::byte* data, DType type, int64_t index) {
 
 // Shapes whose chunks are aligned at some worlds and not at others, of all dtypes, uneven, empty, and cut along dim 1.
 std::vector<ParamShape> shapes() {
-  std::vector<ParamShape> all(9);
+  std::vector<ParamShape> all(11);
   all[0] = {.outer = 1, .dim = 64, .inner = 96, .compute = DType::bf16};
   all[1] = {.outer = 1, .dim = 50, .inner = 24, .compute = DType::bf16};
   all[2] = {.outer = 1, .dim = 50, .inner = 7, .compute = DType::bf16};
@@ -35,6 +35,8 @@ std::vector<ParamShape> shapes() {
   all[6] = {.outer = 1, .dim = 33, .inner = 4, .orig = DType::f64, .compute = DType::f64, .reduce = DType::f64};
   all[7] = {.outer = 1, .dim = 31, .inner = 8, .in_slot = false};
   all[8] = {.outer = 1, .dim = 105, .inner = 1};
+  all[9] = {.outer = 3, .dim = 60, .inner = 8, .compute = DType::bf16, .reduce = DType::bf16};
+  all[10] = {.outer = 5, .dim = 64, .inner = 12, .reduce = DType::bf16};
   return all;
 }
 
@@ -105,8 +107,9 @@ TEST_P(GatherWorld, EveryRankStartsAligned) {
   EXPECT_EQ(plan.segment_bytes % kAlignBytes, 0U);
   for (const DirectGather& one : plan.direct) {
     const ParamPlace& place = layout.params()[one.param];
-    EXPECT_EQ(place.shape.outer, 1);
-    EXPECT_GE(static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.compute), pack_below);
+    EXPECT_TRUE(place.shape.outer == 1 || place.shape.dim % world == 0);
+    const auto block = static_cast<size_t>(place.shape.dim * place.shape.inner);
+    EXPECT_GE(block * dtype_bytes(place.shape.compute), pack_below);
     for (int rank = 0; rank < world; ++rank) {
       const size_t start = one.slot_offset + static_cast<size_t>(rank) * one.chunk_bytes;
       EXPECT_EQ(start % kCollectiveAlignBytes, 0U) << "parameter " << one.param << ", rank " << rank;
@@ -141,16 +144,46 @@ TEST(GatherPlan, LargeAlignedParametersGoStraightIntoTheSlot) {
   std::vector<size_t> direct;
   for (const DirectGather& one : all.direct) direct.push_back(one.param);
   // 1: 10 rows of 48 bytes. 2: 10 rows of 14 bytes, no multiple of 16. 3: cut along dim 1. 4: 1 row of 2048 bytes,
-  // three ranks have none. 6: 7 rows of 32 bytes. 8: 21 rows of 4 bytes.
-  EXPECT_EQ(direct, (std::vector<size_t>{0, 1, 4, 6}));
+  // three ranks have none. 6: 7 rows of 32 bytes. 8: 21 rows of 4 bytes. 9: of each block 12 rows of 16 bytes. 10: cut
+  // along dim 1 unevenly.
+  EXPECT_EQ(direct, (std::vector<size_t>{0, 1, 4, 6, 9, 9, 9}));
   EXPECT_EQ(all.direct[2].chunk_bytes, 2048U);
   EXPECT_TRUE(plan_gather(Layout(shapes(), 5, 0, true), kPackBelowBytes).direct.empty());
 }
 
 TEST(GatherPlan, WithoutRoomForWholeChunksOnlyEvenParametersAreDirect) {
   const GatherPlan plan = plan_gather(Layout(shapes(), 5, 0), 0);
-  ASSERT_EQ(plan.direct.size(), 1U);
+  ASSERT_EQ(plan.direct.size(), 4U);
   EXPECT_EQ(plan.direct[0].param, 1U);
+  for (size_t block = 0; block < 3; ++block) EXPECT_EQ(plan.direct[1 + block].param, 9U);
+}
+
+// Rows that are not in segments lie behind these, each once.
+TEST(GatherPlan, GradientsThatAreNotPackedHaveRowsBehindTheOthers) {
+  for (const int world : {2, 3, 5, 64}) {
+    const Layout layout(shapes(), world, 0, true);
+    const std::vector<bool> direct = direct_reductions(layout, 0);
+    std::vector<bool> packs;
+    for (const bool one : direct) packs.push_back(!one);
+    const Layout rows = layout.training(std::vector<bool>(direct.size(), true), direct);
+    const Layout packed = layout.training(packs);
+    size_t next = packed.flagged_segment_bytes();
+    for (size_t i = 0; i < direct.size(); ++i) {
+      const ParamPlace& place = rows.params()[i];
+      EXPECT_EQ(place.shape.trainable, layout.params()[i].shape.trainable);
+      EXPECT_EQ(packed.params()[i].shape.trainable, place.shape.trainable && !direct[i]);
+      if (!direct[i]) {
+        EXPECT_EQ(place.reduce_segment_offset, packed.params()[i].reduce_segment_offset);
+        continue;
+      }
+      EXPECT_EQ(place.shape.compute, place.shape.reduce);
+      EXPECT_EQ(place.shape.dim % world, 0);
+      EXPECT_EQ(place.reduce_segment_offset, next);
+      next += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.reduce));
+    }
+  }
+  EXPECT_TRUE(direct_reductions(Layout(shapes(), 5, 0, true), 0)[9]);
+  EXPECT_FALSE(direct_reductions(Layout(shapes(), 7, 0, true), 0)[9]);
 }
 
 }  // namespace

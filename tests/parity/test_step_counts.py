@@ -35,6 +35,7 @@ PACING = Pacing(MACHINES["h100"], mfu=0.4)
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
 }
 
 
@@ -115,14 +116,20 @@ def over_a_process_group(ctx, case) -> None:
     assert step_trace.collectives_of(lambda: run(model)) == expected
 
 
-def on_lanes_of_a_device(ctx, case, grouped) -> None:
+def on_lanes_of_a_device(ctx, case, grouped, unpacked=False) -> None:
     """And the launches of the copies around them: parameters of 512 bytes and more on their own, or all packed."""
     recorder = streams.install(512, grouped=grouped)
     build, run = CASES[case]
     model = build()
-    options = {"mesh": mesh_of(ctx, case), "mp_policy": POLICIES["fp32" if case == "lora" else "bf16"]}
+    policy = "bf16 sums" if unpacked else "fp32" if case == "lora" else "bf16"
+    options = {"mesh": mesh_of(ctx, case), "mp_policy": POLICIES[policy]}
     model = reference.shard(ctx, model, units_of(case, model), transport="streams", **options)
+    if unpacked:
+        model.set_reduce_scatter_unpacked()
     facts = facts_of_model(model)
+    groups = [group for unit in facts.units for group in unit.groups]
+    has_peers = any(group.ranks.world > 1 for group in groups)
+    assert (unpacked and has_peers) == any(group.direct_reduce_bytes for group in groups)
     assert grouped == any(group.direct_chunk_bytes for unit in facts.units for group in unit.groups) or case == "listed"
     expected, num_copies = foretold(facts, schedules.ours)
     steady(model, run)
@@ -151,10 +158,13 @@ def of_stock(ctx, case, policy) -> None:
 SIDES = {
     "process group": over_a_process_group,
     "device, one by one": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=True),
+    "device, unpacked": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=True, unpacked=case not in PACKED),
     "device, packed": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=False),
     "stock, fp32": lambda ctx, case: of_stock(ctx, case, "fp32"),
     "stock, bf16": lambda ctx, case: of_stock(ctx, case, "bf16"),
 }
+# Many parameters, or small ones alone.
+PACKED = ("listed", "lora")
 SHORT = ("dense", "hsdp")
 all_sides = pytest.mark.parametrize("side", SIDES)
 

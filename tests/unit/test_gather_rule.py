@@ -25,6 +25,11 @@ EXPERTS = unit(*[(768, 2048), (768, 2048), (2048, 768)] * 128)
 FUSED = unit((128 * 1536, 2048), (128 * 2048, 768))
 TOWER = unit((128256, HIDDEN), *[(1024, HIDDEN)] * 6)
 UNITS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED, "tower": TOWER}
+# Experts of Qwen3 235B, cut along their rows, of which more ranks than experts have as many each: 3072 and 1536 MiB, in
+# blocks of 24 and 12. And of a small model, in blocks of 3 and 1.5.
+TYPES = (torch.float32, torch.bfloat16, torch.float32)
+STACKED = [(128, 3072, 4096, *TYPES, True), (128, 4096, 1536, *TYPES, True)]
+SMALL_STACKED = [(128, 1536, 1024, *TYPES, True), (128, 1024, 768, *TYPES, True)]
 # Of 768 rows 512 ranks have two each: the packed segments have room for as many.
 EXPERTS_MIB = {2: 1152, 8: 1152, 64: 1152, 512: 1408}
 
@@ -49,6 +54,44 @@ def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
     packed = {name: packed_mib(shapes, "in turn", world) for name, shapes in UNITS.items()}
     tower = 1052 if world == 512 else 48
     assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": tower}
+
+
+def plan_of(shapes: list[tuple], gathers: str, world: int) -> tuple[int, int]:
+    """How many collectives there are beside the packed one, and MiB of that."""
+    below = transport.pack_below_bytes(gathers, world)
+    chunks = _C.direct_chunk_bytes(_C.Layout(shapes, world, 0, True), 2**63 if below is None else below)
+    assert all(chunk % 16 == 0 for chunk in chunks)
+    packed = packed_mib(shapes, gathers, world)
+    assert sum(chunks) * world // MIB + packed == sum(s[0] * s[1] * s[2] * 2 for s in shapes) // MIB
+    return len(chunks), packed
+
+
+@pytest.mark.parametrize("world", [2, 64, 256, 512])
+def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copying(world):
+    """In one launch by 256; of blocks that a device copies in less time than they take the host, none; in turn none."""
+    assert plan_of(STACKED, "grouped", world) == (256, 0)
+    assert plan_of(SMALL_STACKED, "grouped", world) == (0, 576)
+    assert plan_of(STACKED, "in turn", world) == (0, 4608)
+    assert plan_of(STACKED, "unknown", world) == (0, 4608)
+    # Of 3072 rows 5 ranks do not have as many each.
+    assert plan_of([(2, 3072, 4096, *TYPES, True)], "grouped", 5) == (0, 48)
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 512])
+@pytest.mark.parametrize("gathers", ["grouped", "in turn"])
+def test_gradients_are_reduced_alone_by_the_rule_of_gathers(gathers, world):
+    """Where they have the dtype of the reduction and are even: of those that gathers take alone as many."""
+    below = transport.pack_below_bytes(gathers, world)
+    for shapes in (*UNITS.values(), STACKED, SMALL_STACKED):
+        wide = [(*shape[:5], torch.float32, True) for shape in shapes]
+        assert not any(_C.direct_reductions(_C.Layout(wide, world, 0, True), below))
+        same = [(*shape[:5], torch.bfloat16, True) for shape in shapes]
+        layout = _C.Layout(same, world, 0, True)
+        chosen = _C.direct_reductions(layout, below)
+        num = sum(shape[0] for shape, is_chosen in zip(same, chosen, strict=True) if is_chosen)
+        assert num == len(_C.direct_chunk_bytes(layout, below)) or any(shape[1] % world for shape in same)
+        frozen = layout.training([False] * len(same))
+        assert not any(_C.direct_reductions(frozen, below))
 
 
 @pytest.mark.parametrize("world", [2, 64])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Ranks:
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
     gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
+    reduces_unpacked: bool = False  # large gradients, from where autograd made them, on a device
     registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
     max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
 
@@ -71,6 +73,8 @@ class GroupFacts:
     shapes: tuple[tuple, ...] = ()  # of each parameter, as the layout is told
     trains: tuple[bool, ...] = ()  # likewise
     direct_chunk_bytes: tuple[int, ...] = ()  # of a rank, of parameters that a device gathers one by one
+    packed_reduce_bytes: int = 0  # of a rank, in what a device reduces packed, flags included
+    direct_reduce_bytes: tuple[int, ...] = ()  # likewise, in each reduction of a gradient that is not packed
 
     @property
     def is_trainable(self) -> bool:
@@ -141,6 +145,8 @@ def _count(
     reduced_bytes = training.reduce_segment_bytes
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
     pack_below = None if collectives.gathers_packed else transport.pack_below_bytes(ranks.gathers, ranks.world)
+    direct = _direct_reductions(training, shapes, ranks, offloads, collectives)
+    packs = [is_trained and not is_direct for is_trained, is_direct in zip(trains, direct, strict=True)]
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -149,6 +155,8 @@ def _count(
         scratch_bytes=layout.scratch_bytes,
         gather_segment_bytes=layout.gather_segment_bytes,
         reduce_segment_bytes=training.flagged_segment_bytes,
+        packed_reduce_bytes=layout.training(packs).flagged_segment_bytes,
+        direct_reduce_bytes=_chunks(shapes, direct, ranks.world),
         replica_segment_bytes=staged.flagged_segment_bytes,
         row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
@@ -159,7 +167,7 @@ def _count(
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
         staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if pack_below is None else pack_below) * ranks.world,
-        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
+        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside and not any(direct),
         offloads=offloads,
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
@@ -170,6 +178,23 @@ def _count(
         small=small,
         direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, _EVERYTHING if pack_below is None else pack_below)),
     )
+
+
+def _direct_reductions(
+    training: Any, shapes: list[tuple], ranks: Ranks, offloads: bool, collectives: Collectives
+) -> list[bool]:
+    """Whose gradients are reduced unpacked, as the engine chooses them."""
+    below = transport.pack_below_bytes(ranks.gathers, ranks.world)
+    packs = not ranks.reduces_unpacked or below is None or ranks.world == 1 or offloads or collectives.reduces_aside
+    if packs or any(shape[5] == torch.float16 for shape in shapes):
+        return [False] * len(shapes)
+    return _C.direct_reductions(training, below)
+
+
+def _chunks(shapes: list[tuple], direct: list[bool], world: int) -> tuple[int, ...]:
+    """A rank's bytes in each of their reductions: one for each block of rows."""
+    chosen = [shape for shape, is_direct in zip(shapes, direct, strict=True) if is_direct]
+    return tuple(shape[1] // world * shape[2] * shape[5].itemsize for shape in chosen for _ in range(shape[0]))
 
 
 def group_facts(

@@ -33,6 +33,7 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     below = {id(inner) for state in states for inner in _below(state, states)}
     common = _Common(
         any(state.comm_memory is not None for state in states),
+        any(state.reduces_unpacked for state in states),
         max((state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None), default=None),
     )
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
@@ -45,6 +46,7 @@ class _Common:
     """Settings that one unit makes for all of its root."""
 
     registers_memory: bool
+    reduces_unpacked: bool
     max_reduce_buffers: int | None
 
 
@@ -115,6 +117,7 @@ def _ranks(
         replicas_share,
         gathers=torch_private.gathers_of(ranks.group, ranks.device),
         registers_memory=common.registers_memory,
+        reduces_unpacked=common.reduces_unpacked,
         max_reduce_buffers=common.max_reduce_buffers,
     )
 

@@ -63,6 +63,7 @@ class UnitState(StateNames, torch_private.State):
         self.generation = 0  # counts resets, which invalidate handles
         self.prefetch_bytes = 0  # what backward may gather ahead
         self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric", "peers"; None: torch
+        self.reduces_unpacked = False  # large gradients, from where autograd made them
         self.max_reduce_buffers: int | None = None  # None: the engine's default
         self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
 
@@ -260,6 +261,7 @@ class UnitState(StateNames, torch_private.State):
             self.timeout,
             custom=any(state.comms.is_custom for state in tree),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
+            reduces_unpacked=any(state.reduces_unpacked for state in tree),
             layers=next((state.layers for state in tree if state.layers is not None), None),
             units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],
         )

@@ -27,6 +27,8 @@ from fsdp2x.runtime.sharing import Introductions, introduce
 if TYPE_CHECKING:
     from fsdp2x.runtime.params import GroupParams
 
+# Of one collective, or of several.
+Tensors = torch.Tensor | list[torch.Tensor]
 TRANSPORTS = ("auto", "shm", "process_group")
 
 
@@ -49,6 +51,7 @@ class TransportChoice:
         *,
         custom: bool = False,
         comm_memory: str | None = None,
+        reduces_unpacked: bool = False,
         layers: dict[torch.device, Any] | None = None,
         units: Iterable[tuple[str, MixedPrecisionPolicy, GroupParams]] = (),
     ) -> None:
@@ -62,6 +65,7 @@ class TransportChoice:
         self._name = "process_group" if custom else name
         self._timeout = timeout
         self._comm_memory = comm_memory
+        self._reduces_unpacked = reduces_unpacked
         self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
         self._units = list(units)
         self._known: dict[Any, Introductions | None] = {}
@@ -137,7 +141,7 @@ class TransportChoice:
             self._layers[ranks.device] = make and make()
         layer = self._layers[ranks.device]
         if layer is not None:
-            return _device_transport(layer, ranks.group, self._comm_memory)
+            return _device_transport(layer, ranks.group, self._comm_memory, self._reduces_unpacked)
         return _C.group_transport(
             functools.partial(all_gather, ranks.group),
             functools.partial(reduce_scatter, ranks.group),
@@ -182,7 +186,7 @@ def has_streams(device: torch.device) -> bool:
     return layer_maker(device) is not None
 
 
-def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
+def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None, reduces_unpacked: bool = False):
     _warn_of_one_queue(layer.device)
     if comm_memory == "peers" and group is not None:
         peers = peer_collectives(group, layer.device)
@@ -204,6 +208,7 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=pack_below or 0,
+        pack_gradients_below_bytes=pack_below if reduces_unpacked and pack_below is not None else _C.PACK_EVERYTHING,
     )
 
 
@@ -235,7 +240,7 @@ def _check_peers(group: dist.ProcessGroup, peers) -> bool:
 
 
 def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:
-    """A reduce-scatter in stream order, of (output, source, average).
+    """A reduce-scatter in stream order, of (output, source, average); lists of both: of each pair.
 
     What is divided by another number than the ranks' is summed first: NCCL's premultiplied sum costs no pass, but takes
     the factor of bf16 for zero before torch 2.15, and a pass over reduced rows is short.
@@ -277,9 +282,13 @@ def _all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sou
     return True
 
 
-def _reduce_scatter_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool) -> bool:
+def _reduce_scatter_now(group: dist.ProcessGroup, output: Tensors, source: Tensors, average: bool) -> bool:
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if isinstance(output, list):
+        torch_private.reduce_scatter_group(group, output, source, op)
+        return True
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, source, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=group)
+    scatter(output, source, op=op, group=group)
     return True
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdp2x.simulate.machines import Axis, Machine
 
@@ -38,7 +38,17 @@ class Task:
     before_s: float = 0.0  # copies in front of the collectives, beside the compute
     after_s: float = 0.0  # and behind them
     follows: str = "compute"  # a gather begins behind what was enqueued, or "use": behind the last use of a gather
-    is_one_launch: bool = False  # all collectives of the task: one kernel, whose latencies pass together
+    is_one_launch: bool = False  # collectives of one kind and group: one kernel, whose latencies pass together
+
+    @property
+    def launches(self) -> tuple[Collective, ...]:
+        """The collectives as the network has them."""
+        if not self.is_one_launch:
+            return self.collectives
+        sums: dict[tuple[str, Axis], int] = {}
+        for call in self.collectives:
+            sums[call.kind, call.axis] = sums.get((call.kind, call.axis), 0) + call.num_bytes
+        return tuple(Collective(kind, num_bytes, axis) for (kind, axis), num_bytes in sums.items())
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,9 @@ def play(tasks: Iterable[Task], machine: Machine, *, has_instant_links: bool = F
     streams: dict[str, float] = defaultdict(float)  # of gathers and of reductions, with the copies behind them
     ready: dict[Hashable, float] = {}
     for task in tasks:
-        enqueue = task.host_s + task.num_launches * machine.launch_s
-        enqueue += (1 if task.is_one_launch else len(task.collectives)) * machine.collective_s
+        launches = task.launches
+        enqueue = task.host_s + task.num_launches * machine.launch_s + len(launches) * machine.collective_s
+        enqueue += (len(task.collectives) - len(launches)) * machine.grouped_s
         host += enqueue
         busy["host"] += enqueue
         if not machine.is_device:
@@ -76,13 +87,15 @@ def play(tasks: Iterable[Task], machine: Machine, *, has_instant_links: bool = F
             behind = last_use if task.kind == "gather" and task.follows == "use" else compute
             start = max(max(host, behind) + task.before_s, streams[task.kind])
             ready[task.key] = start + task.after_s
-            for number, (name, seconds) in enumerate(_on_links(task, machine)):
-                seconds = 0.0 if has_instant_links else seconds
+            for number, call in enumerate(one for one in launches if one.axis.world > 1):
+                # Groups inside a node do not hold up those between nodes.
+                name = "across" if call.axis.num_nodes > 1 else "inside"
+                seconds = machine.collective_s_of(call.kind, call.num_bytes, call.axis) * (not has_instant_links)
                 start = max(start, links[name]) + seconds
                 links[name] = start
                 busy["link"] += seconds
                 # The compute waits for all gathers; of a reduction until the gradients are read, not for replicas.
-                if task.kind == "gather" or number == 0:
+                if task.kind == "gather" or number == 0 or call.kind == "reduce_scatter":
                     ready[task.key] = start + task.after_s
             streams[task.kind] = start + task.after_s
             end = max(end, streams[task.kind])
@@ -91,14 +104,3 @@ def play(tasks: Iterable[Task], machine: Machine, *, has_instant_links: bool = F
         if not machine.is_device:
             host = compute
     return Times(max(host, compute, end), busy["compute"], busy["link"], busy["host"])
-
-
-def _on_links(task: Task, machine: Machine) -> Iterable[tuple[str, float]]:
-    """Seconds of each collective, and whose they are: groups inside a node do not hold up those between nodes."""
-    calls = task.collectives
-    if task.is_one_launch and len(calls) > 1:
-        calls = (replace(calls[0], num_bytes=sum(call.num_bytes for call in calls)),)
-    for call in calls:
-        if call.axis.world > 1:
-            name = "across" if call.axis.num_nodes > 1 else "inside"
-            yield name, machine.collective_s_of(call.kind, call.num_bytes, call.axis)

@@ -54,8 +54,9 @@ class Machine:
     memory_bytes_per_s: float
     flops_per_s: float  # the peak
     launch_s: float  # of the host, for a kernel
-    collective_s: float  # of the host, for a collective
+    collective_s: float  # of the host, for a launch of collectives
     module_s: float  # of the host, for a module's own operations, in forward and again in backward
+    grouped_s: float = 0.0  # of the host, for each further collective of a launch
     is_device: bool = True  # the host runs ahead of the compute
     is_blocking: bool = False  # collectives are the host's own work
 
@@ -95,9 +96,9 @@ class Machine:
 # NCCL's tables for NVLink and networks, in seconds: the protocol that is called Simple, LL128, and trees.
 _RING = (Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0), Protocol(10.0e-6, 1.9e-6, 4.0e-6, 0.92))
 _TREE = Protocol(8.4e-6, 4.0e-6, 14.0e-6, 0.92)
-# Of the host no GPU's figures are known yet. A launch: 4 us; a collective through torch.distributed: 25 us; a module of
-# a HuggingFace model: 8 operations of 8 us. Assumptions.
-_HOST = {"launch_s": 4e-6, "collective_s": 25e-6, "module_s": 64e-6}
+# Of the host no GPU's figures are known yet. A launch: 4 us; a collective through torch.distributed: 25 us, and 5
+# for each further one in its launch; a module of a HuggingFace model: 8 operations of 8 us. Assumptions.
+_HOST = {"launch_s": 4e-6, "collective_s": 25e-6, "grouped_s": 5e-6, "module_s": 64e-6}
 
 # NVLink: 18 links of 20.6 GB/s and of 40.1, NCCL's figures for sm_90 and sm_100. Network: ConnectX-7, 400 Gb/s for each
 # GPU of a DGX H100 and of a DGX B200. Memory and dense bf16 peaks: NVIDIA's data sheets of H100 SXM and DGX B200. A100:

@@ -153,11 +153,13 @@ def _our_reduction(group: GroupFacts, pacing: Pacing) -> Task:
     ranks, copy_s = group.ranks, pacing.machine.copy_s
     calls = []
     if ranks.world > 1:
-        calls.append(Collective("reduce_scatter", group.reduce_segment_bytes * ranks.world, pacing.axis(ranks)))
+        chunks = (group.packed_reduce_bytes, *group.direct_reduce_bytes)
+        calls += [Collective("reduce_scatter", chunk * ranks.world, pacing.axis(ranks)) for chunk in chunks]
     if ranks.replicas > 1:
         over_replicas = group.reduce_segment_bytes if ranks.has_streams else group.replica_segment_bytes
         calls.append(Collective("all_reduce", over_replicas, pacing.replicas(ranks)))
-    written_bytes = group.reduce_segment_bytes * ranks.world
+    written_bytes = group.packed_reduce_bytes * ranks.world
+    read_bytes = group.packed_bytes - sum(group.direct_reduce_bytes) * ranks.world
     in_place = group.reduces_in_place and (ranks.world > 1 or ranks.replicas == 1)
     return Task(
         "reduce",
@@ -166,8 +168,9 @@ def _our_reduction(group: GroupFacts, pacing: Pacing) -> Task:
         # Packing, which writes the flags of who has gradients; rows from where they were reduced to the gradients.
         (1 + (not in_place)) * ranks.has_streams,
         (_OURS_UNIT_S + _OURS_PARAM_S * len(group.params)) / 3,
-        compute_s=copy_s((written_bytes + group.packed_bytes) / 2),
+        compute_s=copy_s((written_bytes + read_bytes) / 2),
         after_s=0.0 if in_place else copy_s(group.reduce_segment_bytes),
+        is_one_launch=ranks.gathers == "grouped",
     )
 
 

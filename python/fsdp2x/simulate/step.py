@@ -160,10 +160,7 @@ def _step(name: str, tasks: list[tuple[int, list[Task]]], machine: Machine, opti
         total(whole, "host_s"),
         optimizer_s,
         sum(times * len(task.collectives) for times, task in every),
-        sum(
-            times * (min(len(task.collectives), 1) if task.is_one_launch else len(task.collectives))
-            for times, task in every
-        ),
+        sum(times * len(task.launches) for times, task in every),
         sum(times * task.num_launches for times, task in every),
         sent["all_gather"],
         sent["reduce_scatter"],
