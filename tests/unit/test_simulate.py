@@ -271,3 +271,77 @@ def test_expert_parallelism_is_refused_by_name(tmp_path, capsys):
     asked = ["--world-size", "8", "--simulate", "--expert-parallel", "2"]
     assert main(["plan", str(tmp_path), *asked]) == 2
     assert "expert_parallel: got 2, whose exchange of tokens is not simulated" in capsys.readouterr().err
+
+
+# ---- launches
+
+
+def test_collectives_of_one_kind_and_group_are_one_launch_where_they_are_grouped():
+    """A lone rank's task has none; replicas are another group."""
+    shards, replicas = Axis(8, 8), Axis(4, 1)
+    calls = (
+        Collective("reduce_scatter", 10, shards),
+        Collective("reduce_scatter", 20, shards),
+        Collective("all_reduce", 5, replicas),
+    )
+    grouped = Task("reduce", 0, calls, is_one_launch=True)
+    assert grouped.launches == (Collective("reduce_scatter", 30, shards), Collective("all_reduce", 5, replicas))
+    assert Task("reduce", 0, calls).launches == calls
+    alone = Task("gather", 0, (), 1, is_one_launch=True)
+    assert alone.launches == ()
+    assert play([alone], H100).host_s == H100.launch_s
+    host_s = play([grouped], H100).host_s
+    assert host_s == pytest.approx(2 * H100.collective_s + H100.grouped_s)
+
+
+def test_the_compute_waits_for_all_reductions_over_shards_but_not_for_replicas():
+    calls = [Collective("reduce_scatter", 2**28, Axis(8, 8))] * 2
+    replicas = Collective("all_reduce", 2**30, Axis(8, 1))
+
+    def compute_begins(*collectives: Collective) -> float:
+        tasks = [Task("reduce", 0, tuple(collectives)), Task("reduced", 0), Task("run", compute_s=1.0)]
+        return play(tasks, H100).step_s - 1.0
+
+    one, two = compute_begins(calls[0]), compute_begins(*calls)
+    assert two > 1.5 * one
+    assert compute_begins(*calls, replicas) == pytest.approx(two, abs=2e-4)
+
+
+def test_a_plan_counts_its_units_once(monkeypatch, tmp_path):
+    from fsdp2x.commands.plan_request import Request, make_plan
+    from fsdp2x.memory import plan
+
+    counted = []
+    count = plan.facts_of_plan
+    monkeypatch.setattr(plan, "facts_of_plan", lambda *args, **options: counted.append(args) or count(*args, **options))
+    llama(2, 64, 128, 4, 2, 256).config.save_pretrained(tmp_path)
+    made = make_plan(Request(str(tmp_path), world_size=8, simulate=True))
+    assert len(counted) == 1
+    assert made.simulation.world == 8 and made.report.shard_bytes > 0
+
+
+@pytest.mark.parametrize("gathers", ["grouped", "in turn"])
+def test_gradients_that_are_not_packed_are_collectives_of_their_own(gathers):
+    """Of a dense layer the large weights, and the rest: less to copy, as many bytes to send."""
+    model = llama(*LLAMA3_8B)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    packed, unpacked = (
+        simulate(
+            model,
+            planned_facts(model, 2, mp_policy=bf16, gathers=gathers, reduces_unpacked=reduces),
+            H100, tokens=4096, sequence_length=4096, mfu=0.4, peers=(),
+        ).steps[0]
+        for reduces in (False, True)
+    )  # fmt: skip
+    if gathers == "grouped":
+        assert unpacked.collectives - packed.collectives == 32 * 5 + 2
+        assert unpacked.collective_launches == packed.collective_launches
+    else:  # of 64 MiB and more, and a quarter of the largest: the MLP's
+        assert unpacked.collective_launches - packed.collective_launches == 32 * 3 + 2
+    assert unpacked.compute_s < packed.compute_s
+    assert unpacked.reduce_bytes == packed.reduce_bytes
+    fp32 = [
+        planned_facts(model, 2, mp_policy=MIXED, gathers=gathers, reduces_unpacked=reduces) for reduces in (False, True)
+    ]
+    sums = [[group.direct_reduce_bytes for unit in facts.units for group in unit.groups] for facts in fp32]
+    assert sums[0] == sums[1], "gradients of another dtype are cast while they are packed"

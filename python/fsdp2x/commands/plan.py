@@ -84,6 +84,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--mfu", type=float, metavar="F", help="share of the peak that compute reaches; default 0.4")
     command.add_argument("--recompute", action="store_true", help="activations are computed again in backward")
+    command.add_argument(
+        "--reduce-unpacked",
+        "--reduce_unpacked",
+        action="store_true",
+        help="large gradients are reduced from where autograd made them (set_reduce_scatter_unpacked)",
+    )
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
     command.set_defaults(run=_plan)
 

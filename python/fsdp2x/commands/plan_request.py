@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
-from fsdp2x.memory.plan import PlanError, plan_memory
-from fsdp2x.memory.report import MemoryReport, readable
+from fsdp2x.memory.plan import PlanError, planned_facts, planned_report
+from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.simulate.step import Simulation
 
 _DEFAULTS = {
@@ -58,6 +58,7 @@ class Request:
     sequence_length: int | None = None
     mfu: float | None = None
     recompute: bool = False
+    reduce_unpacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,18 +153,21 @@ def make_plan(request: Request) -> MemoryPlan:
         request = _filled(request, training.asked)
     request = _filled(request, {"transport": "shm" if request.device == "cpu" else "process_group"})
     request = _filled(request, {"device": "cpu" if request.transport == "shm" else "cuda", **_DEFAULTS})
-    names = ("replicas", "transport", "device", "offload", "optimizer", "auto_wrap", "reshard_after_forward",
-             "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last", "local_world_size")  # fmt: skip
+    names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
+             "expert_fsdp_size", "local_world_size")  # fmt: skip
     options = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
             reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
         ),
+        "reduces_unpacked": request.reduce_unpacked,
         **{name: getattr(request, name) for name in names},
     }
     try:
-        report = plan_memory(model, request.world_size, **options)
-        simulation = simulation_of(model, request, options) if simulates else None
+        micro_batches = check_micro_batches("plan", request.micro_batches, request.before_last)
+        facts = planned_facts(model, request.world_size, **options)
+        report = planned_report(facts, request.optimizer, micro_batches)
+        simulation = simulation_of(model, facts, request, micro_batches) if simulates else None
     except (ValueError, NotImplementedError) as error:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes

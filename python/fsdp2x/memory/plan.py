@@ -15,6 +15,7 @@ from fsdp2x.memory.facts import ModelFacts, Ranks
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
+from fsdp2x.memory.steps import MicroBatches
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.wrap import AutoWrap
@@ -57,11 +58,6 @@ def plan_memory(
         ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
             what ``fully_shard`` refuses of ``auto_wrap`` and ``reshard_after_forward``.
     """
-    if optimizer not in PLANNED:
-        raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
-    on_cuda = device == "cuda" or (device is None and transport == "process_group")
-    if offload == "optimizer" and on_cuda and optimizer == "sgd_momentum":
-        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
     accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
     facts = planned_facts(
         model,
@@ -78,7 +74,21 @@ def plan_memory(
         expert_fsdp_size=expert_fsdp_size,
         local_world_size=local_world_size,
     )
-    return report_of(facts, planned_bytes(optimizer, facts), micro_batches=accumulation)
+    return planned_report(facts, optimizer, accumulation)
+
+
+def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatches) -> MemoryReport:
+    """What ``plan_memory`` says of units that ``planned_facts`` counted.
+
+    Raises:
+        PlanError: an optimizer that is not known, or whose state cannot be offloaded.
+    """
+    if optimizer not in PLANNED:
+        raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
+    keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
+    if keeps_state and optimizer == "sgd_momentum":
+        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
+    return report_of(facts, planned_bytes(optimizer, facts), micro_batches=micro_batches)
 
 
 def planned_facts(
@@ -97,10 +107,12 @@ def planned_facts(
     expert_fsdp_size: int | None = None,
     local_world_size: int | None = None,
     gathers: str | None = None,
+    reduces_unpacked: bool = False,
 ) -> ModelFacts:
     """The units that ``plan_memory`` counts, with the same arguments and errors.
 
     ``gathers``: how CUDA's backend runs many of them (``torch_private.gathers_of``); None: as this torch's NCCL does.
+    ``reduces_unpacked``: after ``set_reduce_scatter_unpacked``.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
@@ -118,7 +130,9 @@ def planned_facts(
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
         if device == "cuda":
             how = gathers or torch_private.gathers_of_nccl()
-            return Ranks(key, world, 0, "process_group", copies, has_streams=True, gathers=how)
+            return Ranks(
+                key, world, 0, "process_group", copies, has_streams=True, gathers=how, reduces_unpacked=reduces_unpacked
+            )
         share = copies > 1 and on_one_host
         return Ranks(key, world, 0, "local" if world == 1 else transport, copies, replicas_share=share)
 
