@@ -158,13 +158,16 @@ class DeviceTransport(Transport):
         allocate: Any,
         layer: DeviceLayer,
         pack_below_bytes: int,
+        pack_gradients_below_bytes: int = 18446744073709551615,
         check: Any = None,
     ) -> None: ...
 
 PACK_BELOW_BYTES: int
+PACK_EVERYTHING: int
 
 def packed_segment_bytes(layout: Layout, pack_below_bytes: int) -> int: ...
 def direct_chunk_bytes(layout: Layout, pack_below_bytes: int) -> list[int]: ...
+def direct_reductions(layout: Layout, pack_below_bytes: int) -> list[bool]: ...
 
 class Offload:
     nothing: ClassVar[Offload]
