@@ -240,6 +240,7 @@ NEEDS = {
 }  # fmt: skip
 # Calls that cannot be done here say so.
 REFUSED = {
+    "FSDPModule.set_reduce_scatter_unpacked": (NotImplementedError, "on the CPU gradients are packed as soon as"),
     "FSDPModule.set_symm_mem_for_comm": (NotImplementedError, "symmetric memory needs CUDA devices"),
 }
 

@@ -30,6 +30,19 @@ class Many(nn.Module):
         return self.head(x[:, : 3 * 8] * torch.stack([row.flatten() for row in self.rows]).mean(0))
 
 
+class StackedExperts(nn.Module):
+    """Two experts in each parameter: fewer than ranks, so that they are cut along another dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(2, 16, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(2, WIDTH, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.up.mT).relu() @ self.down.mT).sum(0)
+
+
 def stack(dtype: torch.dtype = torch.float32) -> Callable[[], nn.Module]:
     return lambda: Stack(width=WIDTH, hidden=96).to(dtype)
 
@@ -92,6 +105,10 @@ CASES = {
     "replicas": Case(sizes=(2, 2)),
     "replicas, bf16": Case(sizes=(2, 2), options={"mp_policy": BF16}, close="bf16"),
     "last dim": Case(options={"shard_placement_fn": last_dim}),
+    "stacked experts": Case(make=StackedExperts, units=(), options={"shard_placement_fn": last_dim}),
+    "stacked experts, packed": Case(
+        make=StackedExperts, units=(), options={"shard_placement_fn": last_dim}, pack_below=None
+    ),
     "many parameters": Case(make=Many, units=()),
     "many parameters, packed": Case(make=Many, units=(), pack_below=1 << 20),
     "frozen": Case(make=partly_frozen),
