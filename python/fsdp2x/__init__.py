@@ -23,7 +23,8 @@ from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
 from fsdp2x.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.memory import memory_report
-from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.module import FSDPModule
+from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.profile import profile
 from fsdp2x.rebind import rebind_optimizer

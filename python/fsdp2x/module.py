@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
@@ -417,7 +415,7 @@ class FSDPModule(_TorchFSDPModule):
         self._set_prefetch("set_backward_prefetch", modules)
 
     def _set_prefetch(self, setter: str, modules: list[FSDPModule]) -> None:
-        modules = _sharded_modules(f"FSDPModule.set_modules_to_{setter[4:]}", modules)
+        modules = sharded_modules(f"FSDPModule.set_modules_to_{setter[4:]}", modules)
         state = self._get_fsdp_state()
         targets = [module._get_fsdp_state() for module in modules]
         state.prefetch[setter] = targets
@@ -436,7 +434,7 @@ class FSDPModule(_TorchFSDPModule):
         return result
 
 
-def _sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
+def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
     """``modules`` as a list, all of them sharded; upstream's type of error."""
     given = list(modules) if isinstance(modules, Iterable) else [modules]
     wrong = next((one for one in given if not isinstance(one, FSDPModule)), None)
@@ -484,51 +482,3 @@ def _refuse_unknown_methods() -> None:
 
 
 _refuse_unknown_methods()
-
-
-@checked(own=("modules",))
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
-
-    Slots and reduction buffers stay each root's own, as upstream's gathered parameters do.
-
-    Raises:
-        ValueError: one of ``modules`` is not sharded.
-        RuntimeError: called during forward or backward.
-    """
-    modules = _sharded_modules("share_comm_ctx", modules)
-    states = [module._get_fsdp_state() for module in modules]
-    layers = next((state.layers for state in states if state.layers is not None), {})
-    for state in states:
-        state.layers = layers
-        state.remake_transports("streams")
-
-
-@checked
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.method_name`` gather and free the parameters as ``forward`` does. No-op on unsharded modules.
-
-    Raises:
-        ValueError: the module has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    original = getattr(module, method_name)
-
-    def call_sharded_method(self, *args: Any, **kwargs: Any):
-        hooks = self._get_fsdp_state().hooks
-        try:
-            if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
-                args, kwargs = changed
-            output = original(*args, **kwargs)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                hooks.post_forward(self, args, None)
-            raise
-        changed = hooks.post_forward(self, args, output)
-        return output if changed is None else changed
-
-    call_sharded_method.__name__ = method_name
-    setattr(module, method_name, call_sharded_method.__get__(module, type(module)))
