@@ -140,10 +140,17 @@ def test_torchrun_world(tmp_path):
         "def test_b(ctx):\n"
         "    t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2\n"
     )
-    words = (*programs.TORCHRUN, "--nproc_per_node=2", "--standalone", "--log-dir", tmp_path / "logs", "-m", "pytest")
-    done = programs.run(*words, "-q", "-rs", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
-    assert done.stdout.count("1 failed, 1 passed, 1 skipped") == 2, done.stdout + done.stderr
-    assert "needs 3 ranks, torchrun made 2" in done.stdout
+    # Each rank ends well whatever its tests say: torchrun ends the others when the first one fails.
+    (tmp_path / "rank.py").write_text(
+        "import sys, pytest\nprint('status', int(pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', sys.argv[1]])))\n"
+    )
+    words = (*programs.TORCHRUN, "--nproc_per_node=2", "--standalone", "--redirects=3", "--log-dir", tmp_path / "logs")
+    done = programs.run(*words, tmp_path / "rank.py", tmp_path, cwd=tmp_path)
+    outputs = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
+    assert done.returncode == 0 and len(outputs) == 2, done.stdout + done.stderr
+    for output in outputs:
+        assert "1 failed, 1 passed, 1 skipped" in output and output.endswith("status 1\n"), output
+        assert "needs 3 ranks, torchrun made 2" in output
 
 
 SHOUT = "import os, sys; print(os.environ['NAME'], sys.argv[1:], __name__); sys.exit(sys.argv[1])"
