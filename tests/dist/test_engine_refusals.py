@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import refusing
+from compiling import compiled
 from harness import dist_run
 from models import STACK_UNITS, Stack, inputs
 from reference import shard
@@ -129,7 +130,7 @@ def refuse_calls(ctx, library, transport, num_allocations):
 def test_a_call_is_refused(tmp_path, world, transport, request):
     num_allocations = 60 if request.config.getoption("--full") else 0
     before = left_behind()
-    library = refusing.compiled(tmp_path)
+    library = compiled("refusing.cpp", tmp_path, "-O1")
     for outcome in dist_run(refuse_calls, world, library, transport, num_allocations, timeout=600):
         num, num_ended = outcome.value
         assert num >= 20 and 0 < num_ended < num, (num, num_ended)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ import fsdp2x
 from arrangements import CASES, WIDTH, run
 from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
+from fsdp2x.sync.delta import Snapshot
 from harness import distributed
 from models import inputs
 from one_gpu import CLOSE
@@ -28,7 +30,7 @@ from reference import only_fsdp2x, same, shard, shard_stock
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> str:
-    return accelerator.compiled(tmp_path_factory.mktemp("accelerator"))
+    return accelerator.library_in(tmp_path_factory.mktemp("accelerator"))
 
 
 @contextlib.contextmanager
@@ -112,6 +114,32 @@ def test_optimizers_clipping_and_sleep(ctx, library):
             return [value.to_local() if isinstance(value, DTensor) else value for value in found]
 
     check(library, train, OPTIMIZERS, lambda name: CLOSE["fp32"])
+
+
+@distributed(world_sizes=(1,), timeout=60, fresh=True)
+def test_deltas_are_those_of_the_cpu(ctx, library):
+    """There the engine looks for what changed, on devices torch does."""
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    before = torch.randn(1003).mul(40)
+    after = torch.where(torch.rand(1003) < 0.02, torch.tensor([float("nan"), -0.0, 1.0]).repeat(335)[:1003], before)
+    accelerator.Accelerator(library)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex128)
+    for held in dtypes:
+        for share, now in ((0.02, after), (1.0, before + 1)):
+            found = []
+            for device in ("cpu", "fake:1"):
+                local = before.nan_to_num().to(device, held)
+                entry = SimpleNamespace(name="weight", local=local, dtype=held)
+                snapshot = Snapshot([SimpleNamespace(entries=[entry])])
+                snapshot.hold([entry])
+                local.copy_(now if held != torch.int64 else now.nan_to_num())
+                changes = snapshot.changed(entry)
+                found.append(changes and [part.cpu() for part in changes])
+            assert (found[0] is None) == (found[1] is None) == (share == 1.0), held
+            if found[0] is not None:
+                assert torch.equal(found[0][0], found[1][0]) and found[0][0].numel() > 0, held
+                assert torch.equal(found[0][1].view(torch.uint8), found[1][1].view(torch.uint8)), held
 
 
 @distributed(world_sizes=(1,), timeout=60, fresh=True)

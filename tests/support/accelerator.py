@@ -6,35 +6,21 @@ what they are asked for, so that work that goes to the wrong one is seen. Stream
 """
 
 import ctypes
-import hashlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 
-NUM_DEVICES = 2
-SOURCE = Path(__file__).with_name("accelerator.cpp")
+from compiling import compiled
 
 
-def compiled(folder: Path) -> str:
-    """The library that makes it, compiled once for this torch; skips where nothing compiles it."""
+def library_in(folder: Path) -> str:
+    """The library that makes it, for the installed torch."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    compiler = os.environ.get("CXX") or "c++"
-    state = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = folder / f"accelerator-{state}.so"
-    if not library.exists():
-        command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", str(SOURCE), "-o", str(library)]
-        command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-        try:
-            subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip(f"needs a C++ compiler, {compiler} is none")
-    return str(library)
+    includes, libraries = [f"-I{path}" for path in include_paths()], [f"-L{path}" for path in library_paths()]
+    return compiled("accelerator.cpp", folder, "-O0", *includes, *libraries, "-ltorch_cpu", "-lc10")
 
 
 class Accelerator:

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from models import STACK_UNITS, Branches, Stack, inputs
+from one_gpu import POLICIES
 
 WIDTH, WORLD, STEPS = 64, 4, 3
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 # More than a launch's table of parameters holds.
 MANY = 700
@@ -94,16 +94,16 @@ def last_dim(param: nn.Parameter) -> Shard | None:
 BRANCHES = tuple(f"layers.{i}" for i in range(3))
 CASES = {
     "fp32": Case(),
-    "bf16": Case(options={"mp_policy": BF16}, close="bf16"),
+    "bf16": Case(options={"mp_policy": POLICIES["bf16"]}, close="bf16"),
     "bf16 reduced": Case(options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}, close="bf16"),
     "fp16": Case(options={"mp_policy": FP16}, close="bf16"),
     "f64": Case(make=stack(torch.float64)),
     "all packed": Case(pack_below=None),
-    "small packed": Case(pack_below=8000, options={"mp_policy": BF16}, close="bf16"),
+    "small packed": Case(pack_below=8000, options={"mp_policy": POLICIES["bf16"]}, close="bf16"),
     "kept after forward": Case(options={"reshard_after_forward": False}),
     "kept in a smaller world": Case(options={"reshard_after_forward": 2}),
     "replicas": Case(sizes=(2, 2)),
-    "replicas, bf16": Case(sizes=(2, 2), options={"mp_policy": BF16}, close="bf16"),
+    "replicas, bf16": Case(sizes=(2, 2), options={"mp_policy": POLICIES["bf16"]}, close="bf16"),
     "last dim": Case(options={"shard_placement_fn": last_dim}),
     "stacked experts": Case(make=StackedExperts, units=(), options={"shard_placement_fn": last_dim}),
     "stacked experts, packed": Case(

@@ -2,11 +2,7 @@
 
 import ctypes
 import errno
-import shutil
-import subprocess
 from pathlib import Path
-
-import pytest
 
 # What the system may answer.
 ERRORS = {
@@ -30,17 +26,6 @@ ERRORS = {
     "fcntl": (errno.EPERM,),
     "_Znwm": (errno.ENOMEM,),
 }
-
-
-def compiled(folder: Path) -> str:
-    """The library that does it; skips where nothing compiles it."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    library = folder / "refusing.so"
-    source = Path(__file__).with_name("refusing.cpp")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-std=c++20", source, "-o", library], check=True)
-    return str(library)
 
 
 class Engine:

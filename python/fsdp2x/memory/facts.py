@@ -19,9 +19,6 @@ from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
 
-# A limit below which every parameter is gathered packed.
-_EVERYTHING = 2**63
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -145,6 +142,7 @@ def _count(
     reduced_bytes = training.reduce_segment_bytes
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
     pack_below = None if collectives.gathers_packed else transport.pack_below_bytes(ranks.gathers, ranks.world)
+    pack_below = _C.PACK_EVERYTHING if pack_below is None else pack_below
     direct = _direct_reductions(training, shapes, ranks, offloads, collectives)
     packs = [is_trained and not is_direct for is_trained, is_direct in zip(trains, direct, strict=True)]
     return GroupFacts(
@@ -166,7 +164,7 @@ def _count(
         trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
-        staging_bytes=_C.packed_segment_bytes(layout, _EVERYTHING if pack_below is None else pack_below) * ranks.world,
+        staging_bytes=_C.packed_segment_bytes(layout, pack_below) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside and not any(direct),
         offloads=offloads,
         reduced_bytes=reduced_bytes,
@@ -176,7 +174,7 @@ def _count(
         state_block_bytes=sum(_C.align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
-        direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, _EVERYTHING if pack_below is None else pack_below)),
+        direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, pack_below)),
     )
 
 

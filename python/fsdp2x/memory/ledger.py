@@ -194,9 +194,8 @@ class DeviceLedger:
         pools = (_C.BufferLedger(keeps, self._tally) for _ in range(4))
         self._staging, self._buffers, self._segments, self._uploads = pools
         self._slots: dict[GroupFacts, int] = {}
-        self._gathering: dict[
-            GroupFacts, list[tuple[_C.BufferLedger, int]]
-        ] = {}  # what a gather needs besides its slot
+        # What a gather needs besides its slot.
+        self._gathering: dict[GroupFacts, list[tuple[_C.BufferLedger, int]]] = {}
         self._reducing: dict[GroupFacts, int] = {}
         self._summed: set[GroupFacts] = set()  # whose gradients of this step are in their pool already
         self._packed: dict[GroupFacts, int] = {}  # buffers with gradients that came without gradient sync

@@ -101,9 +101,8 @@ class Replay:
         self._units = [_Unit(facts) for facts in units]
         self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
-        self._whole = _C.MemoryTally(
-            None
-        )  # what a device holds at once: slots, buffers, gradients of autograd and reduced ones
+        # What a device holds at once: slots, buffers, gradients of autograd and reduced ones.
+        self._whole = _C.MemoryTally(None)
         for group in (group for facts in units for group in facts.groups):
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
                 self._ledgers.setdefault(ranks.key, make_ledger(ranks, self._whole))

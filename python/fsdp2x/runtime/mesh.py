@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.sharing import all_gather_object
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
 
 
 def _require_one_name(group: dist.ProcessGroup, members: list[int]) -> None:
-    names = [None] * len(members)
-    with torch_private.unobserved():
-        dist.all_gather_object(names, torch_private.next_group_name(members), group=group)
+    names = all_gather_object(group, torch_private.next_group_name(members))
     if len(set(names)) > 1:
         like_first = [rank for rank, name in zip(members, names, strict=True) if name == names[0]]
         raise RuntimeError(

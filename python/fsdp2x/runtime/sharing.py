@@ -104,7 +104,7 @@ class Introductions:
 
     def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
         if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
-            difference = disagreement(dict(zip(self.ranks, _all_gather_object(self.group, units), strict=True)))
+            difference = disagreement(dict(zip(self.ranks, all_gather_object(self.group, units), strict=True)))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
 
     @property
@@ -140,14 +140,14 @@ def introduce(
         digest(trained),
         {} if dist.get_world_size(group) == dist.get_world_size() else introduced(),
     )
-    greetings = _all_gather_object(group, mine)
+    greetings = all_gather_object(group, mine)
     for greeting in greetings:
         remember(greeting.others)
     remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in greetings), strict=True)))
     return Introductions(group, greetings, units, trained)
 
 
-def _all_gather_object(group: dist.ProcessGroup, mine) -> list:
+def all_gather_object(group: dist.ProcessGroup, mine) -> list:
     everyone = [None] * dist.get_world_size(group)
     with torch_private.unobserved(), explained(group, "meeting of the ranks"):
         dist.all_gather_object(everyone, mine, group=group)
@@ -156,7 +156,7 @@ def _all_gather_object(group: dist.ProcessGroup, mine) -> list:
 
 def _exchange_of(group: dist.ProcessGroup) -> Callable[[str], list[str]]:
     def exchange(mine: str) -> list[str]:
-        return _all_gather_object(group, mine)
+        return all_gather_object(group, mine)
 
     return exchange
 

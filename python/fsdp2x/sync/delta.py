@@ -73,7 +73,8 @@ class Snapshot:
         if now.device.type == "cpu":
             return _C.find_changes(now, held, most)
         now = now.to(entry.dtype)
-        positions = _differing(_bits(now), _bits(held))
+        differs = _bits(now) != _bits(held)
+        positions = (differs if differs.dim() == 1 else differs.any(-1)).nonzero().view(-1)
         return (positions, now[positions]) if positions.numel() <= most else None
 
     @torch.no_grad()
@@ -82,34 +83,7 @@ class Snapshot:
         self._held[entry.name].view(-1)[positions] = values
 
 
-_WORD_BYTES, _GROUP = 8, 8
 _MANY = -1  # in place of a count: more than is worth to be told one by one
-
-
-def _differing(now: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Where two flat tensors of integers on a device differ; those of two dims are of several integers an element.
-
-    Words of 8 bytes are compared, and groups of 8 words that differ looked into: where little has changed, there is no
-    pass over single elements.
-    """
-    if now.dim() > 1:
-        return (now != held).any(-1).nonzero().view(-1)
-    per_group = _WORD_BYTES * _GROUP // now.itemsize
-    num_groups = now.numel() // per_group
-    if not num_groups or any(one.data_ptr() % _WORD_BYTES for one in (now, held)) or _is_misplaced(now, held):
-        return (now != held).nonzero().view(-1)
-    end = num_groups * per_group
-    differs = now[:end].view(torch.int64) != held[:end].view(torch.int64)
-    groups = differs.view(torch.int64).nonzero().view(-1)
-    now_rows, held_rows = (one[:end].view(-1, per_group).index_select(0, groups) for one in (now, held))
-    row, column = (now_rows != held_rows).nonzero().unbind(1)
-    rest = (now[end:] != held[end:]).nonzero().view(-1)
-    return torch.cat([groups[row] * per_group + column, rest + end])
-
-
-def _is_misplaced(*tensors: torch.Tensor) -> bool:
-    """Whether torch would not view one of them as words."""
-    return any(tensor.storage_offset() * tensor.itemsize % _WORD_BYTES for tensor in tensors)
 
 
 @dataclass
