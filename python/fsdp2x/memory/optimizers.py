@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.memory.facts import ModelFacts
 from fsdp2x.optim.host_moments import buffer_bytes
+from fsdp2x.optim.muon import Muon
 from fsdp2x.runtime import torch_private
 
 # A float32 scalar that counts the steps, one for each parameter.
 _STEP_BYTES = 4
+_TORCH_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 
 
 # Moments, and counters of steps, of the optimizers that can be planned for.
@@ -54,7 +56,7 @@ def optimizer_bytes(
     ``is_on_host``: whether the state of a parameter is in host memory while its model is on an accelerator.
 
     Raises:
-        ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam, AdamW or SGD).
+        ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam, AdamW, Muon or SGD).
     """
     total = on_host = 0
     for group in optimizer.param_groups:
@@ -77,7 +79,9 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: torch.Tensor) -> int:
     local = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    if isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
+        return local.numel() * local.itemsize
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):
         dtype = param.dtype
         narrow = (torch.float32, torch.bfloat16, torch.float16)
         if getattr(optimizer, "moments_dtype", None) is not None and dtype in narrow:

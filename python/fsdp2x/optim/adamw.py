@@ -164,7 +164,12 @@ class AdamW(EngineStep, torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what ``closure`` returned."""
         loss = loss_of(closure)
-        run = functools.partial(self._run, measure_in_step(self._name, self))
+        self.step_scaled(measure_in_step(self._name, self))
+        return loss
+
+    def step_scaled(self, grad_scale: Tensor | None) -> None:
+        """A step of gradients times ``grad_scale``, if there is one."""
+        run = functools.partial(self._run, grad_scale)
         on_host = self._wanted_on_host()
         if on_host:
             self._host_moments.step(self.state, on_host, run)
@@ -172,7 +177,6 @@ class AdamW(EngineStep, torch.optim.AdamW):
             run(selection(lambda param: id(param) not in ours), self.state, self._on_device)
         else:
             run(lambda _, params: params, self.state, self._on_device)
-        return loss
 
     def _run(
         self,

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
-from fsdp2x.optim.sgd import SGD
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.stale import refuse_stale
 
@@ -33,7 +32,7 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     such a step needs no collective, and DTensor's dispatch, most of the cost of a step over many small parameters, is
     left out. Parameter groups, schedulers, step hooks, ``state_dict`` (DTensors, as torch's; DCP works) and closures
     stay as they were; ``step`` computes bit for bit what it did. Parameters that are not DTensors are stepped as
-    before. ``fsdp2x.optim.AdamW`` and ``SGD`` do this already, in one call, and are returned unchanged.
+    before. ``fsdp2x.optim.AdamW``, ``SGD`` and ``Muon`` look at shards already and are returned unchanged.
 
     Raises:
         NotImplementedError: an optimizer of torch that is not element-wise (Adafactor, LBFGS, Muon, SparseAdam); in
@@ -44,14 +43,14 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fsdp2x.local_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, (_LocalStep, AdamW, SGD)):
+    if isinstance(optimizer, (_LocalStep, EngineStep)):
         return optimizer
     kind = type(optimizer)
     for name in _NOT_ELEMENT_WISE:
         if isinstance(optimizer, getattr(torch.optim, name, ())):
             raise NotImplementedError(
                 f"fsdp2x.local_optimizer: torch.optim.{name} is not element-wise, a step over shards would compute "
-                "something else; use it as it is"
+                f"something else; use {'fsdp2x.optim.Muon' if name == 'Muon' else 'it as it is'}"
             )
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])

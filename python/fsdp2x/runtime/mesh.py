@@ -100,28 +100,62 @@ def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
             other in a new one.
     """
     if ranks.group is not None and ranks.group not in _reduction_groups:
-        members = dist.get_process_group_ranks(ranks.group)
-        _require_one_name(ranks.group, members)
-        # Replicas make only the group of their own shards, so nobody else may be waited for.
-        _reduction_groups[ranks.group] = dist.new_group(
-            members,
-            timeout=torch_private.group_timeout(ranks.group, ranks.device),
-            use_local_synchronization=True,
-            group_desc="fsdp_reduce_scatter",
+        _reduction_groups[ranks.group] = _group_of_members(
+            "set_separate_reduce_scatter_group", [ranks.group], ranks.device, "fsdp_reduce_scatter"
         )
     return _reduction_groups.get(ranks.group) if ranks.group is not None else None
 
 
-def _require_one_name(group: dist.ProcessGroup, members: list[int]) -> None:
-    names = all_gather_object(group, torch_private.next_group_name(members))
-    if len(set(names)) > 1:
-        like_first = [rank for rank, name in zip(members, names, strict=True) if name == names[0]]
+# By the process group of a mesh's last axis, then by the mesh; gone with the group.
+_covering_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def covering_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A process group over all ranks of ``mesh``. Collective at the first call for a mesh of several axes.
+
+    Raises:
+        RuntimeError: as ``reduction_group``.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and mesh.size() == world.size():
+        return world
+    made = _covering_groups.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    if mesh not in made:
+        made[mesh] = _group_of_members("optim.Muon", mesh.get_all_groups(), _device(mesh), "mesh_of_matrices")
+    return made[mesh]
+
+
+def _group_of_members(
+    caller: str, axes: list[dist.ProcessGroup], device: torch.device, description: str
+) -> dist.ProcessGroup:
+    """A new process group of all ranks that ``axes`` lead to, one after the other; nobody else is waited for."""
+    names = {dist.get_rank(): None}
+    for group in axes:
+        for others in all_gather_object(group, names):
+            names.update(others)
+    members = sorted(names)
+    names = {dist.get_rank(): torch_private.next_group_name(members)}
+    for group in axes:
+        for others in all_gather_object(group, names):
+            names.update(others)
+    if len(set(names.values())) > 1:
+        like_first = [rank for rank in members if names[rank] == names[members[0]]]
         raise RuntimeError(
-            "set_separate_reduce_scatter_group: a process group of its own cannot be made, since the ranks have not "
+            f"{caller}: a process group of its own cannot be made, since the ranks have not "
             f"made the same number of process groups before: ranks {like_first} differ from the others of {members}. "
             "torch.distributed names a new group by that number, and would wait for the others under another name. "
             "Make process groups on all ranks alike, or call this before the ones that only some ranks make"
         )
+    made = dist.new_group(
+        members,
+        timeout=torch_private.group_timeout(axes[0], device),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+    return made
 
 
 def from_mesh_info(info: Any) -> ShardGroup:

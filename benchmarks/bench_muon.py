@@ -1,0 +1,165 @@
+"""A step of fsdp2x.optim.Muon against torch.optim.Muon over DTensors, and against gathering every matrix on every rank.
+
+    python benchmarks/bench_muon.py [--world 2] [--cases layers experts] [--steps 7] [--json FILE]
+
+Starts its own ranks. All sides step the same matrices, cut by rows, with the same gradients, in turns. ``torch`` is
+torch.optim.Muon on DTensors, whose products are DTensor's; ``gather`` is what users write: ``full_tensor()`` of each
+update, the iterations on every rank, and this rank's rows of the result. Cases: ``layers`` (12 layers of width 256 with
+gated MLPs of 688: 84 matrices), ``experts`` (64 experts of 128 x 256, three matrices each, in one layer; ``stacks``
+are ours as three stacks of 64). A row counts only when ours and ``gather`` agree bit for bit. Sent bytes are those of
+one rank in one step, counted by what is given to collectives: an all-gather sends its input to each other rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import harness
+
+WIDTH, INNER, EXPERT = 256, 688, 128
+LAYER = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH)] * 2 + [(WIDTH, INNER)]
+CASES = {"layers": LAYER * 12, "experts": ([(EXPERT, WIDTH)] * 2 + [(WIDTH, EXPERT)]) * 64}
+LR = 0.02
+
+
+class SentBytes(TorchDispatchMode):
+    """Sums what this rank gives to collectives for others."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.world, self.total = world, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own collectives come through here
+        name = func.name()
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            size = min(tensor.numel() * tensor.itemsize for tensor in tensors) if tensors else 0
+            share = (self.world - 1) / self.world
+            if "allgather" in name or "all_gather" in name:
+                self.total += size * (self.world - 1)
+            elif "alltoall" in name or "all_to_all" in name:
+                self.total += round(args[1].numel() * share)
+            elif "reduce_scatter" in name:
+                self.total += round(args[0].numel() * args[0].itemsize * share)
+            elif "all_reduce" in name or "allreduce" in name:
+                self.total += round(2 * size * share)
+        return func(*args, **(kwargs or {}))
+
+
+class GatherEverything(torch.optim.Optimizer):
+    """What the first pages of a search show: each update gathered, orthogonalised by everyone, and cut again."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": LR})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        from fsdp2x.optim.newton_schulz import orthogonalize
+
+        for param in self.param_groups[0]["params"]:
+            momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+            momentum.lerp_(param.grad, 0.05)
+            update = param.grad.lerp(momentum, 0.95).to(torch.bfloat16).full_tensor()
+            whole = orthogonalize(update, [(3.4445, -4.7750, 2.0315)] * 5, 1e-7)
+            rows, columns = param.shape
+            local = whole.chunk(param.device_mesh.size())[param.device_mesh.get_rank()]
+            param.to_local().mul_(1 - LR * 0.1).add_(local, alpha=-LR * max(1, rows / columns) ** 0.5)
+
+
+def matrices(shapes: list[tuple[int, ...]], mesh: DeviceMesh) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        param = nn.Parameter(distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)])
+        params.append(param)
+    return params
+
+
+def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
+    import fsdp2x
+    from fsdp2x.runtime import torch_private
+
+    shapes = CASES[name]
+    sides = {side: matrices(shapes, mesh) for side in ("fsdp2x", "gather", "torch")}
+    optimizers = {
+        "fsdp2x": fsdp2x.optim.Muon(sides["fsdp2x"], lr=LR),
+        "gather": GatherEverything(sides["gather"]),
+        "torch": torch.optim.Muon(sides["torch"], lr=LR),
+    }
+    if name == "experts":
+        stacks = [(len(shapes) // 3, *shape) for shape in shapes[:3]]
+        optimizers["stacks"] = fsdp2x.optim.Muon(matrices(stacks, mesh), lr=LR)
+
+    def make(optimizer):
+        def step(timer: harness.PhaseTimer) -> None:
+            optimizer.step()
+            timer.mark("optimizer")
+
+        return step
+
+    samples = harness.alternate(
+        {side: make(optimizer) for side, optimizer in optimizers.items()},
+        warmup=1,
+        count=steps,
+        before=harness.start_together,
+    )
+    for ours, other in zip(sides["fsdp2x"], sides["gather"], strict=True):
+        assert torch.equal(ours.to_local(), other.to_local()), "ours and gathering differ"
+    result = {side: sample.summary() for side, sample in samples.items()}
+    for side, optimizer in optimizers.items():
+        # Ours are hidden from modes, as frameworks count what they sent themselves.
+        with mock.patch.object(torch_private, "unobserved", contextlib.nullcontext), SentBytes(mesh.size()) as sent:
+            optimizer.step()
+        result[side]["sent_bytes"] = sent.total
+    return result
+
+
+def rows_of(results: dict, world: int) -> list[list[str]]:
+    rows = [["case", "ranks", "side", "step, ms", "range", "ratio to torch", "sent, MB"]]
+    for name, result in results.items():
+        for side, found in result.items():
+            step = found["step"]
+            ratio = result["torch"]["step"]["median_ms"] / step["median_ms"]
+            spread = f"{step['min_ms']:.0f} to {step['max_ms']:.0f}"
+            sent = f"{found['sent_bytes'] / 1e6:.1f}"
+            rows.append([name, str(world), side, f"{step['median_ms']:.1f}", spread, f"{ratio:.2f}x", sent])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        return harness.launch(__file__, world=args.world, timeout_s=1800)
+    rank = harness.start_group()
+    mesh = init_device_mesh("cpu", (args.world,))
+    results = {name: run_case(name, mesh, args.steps) for name in args.cases}
+    if rank == 0:
+        print(harness.table(rows_of(results, args.world)), flush=True)
+        if args.json is not None:
+            harness.save(args.json, "muon", results)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Brings blocks of matrices to the ranks that own them, and back: one all-to-all each way for a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.explain import explained
+
+# Writes a block; to nowhere where a replica sends it.
+Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]
+# Waits, and yields blocks of this rank.
+Arrival = Callable[[], Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]]
+Wholes = list[tuple[MatrixJob, Tensor]]
+
+# Blocks begin at multiples of this, so that each can be viewed in its dtype.
+_ALIGN_BYTES = 16
+
+
+class _Parcels:
+    """What one rank sends to all, or receives from all: bytes by peer, blocks in the order of jobs."""
+
+    def __init__(self, world: int, itemsize: int) -> None:
+        self._by_peer: list[list[tuple[MatrixJob, MatrixBlock]]] = [[] for _ in range(world)]
+        self._itemsize = itemsize
+
+    def add(self, peer: int, job: MatrixJob, block: MatrixBlock) -> None:
+        self._by_peer[peer].append((job, block))
+
+    @property
+    def split_bytes(self) -> list[int]:
+        return [sum(self._num_bytes(block) for _, block in parcels) for parcels in self._by_peer]
+
+    def blocks(self, buffer: Tensor, dtype: torch.dtype) -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
+        """Each block with its memory in ``buffer``, of the block's shape."""
+        at = 0
+        for parcels in self._by_peer:
+            for job, block in parcels:
+                num, rows, columns = block.shape
+                end = at + num * rows * columns * self._itemsize
+                yield job, block, buffer[at:end].view(dtype).view(block.shape)
+                at += self._num_bytes(block)
+
+    def _num_bytes(self, block: MatrixBlock) -> int:
+        num, rows, columns = block.shape
+        return -(-num * rows * columns * self._itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class Round:
+    """The blocks of one round on this rank. Buffers live from the start of a way to its end."""
+
+    def __init__(
+        self, jobs: list[MatrixJob], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, device
+        world, rank = group.size(), group.rank()
+        self.owned = [job for job in jobs if job.owner == rank]
+        self._sent, self._received, self._returned, self._awaited = (_Parcels(world, dtype.itemsize) for _ in range(4))
+        self._held_alike: list[tuple[MatrixJob, MatrixBlock]] = []  # blocks of this rank that a replica of it sends
+        for job in jobs:
+            for block in job.blocks:
+                sender = job.sender(block)
+                if sender == rank:
+                    self._sent.add(job.owner, job, block)
+                elif rank in block.ranks:
+                    self._held_alike.append((job, block))
+                if job.owner == rank:
+                    self._received.add(sender, job, block)
+                    for holder in block.ranks:
+                        self._returned.add(holder, job, block)
+                if rank in block.ranks:
+                    self._awaited.add(job.owner, job, block)
+
+    def send(self, fill: Fill) -> Callable[[], Wholes]:
+        """Starts to bring blocks to their owners; ``fill`` writes those of this rank.
+
+        The result waits, and returns the whole matrices of this rank's jobs.
+        """
+        arrive = self._start(self._sent, self._received, fill)
+        for job, block in self._held_alike:
+            fill(job, block, None)
+
+        def finish() -> Wholes:
+            wholes = {id(job): torch.empty(job.shape, dtype=self._dtype, device=self._device) for job in self.owned}
+            for job, block, part in arrive():
+                _part_of(wholes[id(job)], job, block).copy_(part)
+            return [(job, wholes[id(job)]) for job in self.owned]
+
+        return finish
+
+    def give_back(self, wholes: Wholes) -> Arrival:
+        """Starts to bring whole matrices to all holders of their blocks; the result waits, and yields this rank's."""
+        by_job = {id(job): whole for job, whole in wholes}
+
+        def fill(job: MatrixJob, block: MatrixBlock, part: Tensor | None) -> None:
+            assert part is not None, "every block of a whole matrix goes somewhere"
+            part.copy_(_part_of(by_job[id(job)], job, block))
+
+        return self._start(self._returned, self._awaited, fill)
+
+    def _start(self, outgoing: _Parcels, incoming: _Parcels, fill: Fill) -> Arrival:
+        sent, received = outgoing.split_bytes, incoming.split_bytes
+        source, target = (torch.empty(sum(split), dtype=torch.uint8, device=self._device) for split in (sent, received))
+        for job, block, part in outgoing.blocks(source, self._dtype):
+            fill(job, block, part)
+        what = "exchange of matrices of optim.Muon"
+        with torch_private.unobserved(), explained(self._group, what):
+            work = dist.all_to_all_single(target, source, received, sent, group=self._group, async_op=True)
+
+        def arrive() -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
+            with explained(self._group, what):
+                work.wait()
+            nonlocal source
+            source = None
+            return incoming.blocks(target, self._dtype)
+
+        return arrive
+
+
+def _part_of(whole: Tensor, job: MatrixJob, block: MatrixBlock) -> Tensor:
+    num, rows, columns = block.shape
+    first, row, column = block.start
+    first -= job.first
+    return whole[first : first + num, row : row + rows, column : column + columns]

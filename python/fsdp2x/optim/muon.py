@@ -1,0 +1,309 @@
+"""Muon: momentum whose matrices are orthogonalised, each by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.arguments import checked
+from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
+from fsdp2x.optim.engine_step import EngineStep
+from fsdp2x.optim.local import local_tensor, loss_of, number, refuse_sparse
+from fsdp2x.optim.moments import zeros_like_all
+from fsdp2x.optim.muon_plan import MuonPlan, make_plan
+from fsdp2x.optim.newton_schulz import orthogonalize
+
+# Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; as torch.optim.Muon.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# What the learning rate is multiplied with for a matrix of m x n.
+_LR_SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
+}
+_MUON_SETTINGS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_ADAMW_SETTINGS = ("betas", "amsgrad", "maximize")
+_ADAMW_EPS = 1e-8
+
+
+class Muon(EngineStep):
+    """``torch.optim.Muon`` over shards, and AdamW for what is no matrix, in one optimizer.
+
+        groups = fsdp2x.optim.muon_param_groups(model)
+        optimizer = fsdp2x.optim.Muon(groups, lr=2e-4, adjust_lr_fn="match_rms_adamw")
+
+    Newton-Schulz iterations need whole matrices. Torch's Muon gathers each DTensor for each of its products on every
+    rank; here every matrix has one rank that orthogonalises it. The matrices are dealt to ranks by their cost. Momentum
+    is updated on the shards. One all-to-all brings the blocks of a round of matrices to their owners in ``ns_dtype``,
+    one takes the results back, and both travel while other matrices are computed. Replicas share the work. Matrices
+    that a rank has whole (experts cut by experts) do not travel. The bits are those of ``torch.optim.Muon`` on the
+    unsharded model, for any number of ranks, where the gradients are.
+
+    A group of parameters has matrices, or with ``use_muon=False`` anything, which the step of ``fsdp2x.optim.AdamW``
+    updates: norms, biases, embeddings, the output head. Its settings are AdamW's (``betas`` (0.9, 0.999), ``eps``
+    1e-8); ``lr`` and ``weight_decay`` are this optimizer's unless the group has its own. A parameter [num, m, n] is a
+    stack of ``num`` matrices, as fused experts are.
+
+    ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. It loads what
+    ``torch.optim.Muon`` saved. Parameters may be cut along any dim, over meshes of any number of axes, or be plain
+    tensors. Steps are collective: all ranks of a mesh step the same parameters in the same order. The first one makes
+    the plan. A matrix without a gradient stays as it is; that it has none should be so on all ranks.
+
+    Args:
+        params: parameters, all of them matrices, or groups.
+        lr, weight_decay, momentum, nesterov, eps, ns_steps: as in ``torch.optim.Muon``.
+        ns_coefficients: (a, b, c) of all steps, or ``ns_steps`` such triples.
+        adjust_lr_fn: what ``lr`` is multiplied with for an m x n matrix: "original" (and None)
+            ``sqrt(max(1, m / n))``, Keller Jordan's; "match_rms_adamw" ``0.2 sqrt(max(m, n))``, Moonlight's, with which
+            AdamW's ``lr`` and ``weight_decay`` serve; "spectral_unclamped" ``sqrt(m / n)``.
+        ns_dtype: dtype of the iterations and of what travels, ``torch.bfloat16`` as in torch, or ``torch.float32``.
+        round_bytes: what an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
+        max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
+
+    Raises:
+        ValueError: settings out of range, or of the other kind of group; a parameter that is no matrix in a group with
+            ``use_muon``; in ``step``, a gradient that is cut otherwise than its parameter; parameters from before
+            ``fully_shard``, or gathered ones, see ``AdamW``.
+        NotImplementedError: complex parameters.
+        RuntimeError: in ``step``, ranks with different parameters, a sparse gradient, or momentum that would have to be
+            in host memory (``HostOffloadPolicy(mode="optimizer")``).
+    """
+
+    _name = "Muon"
+
+    @checked
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        round_bytes: int = 64 * 2**20,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._prepare({}, max_grad_norm)
+        if ns_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"fsdp2x.optim.Muon: ns_dtype is {ns_dtype}, expected torch.bfloat16 or torch.float32")
+        if round_bytes <= 0:
+            raise ValueError(f"fsdp2x.optim.Muon: round_bytes is {round_bytes}, expected a positive number")
+        self.ns_dtype, self.round_bytes = ns_dtype, round_bytes
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                "use_muon": True,
+            },
+        )
+
+    _kept = ("ns_dtype", "round_bytes", "max_grad_norm")
+
+    def _begin_afresh(self) -> None:
+        super()._begin_afresh()
+        self._plan: MuonPlan | None = None
+        # Steps the groups without use_muon, which are this optimizer's own, over this optimizer's state.
+        self._adamw = AdamW([torch.empty(0, requires_grad=True)])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # one that torch's Muon or AdamW saved has no such key
+            group.setdefault("use_muon", "betas" not in group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        uses_muon = param_group.get("use_muon", True)
+        foreign = [name for name in (_ADAMW_SETTINGS if uses_muon else _MUON_SETTINGS) if name in param_group]
+        if foreign:
+            raise ValueError(
+                f"fsdp2x.optim.Muon: a group with use_muon={uses_muon} has {', '.join(foreign)}, which only groups "
+                f"with use_muon={not uses_muon} know"
+            )
+        if not uses_muon:
+            param_group.setdefault("eps", _ADAMW_EPS)
+            for name, value in self._adamw.defaults.items():
+                if name not in self.defaults:
+                    param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if uses_muon:
+                _check_matrices(group)
+            else:
+                for name in _MUON_SETTINGS:
+                    group.pop(name, None)
+                settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
+                AdamW([torch.empty(0, requires_grad=True)], **settings)  # checks them
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
+        loss = loss_of(closure)
+        factor = measure_in_step(self._name, self)
+        matrices = [(param, group) for group in self.param_groups if group["use_muon"] for param in group["params"]]
+        params = [param for param, _ in matrices]
+        if self._plan is None or not self._plan.is_for(params, self.ns_dtype):
+            names = [name for group in self.param_groups if group["use_muon"] for name in _names(group)]
+            self._plan = make_plan(params, names, self.ns_dtype, self.round_bytes)
+        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        self._adamw.state = self.state
+        self._make_momentum(params)
+        steps = [
+            _MatrixStep(param, group, self.state[param], factor, first)
+            for (param, group), first in zip(matrices, self._plan.first, strict=True)
+        ]
+        _run(self._plan, steps, lambda: self._adamw.step_scaled(factor))
+        return loss
+
+    def _make_momentum(self, params: list[Tensor]) -> None:
+        fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]
+        for param, zeros in zip(fresh, zeros_like_all((param, param.grad.dtype) for param in fresh), strict=True):
+            self.state[param]["momentum_buffer"] = zeros
+
+
+class _MatrixStep:
+    """The step of one parameter of matrices on this rank's part of it."""
+
+    def __init__(
+        self, param: Tensor, group: dict[str, Any], state: dict[str, Any], factor: Tensor | None, first: int
+    ) -> None:
+        self._group, self._factor, self._first = group, factor, first
+        self.has_gradient = param.grad is not None
+        if not self.has_gradient:
+            return
+        grad, momentum = param.grad, state["momentum_buffer"]
+        refuse_sparse("optim.Muon", grad)
+        if isinstance(param, DTensor):
+            for name, tensor in (("gradient", grad), ("momentum_buffer", momentum)):
+                if not isinstance(tensor, DTensor) or tensor.placements != param.placements:
+                    raise ValueError(
+                        f"fsdp2x.optim.Muon: the {name} of a parameter of shape {tuple(param.shape)} has placements "
+                        f"{getattr(tensor, 'placements', None)}, its parameter {param.placements}; redistribute it"
+                    )
+        rows, columns = param.shape[-2:]
+        self._lr = number(group["lr"])
+        self._scaled_lr = self._lr * _LR_SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
+        self._param, self._grad, self._momentum = (_stack(tensor) for tensor in (param, grad, momentum))
+
+    def write_update(self, job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
+        """Updates the momentum of a block of this rank, and writes what is orthogonalised, if to anywhere."""
+        if not self.has_gradient:
+            if target is not None:
+                target.zero_()
+            return
+        grad = scaled(self._part(self._grad, block), self._factor).to(self._momentum.dtype)
+        momentum, rate = self._part(self._momentum, block), self._group["momentum"]
+        momentum.lerp_(grad, 1 - rate)
+        if target is not None:
+            target.copy_(grad.lerp(momentum, rate) if self._group["nesterov"] else momentum)
+
+    def orthogonalize(self, whole: Tensor) -> Tensor:
+        """What its owner computes; zeros where the owner has no gradient."""
+        if not self.has_gradient:
+            return whole.zero_()
+        coefficients = _triples(self._group)
+        if whole.size(0) == 1:
+            return orthogonalize(whole[0], coefficients, self._group["eps"]).unsqueeze(0)
+        return orthogonalize(whole, coefficients, self._group["eps"])
+
+    def apply(self, block: MatrixBlock, update: Tensor) -> None:
+        if self.has_gradient:
+            param = self._part(self._param, block)
+            param.mul_(1 - self._lr * self._group["weight_decay"])
+            param.add_(update.to(param.device), alpha=-self._scaled_lr)
+
+    def _part(self, local: Tensor, block: MatrixBlock) -> Tensor:
+        """A block is as wide and high as what this rank holds, of some of its matrices."""
+        first = block.start[0] - self._first
+        return local[first : first + block.shape[0]]
+
+
+def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]) -> None:
+    """Exchanges of one round run while the round before is computed; local matrices and ``meanwhile`` come first."""
+
+    def write(job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
+        steps[job.param].write_update(job, block, target)
+
+    arriving = plan.rounds[0].send(write) if plan.rounds else None
+    meanwhile()
+    for job in plan.local:
+        whole = torch.empty(job.shape, dtype=plan.dtype, device=plan.params[job.param].device)
+        step = steps[job.param]
+        if step.has_gradient:
+            step.write_update(job, job.blocks[0], whole)
+            step.apply(job.blocks[0], step.orthogonalize(whole))
+    returning = None
+    for index, current in enumerate(plan.rounds):
+        wholes = arriving()
+        arriving = plan.rounds[index + 1].send(write) if index + 1 < len(plan.rounds) else None
+        done = [(job, steps[job.param].orthogonalize(whole)) for job, whole in wholes]
+        if returning is not None:
+            _apply_all(steps, returning)
+        returning = current.give_back(done)
+    if returning is not None:
+        _apply_all(steps, returning)
+
+
+def _apply_all(steps: list[_MatrixStep], arrive: Callable) -> None:
+    for job, block, update in arrive():
+        steps[job.param].apply(block, update)
+
+
+def _stack(tensor: Tensor) -> Tensor:
+    """The local part as [num, rows, columns]."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.unsqueeze(0) if local.ndim == 2 else local
+
+
+def _triples(group: dict[str, Any]) -> list[tuple[float, float, float]]:
+    coefficients = group["ns_coefficients"]
+    return list(coefficients) if isinstance(coefficients[0], (tuple, list)) else [coefficients] * group["ns_steps"]
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    return group.get("param_names") or [f"a matrix of shape {tuple(param.shape)}" for param in group["params"]]
+
+
+def _check_matrices(group: dict[str, Any]) -> None:
+    """Raises ValueError for settings or parameters that are not those of matrices."""
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"fsdp2x.optim.Muon: {what}")
+
+    for name, lowest in (("lr", 0), ("momentum", 0), ("weight_decay", 0), ("ns_steps", 1)):
+        if not group[name] >= lowest:
+            refuse(f"{name} is {group[name]}, expected at least {lowest}")
+    if group["adjust_lr_fn"] not in (None, *_LR_SCALES):
+        refuse(f"adjust_lr_fn is {group['adjust_lr_fn']!r}, expected None or one of {', '.join(_LR_SCALES)}")
+    triples = _triples(group)
+    if len(triples) != group["ns_steps"] or any(len(triple) != 3 for triple in triples):
+        refuse(f"ns_coefficients are {group['ns_coefficients']}, expected three numbers, or three for each of ns_steps")
+    for param in group["params"]:
+        if param.is_complex():
+            raise NotImplementedError(f"fsdp2x.optim.Muon: a parameter of shape {tuple(param.shape)} is complex")
+        if param.ndim not in (2, 3):
+            refuse(
+                f"a parameter has shape {tuple(param.shape)}, expected a matrix or a stack of matrices [num, m, n]; "
+                "put it into a group with use_muon=False, as fsdp2x.optim.muon_param_groups(model) does"
+            )
