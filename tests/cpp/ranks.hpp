@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -59,6 +60,43 @@ inline cpu::ShmOptions fresh_options(int world, double timeout_s = kTimeoutS) {
   options.timeout_s = timeout_s;
   return options;
 }
+
+// Keeps a rank as it is until another one has come to its end, as a sleep would that is always long enough.
+class Gate {
+ public:
+  Gate() {
+    if (::pipe(ends_) != 0) throw std::runtime_error("pipe");
+  }
+  ~Gate() {
+    for (const int end : ends_) ::close(end);
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  class Opening {
+   public:
+    explicit Opening(int end) : end_(end) {}
+    ~Opening() {
+      if (::write(end_, "", 1) != 1) std::abort();
+    }
+    Opening(const Opening&) = delete;
+    Opening& operator=(const Opening&) = delete;
+
+   private:
+    int end_;
+  };
+
+  // Opens the gate when what this returns goes out of scope, by an exception too.
+  [[nodiscard]] Opening open_at_end() const { return Opening(ends_[1]); }
+
+  void wait() const {
+    char byte = 0;
+    require(::read(ends_[0], &byte, 1) == 1, "the gate was opened");
+  }
+
+ private:
+  int ends_[2];
+};
 
 // Memory through which the processes of a run exchange sentences, as the ranks of a job do over their process group.
 class Board {

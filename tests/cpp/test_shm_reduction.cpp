@@ -303,12 +303,14 @@ TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
 }
 
 TEST(ShmReductionProtocol, WaitingForTheEndTimesOut) {
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [](const ShmOptions& options) {
+  const ranks::Gate told;
+  const auto outcomes = ranks::run(fresh_options(2, 0.3), [&](const ShmOptions& options) {
     const auto group = ranks::enter(options);
     if (options.rank == 1) {
-      ranks::sleep_ms(1000);
+      told.wait();
       return;
     }
+    const auto opening = told.open_at_end();
     group->post_reduction(0, 1, 7, 0);
     group->consume_reduction(0, 1);
     group->wait_consumed(0, 1);

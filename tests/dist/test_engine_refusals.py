@@ -127,10 +127,10 @@ def refuse_calls(ctx, library, transport, num_allocations):
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("transport", ["auto", "shm"])
 @pytest.mark.each_value
-def test_a_call_is_refused(tmp_path, world, transport, request):
+def test_a_call_is_refused(world, transport, request):
     num_allocations = 60 if request.config.getoption("--full") else 0
     before = left_behind()
-    library = compiled("refusing.cpp", tmp_path, "-O1")
+    library = compiled("refusing.cpp", "-O1")
     for outcome in dist_run(refuse_calls, world, library, transport, num_allocations, timeout=600):
         num, num_ended = outcome.value
         assert num >= 20 and 0 < num_ended < num, (num, num_ended)

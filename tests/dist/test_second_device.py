@@ -29,8 +29,8 @@ from reference import only_fsdp2x, same, shard, shard_stock
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> str:
-    return accelerator.library_in(tmp_path_factory.mktemp("accelerator"))
+def library() -> str:
+    return accelerator.library()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from fuzz.search import Ranks, search
 from harness.session import current_session
 
 # Ranks -> programs; more ranks than cores are slow.
-NUM_PROGRAMS = {1: 8, 2: 60, 3: 8, 4: 6}
+NUM_PROGRAMS = {1: 8, 2: 40, 3: 6, 4: 4}
 NUM_FULL = {1: 500, 2: 3000, 3: 500, 4: 800}
 
 

@@ -7,7 +7,6 @@ what they are asked for, so that work that goes to the wrong one is seen. Stream
 
 import ctypes
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -15,12 +14,14 @@ import torch
 from compiling import compiled
 
 
-def library_in(folder: Path) -> str:
+def library() -> str:
     """The library that makes it, for the installed torch."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     includes, libraries = [f"-I{path}" for path in include_paths()], [f"-L{path}" for path in library_paths()]
-    return compiled("accelerator.cpp", folder, "-O0", *includes, *libraries, "-ltorch_cpu", "-lc10")
+    return compiled(
+        "accelerator.cpp", f"-DFOR_TORCH={torch.__version__}", "-O0", *includes, *libraries, "-ltorch_cpu", "-lc10"
+    )
 
 
 class Accelerator:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 FIND_TORCH = ROOT / "cmake" / "find_torch.py"
 CUDA_DIR = ROOT / "csrc" / "cuda"
@@ -387,7 +389,8 @@ def test_kernels_that_the_driver_cannot_run_are_not_used():
     """One warning for each device. Without a driver they could not be launched either."""
     import torch
 
-    output = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+    output = programs.run("-c", PROBE)
+    assert output.returncode == 0, output.stderr
     said, *warnings = output.stdout.splitlines()
     if said.startswith("False"):
         assert (said, warnings) == ("False False False False", [])

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from fsdp2x.runtime import gloo_threads
+from harness import programs
 
 # Collectives that were waited for, then the end, in which a thread of gloo that has not dropped its tensors yet finds
 # the interpreter's lock taken: this interpreter gives it to nobody who asks.
@@ -70,7 +71,7 @@ def test_threads_that_end_meanwhile(tmp_path):
     assert gloo_threads.wait_until_idle(tmp_path, limit_s=60)
 
 
-def run_pair(store) -> list[tuple[int, str]]:
+def run_pair_of_interpreters(store) -> list[tuple[int, str]]:
     command = [sys.executable, "-c", SCRIPT]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), str(store)], **options) for rank in range(2)]
@@ -83,8 +84,13 @@ def run_pair(store) -> list[tuple[int, str]]:
 
 
 def test_real_threads_are_found(tmp_path):
-    for code, output in run_pair(tmp_path / "store"):
-        assert code == 0, output
+    words = ("-c", SCRIPT)
+    ranks = [programs.Program(*words, rank, tmp_path / "store", log=tmp_path / str(rank)) for rank in range(2)]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.log.read_text() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.end()
 
 
 # Without the wait about one process in ten is aborted.
@@ -92,5 +98,5 @@ def test_real_threads_are_found(tmp_path):
 @pytest.mark.timeout(600)
 def test_many_processes_end(tmp_path):
     for number in range(30):
-        for code, output in run_pair(tmp_path / f"store{number}"):
+        for code, output in run_pair_of_interpreters(tmp_path / f"store{number}"):
             assert code == 0, output

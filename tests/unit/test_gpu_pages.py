@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import pytest
@@ -35,8 +37,7 @@ def pytest_over(folder: Path, source: str, *options: str) -> subprocess.Complete
         "    config.addinivalue_line('markers', 'shows(claim): a claim')\n"
         "    config.pluginmanager.register(Verdict(Path(__file__).with_name('page.txt')))\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return programs.run("-m", "pytest", "-q", "-p", "no:cacheprovider", folder, *options)
 
 
 def test_a_claim_is_held_by_the_device_alone(tmp_path):
@@ -80,8 +81,7 @@ print(targets.page({{**shown, "memory": ([], "failed, exit code 1")}}, 1.0))
 
 def test_the_page_of_targets():
     """In a process of its own: the benchmarks' harness and the tests' have the same name."""
-    command = [sys.executable, "-c", SHOWN.format(folder=str(ROOT / "benchmarks"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run("-c", SHOWN.format(folder=str(ROOT / "benchmarks")))
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "kernels copy 0.90 0.85 held" in lines and "kernels adamw 0.50 0.85 MISSED" in lines
