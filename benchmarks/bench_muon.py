@@ -120,24 +120,24 @@ def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
     )
     for ours, other in zip(sides["fsdp2x"], sides["gather"], strict=True):
         assert torch.equal(ours.to_local(), other.to_local()), "ours and gathering differ"
-    result = {side: sample.summary() for side, sample in samples.items()}
+    result: dict = {side: sample.summary() for side, sample in samples.items()}
     for side, optimizer in optimizers.items():
         # Ours are hidden from modes, as frameworks count what they sent themselves.
         with mock.patch.object(torch_private, "unobserved", contextlib.nullcontext), SentBytes(mesh.size()) as sent:
             optimizer.step()
         result[side]["sent_bytes"] = sent.total
-    return result
+    return {"ranks": mesh.size(), "sides": result}
 
 
-def rows_of(results: dict, world: int) -> list[list[str]]:
+def rows_of(results: dict) -> list[list[str]]:
     rows = [["case", "ranks", "side", "step, ms", "range", "ratio to torch", "sent, MB"]]
     for name, result in results.items():
-        for side, found in result.items():
+        for side, found in result["sides"].items():
             step = found["step"]
-            ratio = result["torch"]["step"]["median_ms"] / step["median_ms"]
+            ratio = result["sides"]["torch"]["step"]["median_ms"] / step["median_ms"]
             spread = f"{step['min_ms']:.0f} to {step['max_ms']:.0f}"
             sent = f"{found['sent_bytes'] / 1e6:.1f}"
-            rows.append([name, str(world), side, f"{step['median_ms']:.1f}", spread, f"{ratio:.2f}x", sent])
+            rows.append([name, str(result["ranks"]), side, f"{step['median_ms']:.1f}", spread, f"{ratio:.2f}x", sent])
     return rows
 
 
@@ -154,7 +154,7 @@ def main() -> int:
     mesh = init_device_mesh("cpu", (args.world,))
     results = {name: run_case(name, mesh, args.steps) for name in args.cases}
     if rank == 0:
-        print(harness.table(rows_of(results, args.world)), flush=True)
+        print(harness.table(rows_of(results)), flush=True)
         if args.json is not None:
             harness.save(args.json, "muon", results)
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ import bench_host
 import bench_load
 import bench_memory
 import bench_moe
+import bench_muon
 import bench_optimizer
 import bench_scale
 import bench_score
@@ -40,6 +41,7 @@ OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
 TITLES = {
     "step": "One training step",
     "optimizer": "Clipping and AdamW",
+    "muon": "A step of Muon",
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
@@ -58,6 +60,7 @@ TITLES = {
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
     "optimizer": bench_optimizer.rows_of,
+    "muon": bench_muon.rows_of,
     "host": bench_host.rows_of,
     "collectives": bench_collectives.rows_of,
     "memory": bench_memory.rows_of,

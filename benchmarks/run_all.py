@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 FULL = {
     "step_cpu_2ranks": ["bench_step.py"],
     "optimizer_cpu_2ranks": ["bench_optimizer.py"],
+    "muon_cpu_2ranks": ["bench_muon.py"],
+    "muon_cpu_4ranks": ["bench_muon.py", "--world", "4"],
     "host_cpu": ["bench_host.py"],
     "collectives_cpu_2ranks": ["bench_collectives.py"],
     "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],

@@ -61,6 +61,12 @@ def records() -> dict[str, object]:
         },
         "sync": {way: phases("step", factor=4.0) for way in ("per tensor", "one bucket", "push", "delta", "copy")}
         | {"wire_bytes": dict.fromkeys(("per tensor", "one bucket", "push", "delta", "copy"), 2**20)},
+        "muon": {
+            "layers": {
+                "ranks": 2,
+                "sides": {side: {**phases("step"), "sent_bytes": 10**6} for side in ("fsdp2x", "gather", "torch")},
+            }
+        },
         "host": [{"case": case, "fsdp2x": per_unit(10.0), "stock": per_unit(40.0), "unsharded": per_unit(0.0)}],
         "collectives": [
             {
