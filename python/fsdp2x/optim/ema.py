@@ -1,0 +1,190 @@
+"""An exponential moving average of weights, kept in the optimizer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.arguments import checked
+from fsdp2x.optim.local import local_tensor
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.offload import host_state
+from fsdp2x.runtime.tree import unit_states
+
+
+class EMA:
+    """Averages the parameters of ``optimizer`` behind each of its steps: ``ema = decay * ema + (1 - decay) * param``.
+
+        ema = fsdp2x.optim.EMA(optimizer, decay=0.999)
+        ...
+        with ema.swapped(model):  # evaluate, export
+            model.eval()(**batch)
+
+    The averages are shards like their parameters, one more tensor in the optimizer's state of each. So checkpoints of
+    every form have them, ``torch.distributed.checkpoint`` reshards them, ``fsdp2x.sleep`` parks them, and memory
+    reports count them. Works with any optimizer of torch, of fsdp2x, and with ``local_optimizer``. The first step
+    copies the parameters, as ``torch.optim.swa_utils.AveragedModel`` does; one that has no gradient yet has no average,
+    and is its own. An update reads a parameter and its average once, and is not collective.
+
+    Load a checkpoint after this was made. One without averages begins them anew, with a warning.
+
+    Args:
+        optimizer: over the parameters as the model has them now.
+        decay: in [0, 1); may be set between steps.
+        dtype: of the averages, ``torch.float32`` or None: that of the parameters. In bfloat16 averages of a decay near
+            1 stand still.
+        name: the key in the optimizer's state; another one for another average.
+
+    Raises:
+        ValueError: ``decay`` or ``dtype`` is not one of those; an average of this name is there already; parameters
+            whose optimizer state is kept in host memory (``HostOffloadPolicy(mode="optimizer")``).
+        RuntimeError: in ``step`` of the optimizer: the averages are swapped in.
+    """
+
+    @checked
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        decay: float = 0.999,
+        dtype: torch.dtype | None = None,
+        name: str = "ema",
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"fsdp2x.optim.EMA: decay is {decay}, expected a number in [0, 1)")
+        if dtype not in (None, torch.float32):
+            raise ValueError(f"fsdp2x.optim.EMA: dtype is {dtype}, expected torch.float32 or None")
+        names = optimizer.__dict__.setdefault("_fsdp2x_averages", set())
+        if name in names or any(name in state for state in optimizer.state.values()):
+            raise ValueError(f"fsdp2x.optim.EMA: {name!r} is in the optimizer's state already; pass another name")
+        for group in optimizer.param_groups:
+            if any(host_state(param) is not None for param in group["params"]):
+                raise ValueError(
+                    "fsdp2x.optim.EMA: the optimizer's state of these parameters is in host memory; use "
+                    "HostOffloadPolicy(mode='all'), or another policy"
+                )
+        names.add(name)
+        self.decay, self.name = decay, name
+        self._optimizer, self._dtype, self._is_swapped = optimizer, dtype, False
+        self._loading: dict[int, Tensor] = {}  # by the place of their parameters
+        optimizer.register_step_pre_hook(self._refuse_if_swapped)
+        optimizer.register_step_post_hook(self._update)
+        optimizer.register_load_state_dict_pre_hook(self._begin_loading)
+        optimizer.register_load_state_dict_post_hook(self._end_loading)
+
+    @contextlib.contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """The parameters of ``model`` have the values of their averages, and get their own back at the end.
+
+        Values are exchanged in place, so that this takes the memory of one parameter; averages of another dtype than
+        their parameters take a copy of all of these. Call it on all ranks, with nothing running. Checkpoints of the
+        training are saved outside.
+
+        Raises:
+            RuntimeError: a forward or backward of ``model`` is running; the averages are swapped in already.
+        """
+        if self._is_swapped:
+            raise RuntimeError("fsdp2x.optim.EMA.swapped: the averages are swapped in already")
+        states = unit_states(model)
+        if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
+            raise RuntimeError("fsdp2x.optim.EMA.swapped: a forward or backward of the model is running")
+        for state in states:  # what is gathered has the old values
+            state.reshard()
+        pairs = self._pairs(model)
+        self._is_swapped = True
+        kept = _exchange(pairs)
+        try:
+            yield
+        finally:
+            for state in states:
+                state.reshard()
+            _exchange(pairs, kept)
+            self._is_swapped = False
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        averages, values = [], []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                if self.name in state:
+                    averages.append(_local(state[self.name]))
+                    values.append(_local(param).to(averages[-1].dtype))
+                elif param.grad is not None:  # which has its state, of which an empty one means "begin" to some
+                    optimizer.state[param][self.name] = _copied(param, self._dtype)
+        if averages:
+            torch._foreach_lerp_(averages, values, 1 - self.decay)
+
+    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Local tensors of each parameter of ``model`` that has an average, and of this."""
+        here = {id(param) for param in model.parameters()}
+        return [
+            (_local(param), _local(state[self.name]))
+            for param, state in self._optimizer.state.items()
+            if id(param) in here and self.name in state
+        ]
+
+    def _refuse_if_swapped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_swapped:
+            raise RuntimeError("fsdp2x.optim.EMA: step() inside of swapped(), whose end would undo it; leave it first")
+
+    def _begin_loading(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Torch brings states to the dtype of their parameters; these come as they are."""
+        if self._is_swapped:
+            raise RuntimeError("fsdp2x.optim.EMA: load_state_dict() inside of swapped(); leave it first")
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        states = [state_dict["state"].get(key, {}) for key in saved]
+        self._loading = {place: state[self.name] for place, state in enumerate(states) if self.name in state}
+        if state_dict["state"] and not self._loading:
+            warnings.warn(
+                f"fsdp2x.optim.EMA: the state that is loaded has no {self.name!r}: the averages begin anew with the "
+                "next step",
+                stacklevel=4,
+            )
+
+    @torch.no_grad()
+    def _end_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        loaded, self._loading = self._loading, {}
+        for place, average in loaded.items():
+            param = params[place]
+            dtype = _dtype_of(param, self._dtype)
+            if optimizer.state[param][self.name].dtype != dtype:
+                optimizer.state[param][self.name] = average.to(param.device, dtype, copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and param.is_floating_point() else param.dtype
+
+
+def _copied(param: Tensor, dtype: torch.dtype | None) -> Tensor:
+    dtype = _dtype_of(param, dtype)
+    copied = _local(param).to(dtype, copy=True)
+    if not isinstance(param, DTensor):
+        return copied
+    return torch_private.dtensor(copied, torch_private.spec_with_dtype(torch_private.spec_of(param), dtype))
+
+
+@torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]], kept: list[Tensor | None] | None = None) -> list[Tensor | None]:
+    """Exchanges the values of each pair; those of other dtypes are kept aside instead, and come back from ``kept``."""
+    aside: list[Tensor | None] = []
+    for index, (param, average) in enumerate(pairs):
+        held = param.clone() if kept is None or kept[index] is None else None
+        if param.dtype == average.dtype:
+            param.copy_(average)
+            average.copy_(held)
+            held = None
+        else:
+            param.copy_(average if kept is None else kept[index])
+        aside.append(held)
+    return aside

@@ -1,0 +1,192 @@
+"""Averages of weights over shards: those of torch's AveragedModel on the unsharded model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fsdp2x
+from fsdp2x.optim import EMA
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import changes, full, only_fsdp2x, params, same, shard
+from training import shared_folder
+
+DECAY = 0.75
+OPTIMIZERS = {
+    "adamw": lambda model: fsdp2x.optim.AdamW(model.parameters(), lr=1e-2),
+    "torch's": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "sgd": lambda model: fsdp2x.optim.SGD(model.parameters(), lr=0.1),
+    "local": lambda model: fsdp2x.local_optimizer(torch.optim.NAdam(model.parameters(), lr=1e-2)),
+}
+
+
+def loss_of(model, rank, step=0):
+    return model(inputs(rank, step)).square().mean()
+
+
+def train(ctx, model, optimizer, steps=range(3)) -> None:
+    for step in steps:
+        loss_of(model, ctx.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.each_value
+def test_averages_are_torchs(ctx, name):
+    """Behind each step, and what a model that has them computes; its own values come back to the bit."""
+    only_fsdp2x(ctx)
+    reference = Stack()
+    model = shard(ctx, copy.deepcopy(reference), STACK_UNITS)
+    optimizer = OPTIMIZERS[name](model)
+    ema = EMA(optimizer, decay=DECAY)
+    averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    losses = []
+    for step in range(4):
+        loss_of(model, ctx.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.load_state_dict(params(model))
+        averaged.update_parameters(reference)
+        before = params(model)
+        with ema.swapped(model):
+            same(params(model), params(averaged.module), f"step {step}")
+            with torch.no_grad():
+                losses.append(loss_of(model, ctx.rank))
+                same(losses[-1], loss_of(averaged.module, ctx.rank), f"loss {step}")
+        same(params(model), before)
+        same(loss_of(model, ctx.rank).detach(), loss_of(reference, ctx.rank).detach(), f"loss {step}, own weights")
+        model.zero_grad()
+    assert changes(losses)
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("form", ["sharded", "full", "dcp", "pickle"])
+@pytest.mark.each_value
+def test_checkpoints_have_them(ctx, form):
+    """With averages in fp32 of a model in bf16, which torch would round when it loads them."""
+    only_fsdp2x(ctx)
+
+    def make():
+        model = shard(ctx, Stack().bfloat16(), STACK_UNITS)
+        optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, EMA(optimizer, DECAY, dtype=torch.float32)
+
+    def batches(steps):
+        for step in steps:
+            yield inputs(ctx.rank, step).bfloat16()
+
+    def go_on(model, optimizer, steps):
+        for batch in batches(steps):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, second = make(), make()
+    go_on(*first[:2], range(3))
+    kept = averages(first[1])
+    assert kept and all(average.dtype is torch.float32 for average in kept)
+    with shared_folder(ctx) as folder:
+        if form == "pickle":
+            second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+            second[0].load_state_dict(first[0].state_dict())
+        elif form == "dcp":
+            state = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first[:2])}
+            dcp.save(state, checkpoint_id=folder)
+            go_on(*second[:2], range(1))
+            state = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second[:2])}
+            dcp.load(state, checkpoint_id=folder)
+            second[0].load_state_dict(state["model"])
+            set_optimizer_state_dict(*second[:2], state["optim"])
+        else:
+            fsdp2x.checkpoint.save(folder / "run", *first[:2], step=3, form=form)
+            fsdp2x.checkpoint.load(folder / "run", *second[:2])
+    same(averages(second[1]), kept, "loaded")
+    for pair in (first, second):
+        go_on(*pair[:2], range(3, 5))
+    same(averages(second[1]), averages(first[1]), "two steps later")
+
+
+def averages(optimizer) -> list[torch.Tensor]:
+    return full([optimizer.state[param]["ema"] for group in optimizer.param_groups for param in group["params"]])
+
+
+@distributed(world_sizes=(2,))
+def test_sleep_and_two_averages(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    optimizer = fsdp2x.optim.Muon(fsdp2x.optim.muon_param_groups(model, exclude=["head.*"]), lr=1e-2)
+    slow, fast = EMA(optimizer, 0.9), EMA(optimizer, 0.0, name="last")
+    train(ctx, model, optimizer)
+    expected = averages(optimizer)
+    fsdp2x.sleep(model, optimizer)
+    fsdp2x.wake(model, optimizer)
+    same(averages(optimizer), expected)
+    own = params(model)
+    with fast.swapped(model):  # without decay the average is what was there last
+        same(params(model), own)
+    with slow.swapped(model), pytest.raises(RuntimeError, match="inside of swapped"):
+        optimizer.step()
+    same(params(model), own)
+
+
+@distributed(world_sizes=(2,))
+def test_an_exception_inside_swaps_back(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    optimizer = fsdp2x.optim.AdamW(model.parameters())
+    ema = EMA(optimizer, DECAY)
+    train(ctx, model, optimizer)
+    own = params(model)
+    with pytest.raises(ZeroDivisionError), ema.swapped(model):
+        raise ZeroDivisionError
+    same(params(model), own)
+    with ema.swapped(model), pytest.raises(RuntimeError, match="swapped in already"), ema.swapped(model):
+        pass
+    train(ctx, model, optimizer, range(1))
+
+
+@distributed(world_sizes=(2,))
+def test_frozen_parameters_and_those_without_gradients(ctx):
+    """They have no average until they have a gradient; then it begins with the value of that step."""
+    only_fsdp2x(ctx)
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    model[2].requires_grad_(False)
+    for layer in model:
+        fsdp2x.fully_shard(layer, auto_wrap=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ema = EMA(optimizer, DECAY)
+    x = torch.ones(2, 4)
+    for step in range(2):
+        (model[0](x).sum() + (model[1](x).sum() if step else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [["ema" in optimizer.state.get(param, {}) for param in layer.parameters()] for layer in model] == [
+        [True, True],
+        [True, True],
+        [False, False],
+    ]
+    late, begun = model[1].weight, optimizer.state[model[1].weight]["ema"]
+    same(full(begun), full(late.detach()))
+    with ema.swapped(model):
+        pass
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = fresh.state_dict() | {"state": {0: {"step": torch.tensor(1.0)}}}
+    with pytest.warns(UserWarning, match="no 'ema': the averages begin anew"):
+        optimizer.load_state_dict(state)
+
+
+def test_what_is_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    for options, said in (({"decay": 1.0}, "decay is 1.0"), ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16")):
+        with pytest.raises(ValueError, match=said):
+            EMA(optimizer, **options)
+    EMA(optimizer)
+    with pytest.raises(ValueError, match="'ema' is in the optimizer's state already"):
+        EMA(optimizer)
