@@ -16,7 +16,7 @@ foreach(key IN ITEMS dir version cxx11_abi)
 endforeach()
 message(STATUS "fsdp2x: torch ${torch_version} in ${torch_dir}")
 
-file(GLOB extension_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/engine/*.cpp"
+file(GLOB_RECURSE extension_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/engine/*.cpp"
      "${PROJECT_SOURCE_DIR}/csrc/bind/*.cpp")
 Python_add_library(_C MODULE WITH_SOABI ${extension_sources})
 target_compile_features(_C PRIVATE cxx_std_20)

@@ -2,9 +2,9 @@
 #include "bind/device.hpp"
 
 #include "bind/own.hpp"
-#include "engine/device_kernels.hpp"
-#include "engine/device_transport.hpp"
-#include "engine/recording_layer.hpp"
+#include "engine/memory/device_kernels.hpp"
+#include "engine/transport/device/device_transport.hpp"
+#include "engine/transport/device/recording_layer.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -2,8 +2,8 @@
 #include "bind/optim.hpp"
 
 #include "bind/own.hpp"
-#include "engine/clip.hpp"
-#include "engine/optimizer.hpp"
+#include "engine/optim/clip.hpp"
+#include "engine/optim/optimizer.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "engine/py_ref.hpp"
+#include "engine/torch/py_ref.hpp"
 
 namespace fsdp2x {
 

@@ -2,7 +2,7 @@
 #include "bind/peers.hpp"
 
 #include "bind/own.hpp"
-#include "engine/peer_collectives.hpp"
+#include "engine/transport/device/peer_collectives.hpp"
 
 namespace fsdp2x {
 

@@ -14,7 +14,7 @@
 #include "cpu/process_guard.hpp"
 #include "cpu/shm_group.hpp"
 #include "cpu/shm_handshake.hpp"
-#include "engine/unit.hpp"
+#include "engine/schedule/unit.hpp"
 
 namespace fsdp2x {
 

@@ -1,4 +1,4 @@
-// Ranks of the model: what an engine does with the protocol (engine/host_transport.cpp), without tensors.
+// Ranks of the model: what an engine does with the protocol (engine/transport/shm/host_transport.cpp), without tensors.
 #pragma once
 
 #include <array>

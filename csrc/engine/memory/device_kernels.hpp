@@ -1,0 +1,81 @@
+// The kernels of ring cuda for optimizers and clipping: which memory they serve, where they are enqueued, and plans
+// that are kept from call to call.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cuda/kernels.hpp"
+#include "engine/memory/uploaded_plan.hpp"
+#include "engine/torch/current_stream.hpp"
+
+namespace fsdp2x {
+
+// Those of a CUDA device; null: built without nvcc, or the driver cannot run them there, which a warning says once.
+// Needs the GIL.
+const cuda::Kernels* kernels_on(at::Device device);
+
+// Those of CUDA devices; with their twins the "device" is the CPU, for tests.
+class DeviceKernels {
+ public:
+  explicit DeviceKernels(bool with_twins)
+      : table_(with_twins ? &cuda::twin_kernels() : cuda::device_kernels()), with_twins_(with_twins) {}
+
+  // False: built without nvcc.
+  bool exist() const { return table_ != nullptr; }
+  bool serve(at::Device device) const { return with_twins_ ? device.is_cpu() : kernels_on(device) != nullptr; }
+  const cuda::Kernels* operator->() const { return table_; }
+
+ private:
+  const cuda::Kernels* table_;
+  bool with_twins_;
+};
+
+// While it lives, `device` is the current one, as launches want it.
+class DeviceScope {
+ public:
+  explicit DeviceScope(at::Device device);
+  // The device's current stream.
+  cuda::Stream stream() const { return stream_; }
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+  cuda::Stream stream_ = nullptr;
+};
+
+// The plans of launches that are the same from call to call, by number of the launch: built and uploaded again where
+// segments have changed, as in steps with other gradients. The host waits for none of it.
+template <class Segment>
+class KeptPlans {
+ public:
+  cuda::List<Segment> list(size_t launch, const std::vector<Segment>& segments, at::Device device) {
+    if (kept_.size() <= launch) kept_.resize(launch + 1);
+    std::unique_ptr<Kept>& kept = kept_[launch];
+    if (kept == nullptr || kept->plan.memory.device() != device || kept->segments != segments) {
+      kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}, current_stream(device)});
+      ++num_built_;
+    }
+    // Freed in the order of the stream that it was made on.
+    const auto now = current_stream(device);
+    if (now && now != kept->home) kept->plan.memory.record_stream(*now);
+    return kept->plan.list();
+  }
+  // So far.
+  size_t num_built() const { return num_built_; }
+
+ private:
+  struct Kept {
+    std::vector<Segment> segments;
+    UploadedPlan<Segment> plan;
+    std::optional<c10::Stream> home;
+  };
+  std::vector<std::unique_ptr<Kept>> kept_;
+  size_t num_built_ = 0;
+};
+
+}  // namespace fsdp2x

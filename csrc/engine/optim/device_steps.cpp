@@ -1,0 +1,140 @@
+// Cuts the parameters of a step into launches and runs them through kept plans.
+#include "engine/optim/device_steps.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/memory/storage.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Jobs that one launch can step.
+template <class Job>
+struct Launch {
+  at::Device device = at::kCPU;
+  std::vector<typename Job::Segment> segments;
+  typename Job::Args args;
+  int num_groups = 0;
+};
+
+template <class Step>
+bool has_same_bits(const Step& a, const Step& b) {
+  return std::memcmp(&a, &b, sizeof(Step)) == 0;
+}
+
+// --- what an optimizer has of its own: hyperparameters of a launch's groups, rounding, state -------------------------
+
+bool is_group(const DeviceAdamWJob& job, const cuda::AdamWArgs& args, int group) {
+  return has_same_bits(args.steps[group], job.step);
+}
+
+bool is_group(const DeviceSgdJob& job, const cuda::SgdArgs& args, int group) {
+  return has_same_bits(args.steps[group], job.step) && args.momentum[group] == job.momentum;
+}
+
+void set_group(const DeviceAdamWJob& job, cuda::AdamWArgs& args, int group) { args.steps[group] = job.step; }
+
+void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
+  args.steps[group] = job.step;
+  args.momentum[group] = job.momentum;
+}
+
+bool rounds_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
+  return args.stochastic == job.is_stochastic && (!job.is_stochastic || args.rounding.step == job.key.step);
+}
+
+bool rounds_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
+
+void set_rounding(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
+  args.stochastic = job.is_stochastic;
+  args.rounding = job.key;
+}
+
+void set_rounding(const DeviceSgdJob&, cuda::SgdArgs&) {}
+
+cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
+  cuda::AdamWSegment segment;
+  segment.param = job.param.mutable_data_ptr();
+  segment.exp_avg = job.exp_avg.mutable_data_ptr();
+  segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
+  if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
+  if (job.is_stochastic) segment.numbers = job.numbers;
+  segment.type = engine_dtype(job.param.scalar_type());
+  segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
+  return segment;
+}
+
+cuda::SgdSegment segment_of(const DeviceSgdJob& job) {
+  cuda::SgdSegment segment;
+  segment.param = job.param.mutable_data_ptr<float>();
+  if (job.buffer.defined()) segment.buffer = job.buffer.mutable_data_ptr<float>();
+  return segment;
+}
+
+// --- the same for all ------------------------------------------------------------------------------------------------
+
+template <class Job>
+bool has_room(const Launch<Job>& launch, const Job& job) {
+  const bool is_known = launch.num_groups > 0 && is_group(job, launch.args, launch.num_groups - 1);
+  return launch.device == job.param.device() && launch.segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
+         (is_known || launch.num_groups < cuda::kMaxGroups) && rounds_alike(job, launch.args);
+}
+
+template <class Job>
+void add(Launch<Job>& launch, const Job& job) {
+  if (launch.num_groups == 0 || !is_group(job, launch.args, launch.num_groups - 1)) {
+    set_group(job, launch.args, launch.num_groups++);
+  }
+  auto segment = segment_of(job);
+  segment.numel = job.param.numel();
+  segment.source = static_cast<int32_t>(launch.segments.size());
+  segment.group = launch.num_groups - 1;
+  launch.args.grads[launch.segments.size()] = job.grad.const_data_ptr();
+  launch.segments.push_back(segment);
+}
+
+template <class Job>
+std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
+  std::vector<Launch<Job>> launches;
+  for (const Job& job : jobs) {
+    if (job.param.numel() == 0) continue;
+    // Those of another rounding or device may have come between.
+    auto launch = std::find_if(launches.rbegin(), launches.rend(), [&](const auto& one) { return has_room(one, job); });
+    if (launch == launches.rend()) {
+      launches.emplace_back().device = job.param.device();
+      set_rounding(job, launches.back().args);
+      launch = launches.rbegin();
+    }
+    add(*launch, job);
+  }
+  return launches;
+}
+
+template <class Job, class Kernel>
+void run_all(const std::vector<Job>& jobs, const at::Tensor& grad_scale, KeptPlans<typename Job::Segment>& plans,
+             Kernel kernel) {
+  std::vector<Launch<Job>> launches = launches_of(jobs);
+  for (size_t i = 0; i < launches.size(); ++i) {
+    const DeviceScope scope(launches[i].device);
+    at::Tensor scale;  // freed in the order of the stream that reads it
+    if (grad_scale.defined()) {
+      scale = grad_scale.to(launches[i].device, at::kFloat);
+      launches[i].args.grad_scale = scale.const_data_ptr<float>();
+    }
+    kernel(plans.list(i, launches[i].segments, launches[i].device), launches[i].args, scope.stream());
+  }
+}
+
+}  // namespace
+
+void DeviceSteps::run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor& grad_scale) {
+  if (!jobs.empty()) run_all(jobs, grad_scale, adamw_plans_, kernels_->adamw);
+}
+
+void DeviceSteps::run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale) {
+  if (!jobs.empty()) run_all(jobs, grad_scale, sgd_plans_, kernels_->sgd);
+}
+
+}  // namespace fsdp2x

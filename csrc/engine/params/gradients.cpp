@@ -1,0 +1,177 @@
+// The gradient pool of a unit.
+#include "engine/params/gradients.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace fsdp2x {
+
+namespace {
+
+at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
+  return at::empty({static_cast<int64_t>(bytes)}, memory.dtype(at::kByte));
+}
+
+// Elements of the gradient of `param`; a complex one is two of the layout's.
+int64_t numel_of(const ParamPlace& place, const at::Tensor& param) {
+  return param.is_complex() ? place.shard_numel / 2 : place.shard_numel;
+}
+
+// Calls a Python function of two arguments; the result is a new reference.
+PyRef call(const PyRef& function, PyObject* a, PyObject* b) {
+  PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), a, b, nullptr));
+  if (!result) throw_python_error();
+  return result;
+}
+
+}  // namespace
+
+BlockPool::Kind BlockPool::kind_of(size_t bytes, const at::TensorOptions& memory) {
+  return {memory.device().type(), memory.pinned_memory(), bytes};
+}
+
+at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
+  const auto found = free_.find(kind_of(bytes, memory));
+  if (found == free_.end()) {
+    ++num_allocations_;
+    return allocate(bytes, memory);
+  }
+  at::Tensor block = std::move(found->second.memory);
+  free_.erase(found);
+  return block;
+}
+
+void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory, bool stays) {
+  if (!keeps_) return;
+  const Kind kind = kind_of(block.nbytes(), memory);
+  free_.emplace(kind, Block{std::move(block), stays});
+}
+
+void BlockPool::end_loans() {
+  std::erase_if(free_, [](const auto& one) { return !one.second.stays; });
+}
+
+Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
+                     PyRef add_to_foreign)
+    : layout_(layout),
+      params_(params),
+      memory_(memory),
+      block_bytes_(layout.shard_pool_bytes()),
+      make_gradient_(std::move(make_gradient)),
+      add_to_foreign_(std::move(add_to_foreign)),
+      entries_(params.size()) {}
+
+Gradients::Counts Gradients::count(const Entry& entry) const {
+  const PyRef tensor = PyRef::steal(THPVariable_Wrap(entry.tensor));
+  const PyRef local = PyRef::steal(THPVariable_Wrap(entry.local));
+  return {entry.tensor.use_count(), entry.local.use_count(), entry.local.storage().use_count(), Py_REFCNT(tensor.get()),
+          Py_REFCNT(local.get())};
+}
+
+bool Gradients::held_elsewhere(const Entry& entry) const {
+  // A Python reference to the wrapper does not show in the C++ count, and a view of the local tensor only shows in the
+  // storage's count: all five have to be back at what they were when only we held the gradient.
+  const Counts now = count(entry);
+  return now.tensor > entry.alone.tensor || now.local > entry.alone.local || now.storage > entry.alone.storage ||
+         now.tensor_object > entry.alone.tensor_object || now.local_object > entry.alone.local_object;
+}
+
+void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool in_block) {
+  const at::Tensor& like = params_[param].sharded();
+  Entry& entry = entries_[param];
+  const ParamPlace& place = layout_.params()[param];
+  PyRef local_object =
+      PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
+  ++num_python_calls_;
+  const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
+  // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
+  const PyRef inner = PyRef::steal(PyObject_GetAttrString(tensor.get(), "_local_tensor"));
+  if (!inner) throw_python_error();
+  local_object = PyRef();
+  entry.tensor = THPVariable_Unpack(tensor.get());
+  entry.local = THPVariable_Unpack(inner.get());
+  entry.in_block = in_block;
+  entry.alone = Counts();
+}
+
+std::optional<at::Tensor> Gradients::take_pool(BlockPool& blocks) {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    if (params_[i].sharded().grad().defined()) return std::nullopt;
+    if (entry.tensor.defined() && (!entry.in_block || held_elsewhere(entry))) return std::nullopt;
+  }
+  if (!block_.defined()) block_ = blocks.take(block_bytes_, memory_);
+  return block_;
+}
+
+GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
+  GradientTarget target;
+  const ParamPlace& place = layout_.params()[param];
+  const at::Tensor& sharded = params_[param].sharded();
+  const at::Tensor& grad = sharded.grad();
+  Entry& entry = entries_[param];
+  if (grad.defined() && grad.is_same(entry.tensor)) {
+    target.data = entry.local.data_ptr();
+    target.accumulate = true;
+    return target;
+  }
+  if (grad.defined()) {
+    target.foreign = at::empty({numel_of(place, sharded)}, memory_.dtype(sharded.scalar_type()));
+    target.data = target.foreign.data_ptr();
+    target.is_new = true;
+    return target;
+  }
+  const bool renew = entry.tensor.defined() && held_elsewhere(entry);
+  if (renew) {
+    // Somebody keeps last step's gradient: it stays theirs, with its memory.
+    make(param, allocate(std::max<size_t>(numel_of(place, sharded) * sharded.element_size(), 1), memory_), 0,
+         /*in_block=*/false);
+    target.is_new = true;
+  } else if (!entry.tensor.defined() || entry.in_block) {
+    const bool fresh_block = !block_.defined();
+    if (fresh_block) block_ = blocks.take(block_bytes_, memory_);
+    target.is_new = fresh_block;
+    if (!entry.tensor.defined()) {
+      make(param, block_, place.shard_offset, /*in_block=*/true);
+    } else if (entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {
+      point_storage_at_pool(*entry.local.storage().unsafeGetStorageImpl(), block_, place.shard_offset);
+    }
+  }
+  target.data = entry.local.data_ptr();
+  return target;
+}
+
+void Gradients::attach(size_t param, const GradientTarget& target) {
+  const at::Tensor& sharded = params_[param].sharded();
+  Entry& entry = entries_[param];
+  if (target.foreign.defined()) {
+    const PyRef local = PyRef::steal(THPVariable_Wrap(target.foreign));
+    ++num_python_calls_;
+    call(add_to_foreign_, params_[param].sharded_object(), local.get());
+  } else if (!target.accumulate) {
+    if (entry.alone.tensor == 0) entry.alone = count(entry);
+    sharded.mutable_grad() = entry.tensor;
+  }
+}
+
+bool Gradients::release_if_unused(BlockPool& blocks) {
+  if (!block_.defined()) return false;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
+    if (params_[i].sharded().grad().is_same(entries_[i].tensor) || held_elsewhere(entries_[i])) return false;
+  }
+  for (Entry& entry : entries_) {
+    if (entry.tensor.defined() && entry.in_block) {
+      point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, memory_.device());
+    }
+  }
+  blocks.give_back(std::move(block_), memory_, blocks_stay_);
+  block_ = at::Tensor();
+  return true;
+}
+
+void Gradients::forget() {
+  entries_.assign(params_.size(), Entry());
+  block_ = at::Tensor();
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,112 @@
+// The gradient pool of a unit: memory for the sharded gradients, taken when the first reduction of a step arrives and
+// given back when nobody holds a gradient any more.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/params/param.hpp"
+
+namespace fsdp2x {
+
+// Free blocks of all units of one root, by size and kind of memory. Those of the host are kept for the next step,
+// unless a transport keeps nothing either; those of a device only until its lanes have met again, at the end of a
+// backward: their allocator keeps memory itself, and has it for activations meanwhile.
+class BlockPool {
+ public:
+  at::Tensor take(size_t bytes, const at::TensorOptions& memory);
+  // `memory`: as it was taken. `stays`: beyond the next end_loans.
+  void give_back(at::Tensor block, const at::TensorOptions& memory, bool stays = true);
+  void clear() { free_.clear(); }
+  // Frees those that are not kept: everything that was done with them is in the order of the compute lane now.
+  void end_loans();
+  void keep_nothing() { keeps_ = false; }
+  size_t num_allocations() const { return num_allocations_; }
+
+ private:
+  using Kind = std::tuple<c10::DeviceType, bool, size_t>;  // pinned or not, bytes
+  static Kind kind_of(size_t bytes, const at::TensorOptions& memory);
+
+  struct Block {
+    at::Tensor memory;
+    bool stays = true;
+  };
+
+  bool keeps_ = true;
+  std::multimap<Kind, Block> free_;
+  size_t num_allocations_ = 0;
+};
+
+// Where the reduction of one parameter goes.
+struct GradientTarget {
+  void* data = nullptr;     // this rank's rows, contiguous, dtype of `.grad`
+  bool accumulate = false;  // `.grad` is ours and holds a value
+  bool is_new = false;      // the memory was just allocated
+  at::Tensor foreign;       // memory for a sum that is added to a `.grad` that is not ours
+};
+
+// Every member function needs the GIL.
+class Gradients {
+ public:
+  // make_gradient(spec, local tensor) -> DTensor and add_to_foreign(parameter, local tensor) are Python callables.
+  // `memory`: where gradients lie.
+  Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
+            PyRef add_to_foreign);
+
+  // Whether its blocks are kept between steps.
+  void set_blocks_stay(bool stay) { blocks_stay_ = stay; }
+  // The pool takes at least so many bytes, from its next block on.
+  void reserve(size_t bytes) { block_bytes_ = std::max(block_bytes_, bytes); }
+  // The whole pool to write this step's gradients into, when no parameter has a gradient and nobody holds the last
+  // ones.
+  std::optional<at::Tensor> take_pool(BlockPool& blocks);
+  // Decides how the gradient of `param` is written; takes memory when there is none.
+  GradientTarget prepare(size_t param, BlockPool& blocks);
+  // Makes the written gradient visible as `.grad`.
+  void attach(size_t param, const GradientTarget& target);
+  // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
+  // Returns whether it was given back now.
+  bool release_if_unused(BlockPool& blocks);
+  // After parameters moved or changed their dtype: forget every gradient tensor.
+  void forget();
+  uint64_t num_python_calls() const { return num_python_calls_; }
+  const at::Tensor& pool() const { return block_; }  // undefined: no gradient is in it
+  const at::TensorOptions& memory() const { return memory_; }
+  size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
+
+ private:
+  // Reference counts of a gradient that only we hold, taken when it was made.
+  struct Counts {
+    size_t tensor = 0, local = 0, storage = 0;
+    Py_ssize_t tensor_object = 0, local_object = 0;
+  };
+  struct Entry {
+    at::Tensor tensor;  // DTensor
+    at::Tensor local;
+    Counts alone;
+    bool in_block = false;
+  };
+  Counts count(const Entry& entry) const;
+  bool held_elsewhere(const Entry& entry) const;
+  void make(size_t param, const at::Tensor& memory, size_t offset, bool in_block);
+
+  const Layout& layout_;
+  std::vector<Param>& params_;
+  at::TensorOptions memory_;
+  size_t block_bytes_;
+  bool blocks_stay_ = true;
+  PyRef make_gradient_;
+  PyRef add_to_foreign_;
+  uint64_t num_python_calls_ = 0;
+  at::Tensor block_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,100 @@
+// One parameter of a unit: registration in its modules and the memory of its unsharded tensor.
+#include "engine/params/param.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "core/error.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+std::string poison_message(const std::string& fqn) {
+  return "fsdp2x: the unsharded parameter '" + fqn +
+         "' was used while it is resharded. Its memory exists only inside its unit's forward and backward: use it "
+         "there, "
+         "or call unshard() on the unit's module first.";
+}
+
+}  // namespace
+
+Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec,
+             std::vector<Owner> owners)
+    : fqn_(std::move(fqn)),
+      sharded_(std::move(sharded)),
+      unsharded_(std::move(unsharded)),
+      local_(std::move(local)),
+      gradient_spec_(std::move(gradient_spec)),
+      owners_(std::move(owners)),
+      poison_(poison_message(fqn_)),
+      device_(at::kCPU) {
+  if (!unsharded_) return;
+  const at::Tensor& tensor = this->local();
+  storage_ = tensor.storage().getWeakStorageImpl().lock();
+  device_ = tensor.device();
+  poison_.apply(*storage_, device_);
+}
+
+void Param::rename(std::string fqn) {
+  fqn_ = std::move(fqn);
+  if (!storage_) return;
+  poison_.lift(*storage_);
+  poison_ = Poison(poison_message(fqn_));
+  poison_.apply(*storage_, device_);
+}
+
+const at::Tensor& Param::sharded() const { return THPVariable_Unpack(sharded_.get()); }
+
+const at::Tensor& Param::unsharded() const { return THPVariable_Unpack(unsharded_.get()); }
+
+const at::Tensor& Param::local() const { return local_ ? THPVariable_Unpack(local_.get()) : unsharded(); }
+
+void Param::set_unsharded_object(PyRef unsharded) {
+  if (unsharded.get() != unsharded_.get()) accumulator = nullptr;
+  unsharded_ = std::move(unsharded);
+}
+
+void Param::fill(void* data) {
+  if (storage_) {
+    poison_.lift(*storage_);
+    point_storage(*storage_, data, device_);
+  }
+  const at::Tensor& tensor = unsharded();
+  const bool requires_grad = sharded().requires_grad();
+  if (tensor.requires_grad() != requires_grad) tensor.requires_grad_(requires_grad);
+}
+
+void Param::empty() {
+  if (storage_) poison_.apply(*storage_, device_);
+}
+
+PyObject* Param::registered_instead_of(PyObject* expected) const {
+  for (const Owner& owner : owners_) {
+    PyObject* const found = PyDict_GetItemWithError(owner.parameters.get(), owner.name.get());
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
+    if (found != expected) return found == nullptr ? Py_None : found;
+  }
+  return nullptr;
+}
+
+void Param::forbid() {
+  if (!storage_) return;
+  Poison("fsdp2x: the unsharded parameter '" + fqn_ +
+         "' was used in a forked child of the process that gathered it. Its memory is the parent's: copy what a child "
+         "needs before the fork, or start children by 'spawn' or 'forkserver'.")
+      .apply(*storage_, device_);
+}
+
+void Param::store(PyObject* parameter) const {
+  for (const Owner& owner : owners_) {
+    if (!owner.weak_module) {
+      if (PyDict_SetItem(owner.parameters.get(), owner.name.get(), parameter) != 0) throw_python_error();
+      continue;
+    }
+    PyObject* module = PyWeakref_GetObject(owner.weak_module.get());  // borrowed
+    if (module == Py_None) continue;
+    if (PyObject_SetAttr(module, owner.name.get(), parameter) != 0) throw_python_error();
+  }
+}
+
+}  // namespace fsdp2x

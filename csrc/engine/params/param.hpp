@@ -1,0 +1,84 @@
+// One parameter of a unit: its sharded and unsharded nn.Parameter, who owns it, and the swap between the two.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+#include "engine/memory/storage.hpp"
+#include "engine/torch/py_ref.hpp"
+#include "engine/torch/torch_compat.hpp"
+
+namespace fsdp2x {
+
+// A place in the module tree where the parameter is registered. Tied parameters have several.
+struct Owner {
+  PyRef parameters;   // the module's `_parameters` dict
+  PyRef name;         // str
+  PyRef weak_module;  // weakref of a module whose class overrides __setattr__ (an LSTM), else null
+};
+
+// Created by Python once per parameter; lives as long as the unit. Every member function needs the GIL.
+class Param {
+ public:
+  // `unsharded`: a tensor whose storage this moves, or a wrapper (DTensor) around `local`, which is such a tensor. Both
+  // null for a parameter with an all-gather extension: Python makes its unsharded tensor and hands it over.
+  Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec, std::vector<Owner> owners);
+
+  const std::string& fqn() const { return fqn_; }
+  // While it is sharded: its poison holds the name.
+  void rename(std::string fqn);
+  // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object
+  // holds.
+  const at::Tensor& sharded() const;
+  const at::Tensor& unsharded() const;
+  const at::Tensor& local() const;  // of the unsharded one
+  PyObject* sharded_object() const { return sharded_.get(); }
+  PyObject* unsharded_object() const { return unsharded_.get(); }
+  PyObject* gradient_spec() const { return gradient_spec_.get(); }
+
+  // Of a parameter with an all-gather extension, at every gather.
+  void set_unsharded_object(PyRef unsharded);
+  // load_state_dict(assign=True) registers another Parameter object.
+  void set_sharded_object(PyRef sharded) { sharded_ = std::move(sharded); }
+  // The storage of the sharded local tensor, which lies in the pool until somebody gives it other memory
+  // (share_memory_(), a queue of torch.multiprocessing). Null: the shard does not lie in the pool.
+  void watch_shard(c10::intrusive_ptr<c10::StorageImpl> storage) { shard_storage_ = std::move(storage); }
+  const void* shard_memory() const { return shard_storage_ ? shard_storage_->data() : nullptr; }
+  void set_gradient_spec(PyRef spec) { gradient_spec_ = std::move(spec); }
+
+  // Points the unsharded storage into the slot (an extension has its own memory) and follows the sharded parameter's
+  // requires_grad.
+  void fill(void* data);
+  // Takes the memory away; a later access throws a message that names the parameter.
+  void empty();
+  // The same in a forked child, for good.
+  void forbid();
+
+  bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
+  // What the first module registers that does not register `expected`: a borrowed reference, None if it registers
+  // nothing under the name; null: all of them do.
+  PyObject* registered_instead_of(PyObject* expected) const;
+  void register_sharded() const { store(sharded_.get()); }
+  void register_unsharded() const { store(unsharded_.get()); }
+  void register_object(PyObject* parameter) const { store(parameter); }
+
+  compat::NodePtr<compat::Node> accumulator;  // holds our post hook, so it must not die between steps
+
+ private:
+  void store(PyObject* parameter) const;
+
+  std::string fqn_;
+  PyRef sharded_;
+  PyRef unsharded_;
+  PyRef local_;  // null: `unsharded_` itself
+  PyRef gradient_spec_;
+  std::vector<Owner> owners_;
+  c10::intrusive_ptr<c10::StorageImpl> shard_storage_;
+  Poison poison_;
+  c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the local unsharded tensor; null for an extension
+  at::Device device_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,382 @@
+// What runs around a module's forward.
+#include "engine/schedule/hooks.hpp"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "core/error.hpp"
+#include "engine/schedule/root.hpp"
+#include "engine/torch/gil.hpp"
+#include "engine/torch/profile_range.hpp"
+#include "engine/torch/torch_compat.hpp"
+#include "engine/torch/transforms.hpp"
+#include "engine/torch/walk.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+[[noreturn]] void refuse_compiled_autograd() {
+  throw Error(
+      "fsdp2x does not support compiled autograd: its hooks move memory that a traced graph cannot see. Compile the "
+      "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
+}
+
+// Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
+// that is, when the unit's own backward is done.
+struct PostBackwardNode final : public compat::Node {
+  PostBackwardNode(const std::shared_ptr<Unit>& unit, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), call(unit) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    call.end();
+    return std::move(grads);
+  }
+
+  std::string name() const override { return "fsdp2x::PostBackward"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  UnitCall call;
+};
+
+// On an output of a unit: runs before the first node of the unit's backward.
+struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
+  explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    unit->pre_backward();
+    return grads;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  std::shared_ptr<Unit> unit;
+};
+
+TensorMap to_dtype(at::ScalarType dtype) {
+  return [dtype](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype) return {};
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor.to(dtype)));
+  };
+}
+
+struct EmptyNode final : public compat::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+};
+
+// What a backward that raised had still to run stays in its thread's queue until that thread's next backward, and so do
+// the units there and the files of their transports: this one empties the queue.
+void run_empty_backward() noexcept {
+  if (inside_backward()) return;
+  try {
+    const OutsideTransforms outside;
+    const at::Tensor nothing = at::zeros({});
+    const auto node = compat::make_node<EmptyNode>();
+    node->add_input_metadata(nothing);
+    const ReleaseGil released;
+    torch::autograd::Engine::get_default_engine().execute({torch::autograd::Edge(node, 0)}, {nothing},
+                                                          /*keep_graph=*/false, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  } catch (const std::exception&) {
+    // Then the thread's next backward does.
+  }
+}
+
+// "KeyError: 'x'", not longer than peers need.
+std::string text_of(const py::object& error) {
+  constexpr size_t kMaxBytes = 400;
+  std::string text = Py_TYPE(error.ptr())->tp_name;
+  const auto said = py::reinterpret_steal<py::object>(PyObject_Str(error.ptr()));
+  Py_ssize_t bytes = 0;
+  const char* const data = said ? PyUnicode_AsUTF8AndSize(said.ptr(), &bytes) : nullptr;
+  if (data != nullptr) {
+    auto num = std::min(static_cast<size_t>(bytes), kMaxBytes);
+    while (num > 0 && (static_cast<unsigned char>(data[num]) & 0xC0) == 0x80) --num;  // inside of a character
+    text += ": " + std::string(data, num);
+  } else {
+    PyErr_Clear();
+  }
+  return text;
+}
+
+}  // namespace
+
+UnitCall::UnitCall(std::shared_ptr<Unit> unit)
+    : unit_(std::move(unit)), token_(unit_->take_call_token()), entry_(unit_->root->enter()) {}
+
+void UnitCall::end() {
+  token_.reset();
+  unit_->backward_position = unit_->root->backward_position(entry_);
+  unit_->post_backward();
+}
+
+UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
+                     py::object is_running, std::vector<py::object> backward_hooks)
+    : lazy_init_(std::move(lazy_init)),
+      explain_(std::move(explain)),
+      is_running_(std::move(is_running)),
+      backward_hooks_(std::move(backward_hooks)) {
+  for (const py::object& module : modules) modules_.push_back(module.ptr());
+}
+
+UnitHooks::~UnitHooks() {
+  if (!unit_ || !unit_->root || !unit_->root->backward_has_raised()) return;
+  unit_->root->drop_raised_reductions();
+  run_empty_backward();
+}
+
+UnitHooks::Handled UnitHooks::Handled::now() {
+  const py::object exception = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
+  if (!exception || exception.is_none()) return {};
+  // Whoever handles it holds both; raised and caught again, it has a longer traceback.
+  return {exception.ptr(), py::reinterpret_steal<py::object>(PyException_GetTraceback(exception.ptr())).ptr()};
+}
+
+py::object UnitHooks::pre_forward(const py::object& module, py::object args, py::object kwargs) {
+  guard_.require("run a sharded model");
+  if (!unit_) {
+    const OutsideTransforms outside;
+    lazy_init_();
+  }
+  if (!unit_) throw Error("fsdp2x: lazy initialization left a module without its unit");
+  Unit& unit = *unit_;
+  Root& root = *unit.root;
+  const ProfileRange range(unit.ranges.pre_forward);
+  handled_before_ = Handled::now();
+  if (root.backward_has_raised()) root.abandon_backward();
+  const PyObject* const old_args = args.ptr();
+  const PyObject* const old_kwargs = kwargs.ptr();
+  if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
+  if (unit.phase() == Phase::backward) {
+    // A checkpoint inside this unit's backward recomputes it: the hooks of the first forward still stand.
+    unit.unshard();
+    cast_inputs(args, kwargs);
+  } else {
+    if (unit.num_running > 0 && root.is_forward_root(&unit) && root.is_forward_thread() &&
+        !is_running_(module).cast<bool>()) {
+      root.abandon_forward(/*interrupted=*/true, "");
+    }
+    const bool first = unit.phase() != Phase::forward;
+    unit.set_phase(Phase::forward);
+    ++unit.num_running;
+    if (first && !root.in_forward()) {
+      static const std::string root_range = "FSDP::root_pre_forward";
+      const ProfileRange whole(root_range);
+      root.begin_forward(&unit);
+      if (!unit.device.is_cpu()) move_inputs(args, kwargs);
+    }
+    cast_inputs(args, kwargs);
+    if (!inside_backward()) unit.drop_post_forward();  // an optimizer may have run since: gather the shards themselves
+    if (unit.param_state() == ParamState::unsharded) {
+      for (const auto& group : unit.groups) group->register_again();
+    }
+    unit.unshard();
+    if (first) {
+      root.prefetch_forward(unit);
+      if (at::GradMode::is_enabled()) {
+        if (!unit.armed) unit.armed_in = root.forward_number();
+        unit.armed = true;
+        unit.packs_late = has_backward_hooks();
+        attach_post_backward(args, kwargs);
+      }
+    }
+  }
+  if (args.ptr() == old_args && kwargs.ptr() == old_kwargs) return py::none();
+  return py::make_tuple(std::move(args), std::move(kwargs));
+}
+
+py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
+  if (!unit_ || !unit_->root) return py::none();  // lazy init raised
+  if (!guard_.is_here()) return py::none();       // what is running is the parent's
+  Unit& unit = *unit_;
+  if (unit.phase() != Phase::backward && unit.num_running > 0) --unit.num_running;
+  if (output.is_none()) {
+    // always_call hooks also run, with None, while the exception of a failed forward is being handled. Another one may
+    // have been handled all the time.
+    const Handled handled = Handled::now();
+    if (handled.exception != nullptr && handled != handled_before_) {
+      fail_forward();
+      return py::none();
+    }
+  }
+  const ProfileRange range(unit.ranges.post_forward);
+  bool done = unit.phase() != Phase::backward;
+  if (modules_.size() > 1) {
+    const auto found = std::find(remaining_.begin(), remaining_.end(), module.ptr());
+    const bool was_remaining = found != remaining_.end();
+    if (was_remaining) remaining_.erase(found);
+    done = done && was_remaining && remaining_.empty();
+  }
+  py::object result = output;
+  if (done) {
+    finish_forward(output);
+    result = mark_outputs(output);
+    if (unit.root->is_forward_root(&unit)) {
+      result = complete_others(result);
+      unit.root->end_forward();
+    }
+  }
+  result = cast_output(result);
+  return result.ptr() == output.ptr() ? py::none() : result;
+}
+
+void UnitHooks::finish_forward(const py::object& output) {
+  if (!inside_backward()) {
+    const bool frees =
+        unit_->options.reshard_after_forward || (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
+    if (frees && unit_->num_running == 0) unit_->reshard_after_forward();
+    unit_->root->record_forward(*unit_);
+  }
+  attach_pre_backward(output);
+  unit_->set_phase(Phase::idle);
+}
+
+py::object UnitHooks::complete_others(py::object output) {
+  for (auto it = all_.rbegin(); it != all_.rend(); ++it) {
+    const auto hooks = it->lock();
+    if (!hooks || hooks.get() == this || hooks->remaining_.empty()) continue;
+    hooks->remaining_.clear();
+    hooks->finish_forward(output);
+    output = hooks->cast_output(hooks->mark_outputs(output));
+  }
+  return output;
+}
+
+void UnitHooks::fail_forward() {
+  remaining_.clear();
+  Root& root = *unit_->root;
+  const bool is_root = root.is_forward_root(unit_.get());
+  if (inside_backward()) {
+    if (is_root) root.leave_forward();
+    return;
+  }
+  if (!is_root) return unit_->leave_forward();
+  const auto error = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
+  explain_(error);
+  for (const auto& weak : all_) {
+    if (const auto hooks = weak.lock()) hooks->forget_progress();
+  }
+  root.abandon_forward(/*interrupted=*/false, "left its forward, which raised " + text_of(error));
+}
+
+uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }
+
+void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
+  static const std::string name = "FSDP::inputs_to_device";
+  const ProfileRange range(name);
+  const TensorMap move = [device = unit_->device](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.device() == device) return {};
+    return py::reinterpret_steal<py::object>(
+        THPVariable_Wrap(tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true)));
+  };
+  args = map_tensors(args.ptr(), move, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), move, python_calls());
+}
+
+void UnitHooks::cast_inputs(py::object& args, py::object& kwargs) const {
+  if (!unit_->options.cast_forward_inputs || !unit_->options.param_dtype) return;
+  static const std::string name = "FSDP::cast_forward_inputs";
+  const ProfileRange range(name);
+  const TensorMap cast = to_dtype(*unit_->options.param_dtype);
+  args = map_tensors(args.ptr(), cast, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), cast, python_calls());
+}
+
+py::object UnitHooks::cast_output(const py::object& output) const {
+  if (!unit_->options.output_dtype) return output;
+  static const std::string name = "FSDP::cast_forward_outputs";
+  const ProfileRange range(name);
+  return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype), python_calls());
+}
+
+void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
+  torch::autograd::variable_list inputs;
+  const auto collect = [&inputs](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.requires_grad()) inputs.push_back(tensor);
+  };
+  for_each_tensor(args.ptr(), collect, python_calls());
+  for_each_tensor(kwargs.ptr(), collect, python_calls());
+  if (inputs.empty()) return;
+  torch::autograd::variable_list outputs;
+  if (inside_transforms()) {
+    outputs = mark_inputs_(UnitCall(unit_), inputs).cast<torch::autograd::variable_list>();
+  } else {
+    const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
+    outputs = compat::pass_through(inputs, node);
+  }
+  size_t next = 0;
+  const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {
+    if (!THPVariable_Unpack(object).requires_grad()) return {};
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs.at(next++)));
+  };
+  args = map_tensors(args.ptr(), replace, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
+}
+
+py::object UnitHooks::mark_outputs(const py::object& output) const {
+  if (!at::GradMode::is_enabled() || !inside_transforms()) return output;
+  const TensorMap mark = [this](PyObject* object) -> py::object {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.requires_grad() || !(tensor.is_floating_point() || tensor.is_complex())) return {};
+    return mark_output_(unit_, py::handle(object));
+  };
+  return map_tensors(output.ptr(), mark, python_calls());
+}
+
+bool UnitHooks::has_backward_hooks() const {
+  return std::any_of(backward_hooks_.begin(), backward_hooks_.end(), [](const py::object& weak) {
+    PyObject* const hooks = PyWeakref_GetObject(weak.ptr());  // borrowed; None when its module is gone
+    return hooks != Py_None && PyDict_Size(hooks) > 0;
+  });
+}
+
+void UnitHooks::warn_of_view() {
+  if (std::exchange(has_warned_, true)) return;
+  const std::string text = "FSDP2-wrapped module (" + unit_->name +
+                           ") returned a view tensor. An in-place operation on it would drop the hook that gathers the "
+                           "parameters for backward: use out-of-place operations, or clone() the output before.";
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
+}
+
+// A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per
+// leaf, since a parameter outlives its forward. It must not own the unit, which owns the parameter.
+void UnitHooks::hook_leaf(PyObject* tensor) {
+  if (!leaf_hook_) {
+    leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
+      if (const auto unit = weak.lock()) unit->pre_backward();
+    });
+  }
+  const py::handle leaf(tensor);
+  ++python_calls();
+  if (const py::object known = leaf.attr("_backward_hooks"); !known.is_none()) {
+    for (const py::handle hook : known.attr("values")()) {
+      if (hook.is(leaf_hook_)) return;
+    }
+  }
+  leaf.attr("register_hook")(leaf_hook_);
+}
+
+void UnitHooks::attach_pre_backward(const py::object& output) {
+  if (!at::GradMode::is_enabled()) return;
+  const auto attach = [this](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (!tensor.requires_grad()) return;
+    if (tensor.is_view()) warn_of_view();
+    if (const auto& node = tensor.grad_fn()) {
+      node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
+    } else {
+      hook_leaf(object);
+    }
+  };
+  for_each_tensor(output.ptr(), attach, python_calls());
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,101 @@
+// What runs around a module's forward: the pre-forward and post-forward hooks and the autograd nodes they attach.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/schedule/unit.hpp"
+
+namespace fsdp2x {
+
+namespace py = pybind11;
+
+// One forward call of a unit under grad, from its pre-forward until its backward has run or its graph is freed.
+class UnitCall {
+ public:
+  explicit UnitCall(std::shared_ptr<Unit> unit);
+  // The gradients of all inputs of the call are known.
+  void end();
+
+ private:
+  std::shared_ptr<Unit> unit_;
+  std::shared_ptr<int> token_;
+  std::optional<uint64_t> entry_;
+};
+
+// The hooks of one unit. A unit of several modules runs its pre-forward before the first of them and its post-forward
+// after the last; each module's inputs and outputs are cast.
+class UnitHooks {
+ public:
+  // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and
+  // must call set_unit. `explain(exception)` is called on the root's hooks when its forward raised, before it is
+  // abandoned. `is_running(module)`: whether this thread is inside an earlier call of `module`. `backward_hooks`: weak
+  // references to the dicts of backward hooks that may look at the unit's gradients.
+  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain, py::object is_running,
+            std::vector<py::object> backward_hooks);
+  ~UnitHooks();
+  UnitHooks(const UnitHooks&) = delete;
+  UnitHooks& operator=(const UnitHooks&) = delete;
+
+  // What stands for the autograd nodes inside torch.func's transforms, which follow functions of Python only:
+  // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one
+  // whose backward begins that of the unit.
+  void set_marks(py::object mark_inputs, py::object mark_output) {
+    mark_inputs_ = std::move(mark_inputs);
+    mark_output_ = std::move(mark_output);
+  }
+  void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
+  // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
+  void set_all(std::vector<std::weak_ptr<UnitHooks>> all) { all_ = std::move(all); }
+
+  // For register_forward_pre_hook(with_kwargs=True): (args, kwargs), or None when nothing changed.
+  py::object pre_forward(const py::object& module, py::object args, py::object kwargs);
+  // For register_forward_hook(always_call=True): the new output, or None when nothing changed. Exceptions that are no
+  // `Exception` (KeyboardInterrupt) do not come here: the next pre_forward of the root finds what they left.
+  py::object post_forward(const py::object& module, const py::object& args, const py::object& output);
+  // Forgets which modules ran, after an exception.
+  void forget_progress() { remaining_.clear(); }
+
+ private:
+  // The exception that is being handled where a module is called, and its traceback, by identity.
+  struct Handled {
+    static Handled now();
+    bool operator==(const Handled&) const = default;
+    const void* exception = nullptr;
+    const void* traceback = nullptr;
+  };
+  py::object cast_output(const py::object& output) const;
+  void move_inputs(py::object& args, py::object& kwargs) const;
+  void cast_inputs(py::object& args, py::object& kwargs) const;
+  void attach_post_backward(py::object& args, py::object& kwargs);
+  void attach_pre_backward(const py::object& output);
+  // Inside a transform a tensor may need a gradient without saying so.
+  py::object mark_outputs(const py::object& output) const;
+  void hook_leaf(PyObject* tensor);
+  void finish_forward(const py::object& output);
+  py::object complete_others(py::object output);
+  void fail_forward();
+  bool has_backward_hooks() const;
+  void warn_of_view();
+  uint64_t& python_calls() const;
+
+  cpu::ProcessGuard guard_;
+  std::shared_ptr<Unit> unit_;
+  py::object lazy_init_;
+  py::object explain_;
+  py::object mark_inputs_;
+  py::object mark_output_;
+  py::object is_running_;
+  std::vector<py::object> backward_hooks_;
+  Handled handled_before_;  // the running forward
+  py::object leaf_hook_;    // the pre-backward hook on inputs and parameters that the unit returned as they are
+  bool has_warned_ = false;
+  std::vector<PyObject*> modules_;
+  std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward
+  std::vector<std::weak_ptr<UnitHooks>> all_;
+};
+
+}  // namespace fsdp2x

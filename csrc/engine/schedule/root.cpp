@@ -1,0 +1,410 @@
+// What the units below one root module share.
+#include "engine/schedule/root.hpp"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/error.hpp"
+#include "engine/torch/profile_range.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Positions of one backward lie below those of the next: they only grow over the life of a group.
+constexpr int kPositionBits = 24;
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+Backward::~Backward() {
+  const auto root = root_.lock();
+  if (root && root->backward_has_raised()) root->leave_backward();
+}
+
+void Root::add_transport(const std::shared_ptr<Transport>& transport) {
+  if (std::find(transports_.begin(), transports_.end(), transport) != transports_.end()) return;
+  transports_.push_back(transport);
+  if (auto shared = transport->shared_group()) shared_groups_.push_back(std::move(shared));
+}
+
+void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports) {
+  unit->root = shared_from_this();
+  units_.push_back(unit);
+  for (size_t i = 0; i < unit->groups.size(); ++i) {
+    unit->groups[i]->transport = transports.at(i);
+    add_transport(transports[i]);
+    transports[i]->register_group(*unit->groups[i]);
+    if (transports[i]->is_frugal()) {
+      is_frugal_ = true;
+      blocks.keep_nothing();
+    }
+  }
+}
+
+void Root::add_post_forward(Group& group, const std::shared_ptr<Transport>& transport) {
+  group.post_forward->transport = transport;
+  add_transport(transport);
+  transport->register_group(*group.post_forward);
+}
+
+void Root::add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) {
+  if (std::find(shared_groups_.begin(), shared_groups_.end(), group) == shared_groups_.end()) {
+    shared_groups_.push_back(group);
+  }
+}
+
+void Root::end_pass() {
+  for (const auto& shared : shared_groups_) shared->end_pass();
+}
+
+std::vector<std::shared_ptr<Unit>> Root::units() const {
+  std::vector<std::shared_ptr<Unit>> alive;
+  alive.reserve(units_.size());
+  for (const auto& weak : units_) {
+    if (auto unit = weak.lock()) alive.push_back(std::move(unit));
+  }
+  return alive;
+}
+
+void Root::begin_forward(Unit* unit) {
+  const bool recomputes = inside_backward();  // a checkpoint, the whole model
+  if (!recomputes && at::GradMode::is_enabled()) refuse_after_loss();
+  forward_root_ = unit;
+  forward_thread_ = std::this_thread::get_id();
+  this_sequence_.clear();
+  sequence_cursor_ = 0;
+  if (recomputes) return;
+  ++num_forwards_;
+  forward_has_grad_ = at::GradMode::is_enabled();
+  if (forward_has_grad_) ++forwards_.num_begun;
+  const auto alive = units();
+  const bool outstanding =
+      std::any_of(alive.begin(), alive.end(), [](const auto& other) { return other->has_outstanding_calls(); });
+  if (!outstanding) {
+    forward_order_.clear();
+    num_entries_ = 0;
+    for (const auto& other : alive) other->forward_indices.clear();
+  }
+  forward_begin_ = forward_order_.size();
+  forward_is_alone_ = forward_has_grad_ && !outstanding;
+  for (const auto& shared : shared_groups_) shared->enter_forward(num_forwards_);
+  release_unused_gradients();
+  const PyRef after = std::exchange(post_optimizer_event, PyRef());
+  for (const auto& transport : transports_) transport->begin_forward(after);
+  // An optimizer on a stream of its own may still read gradients: then their memory serves this step's reductions,
+  // which come behind it, and nobody else.
+  if (!after) blocks.end_loans();
+}
+
+void Root::end_forward() {
+  forward_root_ = nullptr;
+  last_sequence_.swap(this_sequence_);
+  if (inside_backward()) return;
+  for (const auto& unit : units()) {
+    if (unit->param_state() == ParamState::gathering) unit->cancel_unshard();
+  }
+  for (const auto& transport : transports_) transport->end_forward();
+  end_pass();
+  if (forward_has_grad_) return;  // a backward tells
+  for (const auto& transport : transports_) transport->check_collectives();
+}
+
+bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
+
+void Root::abandon_forward(bool interrupted, const std::string& why) {
+  if (!why.empty()) {
+    for (const auto& shared : shared_groups_) shared->leave(why);
+  }
+  end_pass();
+  // A backward that comes all the same waits for ranks that left this forward, too.
+  forward_is_alone_ = false;
+  if (forward_has_grad_) ++forwards_.num_raised;
+  forward_root_ = nullptr;
+  this_sequence_.clear();
+  forward_order_.resize(std::min(forward_order_.size(), forward_begin_));
+  for (const auto& unit : units()) unit->abandon_forward(num_forwards_, forward_begin_, interrupted);
+  for (const auto& transport : transports_) transport->end_forward();
+}
+
+void Root::prefetch_forward(Unit& unit) {
+  if (!unit.forward_prefetch.empty()) {
+    for (const auto& weak : unit.forward_prefetch) {
+      if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        if (!inside_backward()) target->drop_post_forward();
+        const ProfileRange range(target->ranges.forward_prefetch);
+        prefetch(*target);
+      }
+    }
+    return;
+  }
+  if (inside_backward() || is_frugal_) return;
+  this_sequence_.push_back(unit.weak_from_this());
+  const auto is_unit = [&unit](const std::weak_ptr<Unit>& weak) { return weak.lock().get() == &unit; };
+  const auto found = std::find_if(last_sequence_.begin() + static_cast<std::ptrdiff_t>(sequence_cursor_),
+                                  last_sequence_.end(), is_unit);
+  if (found == last_sequence_.end()) {
+    sequence_cursor_ = last_sequence_.size();  // another order than last time: no guess is better than a wrong one
+    return;
+  }
+  sequence_cursor_ = static_cast<size_t>(found - last_sequence_.begin()) + 1;
+  if (sequence_cursor_ == last_sequence_.size()) return;
+  const auto next = last_sequence_[sequence_cursor_].lock();
+  if (next && next->param_state() == ParamState::sharded && next->has_params()) {
+    next->drop_post_forward();
+    const ProfileRange range(next->ranges.forward_prefetch);
+    prefetch(*next);
+  }
+}
+
+void Root::record_forward(Unit& unit) {
+  unit.forward_indices.push_back(forward_order_.size());
+  forward_order_.push_back(unit.weak_from_this());
+}
+
+void Root::begin_backward() {
+  if (in_backward() || !inside_backward()) return;
+  if (callback_queued_) abandon_backward();
+  refuse_after_loss();
+  callback_queued_ = true;
+  const auto task = std::make_shared<const Backward>(weak_from_this());
+  callback_ = task;
+  for (const auto& shared : shared_groups_) shared->enter_backward(backward_number(), forward_is_alone_);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
+    if (auto root = weak.lock()) root->end_backward();
+  });
+}
+
+void Root::drop_raised_reductions() {
+  if (!backward_has_raised()) return;
+  // Of a manual finalization, reductions of earlier backwards go on.
+  std::erase_if(pending_,
+                [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+}
+
+void Root::leave_backward() noexcept {
+  for (const auto& shared : shared_groups_) shared->leave("left its backward, which raised: its own output says why");
+}
+
+void Root::abandon_backward() {
+  drop_raised_reductions();
+  error_of_hook_ = nullptr;
+  for (const auto& unit : units()) unit->abandon_backward();
+  const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
+    const auto unit = weak.lock();
+    return unit && unit.get() == forward_root_ && unit->num_running > 0;
+  });
+  if (root_unit == units_.end()) forward_root_ = nullptr;
+  callback_queued_ = false;
+  ++num_backwards_;
+}
+
+void Root::lose(const std::string& name) { lost_ += (lost_.empty() ? "'" : ", '") + name + "'"; }
+
+void Root::refuse_after_loss() const {
+  if (lost_.empty()) return;
+  throw Error(
+      "fsdp2x: a backward raised while unit " + lost_ +
+      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
+      "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
+      "module and begin the step again.");
+}
+
+void Root::prefetch(Unit& target) {
+  ++counters.prefetched_gathers;
+  target.begin_unshard();
+}
+
+void Root::prefetch_backward(Unit& unit) {
+  size_t index = 0;
+  if (!unit.forward_indices.empty()) {
+    index = unit.forward_indices.back();
+    unit.forward_indices.pop_back();
+    if (index > forward_order_.size()) index = 0;
+  }
+  if (!unit.backward_prefetch.empty()) {
+    for (const auto& weak : unit.backward_prefetch) {
+      if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        const ProfileRange range(target->ranges.backward_prefetch);
+        prefetch(*target);
+      }
+    }
+    return;
+  }
+  size_t ahead = 0;  // bytes that are gathered and not yet used
+  for (size_t next = index; next > 0; --next) {
+    const std::shared_ptr<Unit> before = forward_order_[next - 1].lock();
+    const bool is_first = next == index;
+    if (before && before.get() != &unit && before->has_params() && before->options.unshard_in_backward &&
+        before->phase() != Phase::reduced) {
+      const size_t bytes = before->slot_bytes();
+      if (before->param_state() == ParamState::sharded) {
+        if (!is_first && ahead + bytes > prefetch_bytes) return;
+        const ProfileRange range(before->ranges.backward_prefetch);
+        prefetch(*before);
+        ahead += bytes;
+      } else if (before->param_state() == ParamState::gathering) {
+        ahead += bytes;
+      }
+    }
+    if (ahead >= prefetch_bytes) return;
+  }
+}
+
+std::optional<uint64_t> Root::enter() {
+  if (inside_backward()) return std::nullopt;
+  return num_entries_++;
+}
+
+uint64_t Root::backward_position(std::optional<uint64_t> entry) const {
+  if (!entry) return progress_ + 1;
+  constexpr uint64_t kMaxEntries = (uint64_t{1} << kPositionBits) - 1;
+  return (num_backwards_ << kPositionBits) + kMaxEntries - std::min(*entry, kMaxEntries);
+}
+
+void Root::publish(uint64_t position) {
+  if (position <= progress_) return;
+  progress_ = position;
+  for (const auto& transport : transports_) transport->publish_progress(position);
+}
+
+void Root::reduce(Unit& unit) {
+  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
+  // (and an optimizer in its hooks runs) before the next ones are on their way.
+  finish_pending();
+  publish(unit.backward_position);
+  for (const auto& group : unit.groups) {
+    if (group->scratch.open) post(unit.shared_from_this(), *group);
+  }
+  if (is_frugal_) finish_pending();
+}
+
+void Root::post(const std::shared_ptr<Unit>& unit, Group& group) {
+  group.begin_reduce();
+  pending_.push_back({unit, &group});
+}
+
+void Root::finish_pending() {
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    Group& group = *it->group;
+    if (group.scratch.pending_flush || !group.finish_reduce(/*flush=*/false)) {
+      group.scratch.pending_flush = true;
+      ++it;
+    } else {
+      it = pending_.erase(it);
+    }
+  }
+}
+
+void Root::end_backward() {
+  static const std::string name = "FSDP::root_post_backward_callback";
+  const ProfileRange callback(name);
+  const auto alive = units();
+  publish((num_backwards_ + 1) << kPositionBits);
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    // Of a unit whose inputs need no gradient: its post-backward node never ran.
+    std::optional<ProfileRange> range;
+    if ((*it)->phase() == Phase::backward && (*it)->has_params()) range.emplace((*it)->ranges.post_backward_reshard);
+    (*it)->sweep_gradients();
+    if (!(*it)->options.requires_gradient_sync || manual_finalization) (*it)->settle();
+    if ((*it)->options.reshard_after_backward) (*it)->reshard();
+  }
+  if (!manual_finalization) flush();
+  for (const auto& unit : alive) unit->end_backward();
+  callback_queued_ = false;
+  ++num_backwards_;
+  end_pass();
+  if (is_last_backward) {
+    forward_order_.clear();
+    for (const auto& unit : alive) unit->forward_indices.clear();
+  }
+  if (!manual_finalization) raise_error_of_hook();
+}
+
+void Root::keep_error_of_hook() {
+  if (!error_of_hook_) error_of_hook_ = std::current_exception();
+}
+
+void Root::raise_error_of_hook() {
+  if (error_of_hook_) std::rethrow_exception(std::exchange(error_of_hook_, nullptr));
+}
+
+void Root::finalize_backward() {
+  if (backward_has_raised()) abandon_backward();
+  refuse_after_loss();
+  for (const auto& unit : units()) {
+    unit->sweep_gradients();  // of schedules that assign weight gradients by themselves (zero bubble)
+    if (unit->options.reshard_after_backward) unit->reshard();
+  }
+  flush();
+  raise_error_of_hook();
+}
+
+void Root::flush() {
+  const auto alive = units();
+  // Units whose post-backward node never ran (inputs without gradient), whose calls are still outstanding, or that got
+  // gradients after their reduction.
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    if (!(*it)->options.requires_gradient_sync) continue;
+    for (const auto& group : (*it)->groups) {
+      const bool is_posted = group->scratch.open && group->scratch.posted;
+      if (is_posted || !(group->scratch.open || group->transport->needs_empty_reduction(*group))) continue;
+      const ProfileRange range((*it)->ranges.post_backward_reduce);
+      post(*it, *group);
+    }
+  }
+  while (!pending_.empty()) {
+    pending_.front().group->finish_reduce(/*flush=*/true);
+    pending_.pop_front();
+  }
+  // Replicas may finish their reductions in different order, so their all-reduces wait for this point and its order.
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    const UnitOptions& options = (*it)->options;
+    if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
+    for (const auto& group : (*it)->groups) {
+      if (group->transport->has_streams()) continue;
+      if (group->has_replicas() && ((*it)->armed || group->holds_partial())) group->all_reduce();
+    }
+  }
+  for (const auto& unit : alive) {
+    if (unit->options.requires_gradient_sync) unit->armed = false;
+    for (const auto& group : unit->groups) group->scratch.reduced_this_backward = false;
+  }
+  for (const auto& transport : transports_) transport->end_backward();
+  blocks.end_loans();
+  for (const auto& transport : transports_) transport->check_collectives();
+}
+
+void Root::reset() {
+  lost_.clear();
+  error_of_hook_ = nullptr;
+  for (const auto& unit : units()) unit->reset();
+  pending_.clear();
+  forward_order_.clear();
+  this_sequence_.clear();
+  last_sequence_.clear();
+  forward_root_ = nullptr;
+  callback_queued_ = false;
+  ++num_backwards_;
+  end_pass();
+}
+
+void Root::release_idle() {
+  release_unused_gradients();
+  for (const auto& transport : transports_) transport->release_idle();
+  blocks.clear();
+}
+
+void Root::release_unused_gradients() {
+  pybind11::gil_scoped_acquire gil;
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups) group->gradients.release_if_unused(blocks);
+  }
+}
+
+}  // namespace fsdp2x

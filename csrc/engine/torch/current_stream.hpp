@@ -1,0 +1,17 @@
+// The stream that torch computes on now.
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+
+namespace fsdp2x {
+
+// Nothing on the CPU.
+inline std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace fsdp2x

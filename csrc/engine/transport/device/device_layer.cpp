@@ -1,0 +1,196 @@
+// Streams and events through torch's generic interface, and the kernels as copy plans.
+#include "engine/transport/device/device_layer.hpp"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "core/error.hpp"
+#include "engine/memory/device_copy.hpp"
+#include "engine/memory/device_kernels.hpp"
+#include "engine/memory/uploaded_plan.hpp"
+#include "engine/torch/gil.hpp"
+#include "engine/transport/device/plan_runner.hpp"
+
+namespace fsdp2x {
+
+const char* lane_name(Lane lane) {
+  switch (lane) {
+    case Lane::compute:
+      return "compute";
+    case Lane::copy_in:
+      return "copy_in";
+    case Lane::gather:
+      return "gather";
+    case Lane::reduce:
+      return "reduce";
+    case Lane::all_reduce:
+      return "all_reduce";
+    case Lane::copy_out:
+      return "copy_out";
+    case Lane::host:
+      return "host";
+  }
+  return "?";
+}
+
+// --- kernels ---
+
+DeviceLayer::DeviceLayer(at::Device device, const cuda::Kernels* kernels)
+    : device_(device), runner_(kernels == nullptr ? nullptr : std::make_unique<PlanRunner>(*kernels, *this)) {}
+
+DeviceLayer::~DeviceLayer() = default;
+
+void DeviceLayer::copy(const CopyProgram& program, const void* src, void* dst) {
+  run_copies_on(device_, runner_ ? runner_->copy(program, src, dst, native_stream()) : program.copies, src, dst);
+}
+
+namespace {
+
+// The segments of one parameter that belong to `ranks` become zero behind their first `filled` elements, up to what the
+// next parameter has.
+void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
+  const Layout& layout = *plan.packed;
+  const ParamPlace& place = layout.params()[param];
+  const size_t element = dtype_bytes(place.shape.reduce);
+  const auto numel = static_cast<int64_t>(align_up(static_cast<size_t>(place.padded_shard_numel) * element) / element);
+  if (ranks.size() <= 0 || filled >= numel) return;
+  const auto bytes = static_cast<int64_t>(plan.segment_bytes) * layout.world();
+  const at::Tensor rows = buffer.narrow(0, 0, bytes).view(torch_dtype(place.shape.reduce)).view({layout.world(), -1});
+  const auto at = static_cast<int64_t>(place.reduce_segment_offset / element);
+  rows.narrow(0, ranks.begin, ranks.size()).narrow(1, at + filled, numel - filled).zero_();
+}
+
+// The first ranks have all rows that there is room for, one has less, the last ones have none.
+void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
+  const Layout& layout = *plan.packed;
+  const int64_t world = layout.world();
+  const ParamPlace& place = layout.params()[param];
+  const auto numel_of = [&](int64_t rank) {
+    return place.shape.outer * shard_rows(place.shape.dim, layout.world(), static_cast<int>(rank)).size() *
+           place.shape.inner;
+  };
+  int64_t whole = 0;
+  while (whole < world && numel_of(whole) == place.padded_shard_numel) ++whole;
+  zero_behind(plan, param, buffer, {0, whole}, place.padded_shard_numel);
+  if (whole == world) return;
+  zero_behind(plan, param, buffer, {whole, whole + 1}, numel_of(whole));
+  zero_behind(plan, param, buffer, {whole + 1, world}, 0);
+}
+
+// All flags of every segment, and zeros behind them.
+void write_flags(const ReducePlan& plan, const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
+  const DType type = plan.flags_to_segments.dst;
+  const at::Tensor values = host_memory_for(buffer.device(), at::kFloat, plan.flags_numel());
+  values.zero_();
+  std::copy(flags.begin(), flags.end(), values.mutable_data_ptr<float>());
+  const int64_t world = plan.packed->world();
+  const at::Tensor segments =
+      buffer.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes) * world).view(torch_dtype(type)).view({world, -1});
+  const auto at = static_cast<int64_t>(plan.packed->reduce_segment_bytes() / dtype_bytes(type));
+  segments.slice(1, at).copy_(values.to(buffer.device(), /*non_blocking=*/true));
+}
+
+}  // namespace
+
+void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                       const at::Tensor& buffer) {
+  if (!runner_ || !PlanRunner::writes_flags(plan)) write_flags(plan, flags, buffer);
+  for (const PackItem& item : runner_ ? runner_->pack(plan, items, flags, buffer.data_ptr(), native_stream()) : items) {
+    if (item.source == nullptr) {
+      zero_behind(plan, item.param, buffer, {0, plan.layout->world()}, 0);
+    } else if (item.add) {
+      add_on(device_, plan.copies_of(item.param, item.type), item.source, buffer.data_ptr());
+    } else {
+      run_copies_on(device_, plan.copies_of(item.param, item.type), item.source, buffer.data_ptr());
+      zero_pads(plan, item.param, buffer);
+    }
+  }
+}
+
+void DeviceLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                             double divisor) {
+  const auto* const rows = static_cast<const std::byte*>(segment.const_data_ptr());
+  for (const RowItem& item : runner_ ? runner_->write_rows(plan, items, rows, divisor, native_stream()) : items) {
+    const ParamPlace& place = plan.layout->params()[item.param];
+    scale_into(device_, place.shape.orig, item.target, place.shape.reduce, rows + place.reduce_segment_offset,
+               place.shard_numel, divisor, item.accumulate);
+  }
+}
+
+void DeviceLayer::divide(const at::Tensor& memory, double divisor) { memory.div_(divisor); }
+
+void DeviceLayer::add(const at::Tensor& target, const at::Tensor& source) { target.add_(source); }
+
+void DeviceLayer::assign(const at::Tensor& target, const at::Tensor& source) { target.copy_(source); }
+
+void DeviceLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
+  target.copy_(source, /*non_blocking=*/true);
+}
+
+// --- torch's streams ---
+
+namespace {
+
+struct TorchEvent final : DeviceEvent {
+  explicit TorchEvent(c10::DeviceType type) : event(type) {}
+  c10::Event event;
+  uint64_t capture = 0;  // into which it was recorded last
+};
+
+}  // namespace
+
+TorchLayer::TorchLayer(at::Device device) : DeviceLayer(device, kernels_on(device)), kernels_(kernels_on(device)) {
+  if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams; its transports do without");
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  for (size_t lane = 1; lane < kNumLanes; ++lane) {
+    streams_.push_back(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
+  }
+}
+
+std::unique_ptr<DeviceEvent> TorchLayer::make_event(const std::string&) {
+  return std::make_unique<TorchEvent>(device().type());
+}
+
+c10::Stream TorchLayer::current() const { return c10::impl::VirtualGuardImpl(device().type()).getStream(device()); }
+
+CUstream_st* TorchLayer::native_stream() { return static_cast<CUstream_st*>(current().native_handle()); }
+
+std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
+  if (lane == Lane::compute || lane == Lane::host) return std::nullopt;
+  return streams_[static_cast<size_t>(lane) - 1];
+}
+
+bool TorchLayer::is_capturing(const c10::Stream& stream) const {
+  return kernels_ != nullptr && kernels_->is_capturing(static_cast<CUstream_st*>(stream.native_handle()));
+}
+
+uint64_t TorchLayer::capture() {
+  if (lane_ == Lane::compute) {
+    const bool now = is_capturing(current());
+    if (now && !in_capture_) ++num_captures_;
+    in_capture_ = now;
+  }
+  return in_capture_ ? num_captures_ : 0;
+}
+
+void TorchLayer::record(DeviceEvent& event, Lane lane) {
+  auto& mine = static_cast<TorchEvent&>(event);
+  const c10::Stream on = stream(lane).value_or(current());
+  mine.event.record(on);
+  const uint64_t running = capture();
+  // A lane that has not followed the compute lane into its capture is not part of it.
+  mine.capture = running != 0 && is_capturing(on) ? running : 0;
+}
+
+void TorchLayer::wait(Lane lane, DeviceEvent& event) {
+  auto& mine = static_cast<TorchEvent&>(event);
+  if (mine.capture == capture()) mine.event.block(stream(lane).value_or(current()));
+}
+
+void TorchLayer::synchronize(DeviceEvent& event) {
+  const ReleaseGil released;
+  static_cast<TorchEvent&>(event).event.synchronize();
+}
+
+}  // namespace fsdp2x

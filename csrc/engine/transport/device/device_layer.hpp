@@ -1,0 +1,193 @@
+// What the device transport needs of a device: lanes (streams), events, and kernels that run whole plans. TorchLayer
+// has them of any accelerator through torch's generic interface, RecordingLayer plays them on CPU memory for tests.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/memory/copy_program.hpp"
+#include "engine/transport/reduce_plans.hpp"
+
+struct CUstream_st;
+
+namespace fsdp2x::cuda {
+struct Kernels;
+}
+
+namespace fsdp2x {
+
+// `compute` is the stream that is current where the caller is; the others belong to the layer.
+// `host` is no lane of the device: what the calling thread does itself, for records.
+enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce, copy_out, host };
+inline constexpr size_t kNumLanes = 6;
+
+const char* lane_name(Lane lane);
+
+// May be recorded again and again; a wait refers to the latest record before it, and is nothing if there was none, or
+// if one of both was captured into a graph and the other was not: see `TorchLayer::capture`.
+class DeviceEvent {
+ public:
+  virtual ~DeviceEvent() = default;
+};
+
+// Bytes that an operation reads or writes.
+struct MemoryRange {
+  const void* data = nullptr;
+  size_t bytes = 0;
+};
+
+// One parameter of a packing launch: its whole gradient, dense.
+struct PackItem {
+  size_t param = 0;
+  DType type = DType::f32;
+  const void* source = nullptr;  // null: zeros
+  size_t source_bytes = 0;
+  bool add = false;  // to what was packed before
+};
+
+// This rank's reduced rows of one parameter on their way into a gradient.
+struct RowItem {
+  size_t param = 0;
+  void* target = nullptr;
+  bool accumulate = false;
+};
+
+class PlanRunner;
+
+class DeviceLayer {
+ public:
+  // `kernels`: what runs the plans; null: torch's operations, piece by piece.
+  DeviceLayer(at::Device device, const cuda::Kernels* kernels);
+  virtual ~DeviceLayer();
+  DeviceLayer(const DeviceLayer&) = delete;
+  DeviceLayer& operator=(const DeviceLayer&) = delete;
+
+  at::Device device() const { return device_; }
+
+  // --- lanes and events: never wait on the host ---
+  // `name` is for records of a run only.
+  virtual std::unique_ptr<DeviceEvent> make_event(const std::string& name) = 0;
+  virtual void record(DeviceEvent& event, Lane lane) = 0;
+  virtual void wait(Lane lane, DeviceEvent& event) = 0;
+  // The calling thread waits, without the GIL.
+  virtual void synchronize(DeviceEvent& event) = 0;
+  // nullopt: the current stream.
+  virtual std::optional<c10::Stream> stream(Lane lane) = 0;
+  // The stream in whose order torch's allocator gives memory now; nullopt: there is only one order.
+  virtual std::optional<c10::Stream> current_stream() { return std::nullopt; }
+
+  // --- kernels, on the current lane; one launch each where the device has them as kernels of ours ---
+  // Casts into the slot or the staging, and copies out of the staging.
+  virtual void copy(const CopyProgram& program, const void* src, void* dst);
+  // Whole gradients -> the W segments of `plan` laid end to end in `buffer`, with their pads zeroed. `flags`, by
+  // parameter: those of the items, and of what is never packed, lie behind the rows of every segment then.
+  virtual void pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                    const at::Tensor& buffer);
+  // The rows of a segment -> gradients: target (+)= cast(rows / divisor), the quotient rounded to the type of the rows.
+  virtual void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                          double divisor);
+  // Over flat memory.
+  virtual void divide(const at::Tensor& memory, double divisor);
+  virtual void add(const at::Tensor& target, const at::Tensor& source);
+  virtual void assign(const at::Tensor& target, const at::Tensor& source);
+  // Between the device and host memory. Pinned memory stays alive until the copy is done.
+  virtual void transfer(const at::Tensor& target, const at::Tensor& source);
+
+  // `memory`, of another stream's order, goes back to its allocator behind what the current stream has been given.
+  virtual void hold(const at::Tensor& memory) { memory.record_stream(*current_stream()); }
+
+  // What torch and collectives do with memory on the current lane, for layers that keep a record.
+  virtual bool is_recorder() const { return false; }
+  virtual void note(const std::string& /*operation*/, const std::string& /*subject*/,
+                    const std::vector<MemoryRange>& /*reads*/, const std::vector<MemoryRange>& /*writes*/) {}
+
+ protected:
+  friend class LaneScope;
+  friend class StreamScope;
+  // Returns the lane before.
+  virtual Lane enter(Lane lane) { return lane; }
+  virtual void leave(Lane /*before*/) {}
+  // The stream is the current one, whatever lane it is; returns what `leave_stream` takes.
+  virtual int enter_stream(c10::Stream /*stream*/) { return 0; }
+  virtual void leave_stream(int /*before*/) {}
+  // The current stream as kernels take it.
+  virtual CUstream_st* native_stream() { return nullptr; }
+
+ private:
+  at::Device device_;
+  std::unique_ptr<PlanRunner> runner_;
+};
+
+// While it lives, `lane` is the current one: kernels, collectives and torch operations go there.
+class LaneScope {
+ public:
+  LaneScope(DeviceLayer& layer, Lane lane) : layer_(layer), before_(layer.enter(lane)) {
+    if (const auto stream = layer.stream(lane)) guard_.reset_stream(*stream);
+  }
+  ~LaneScope() { layer_.leave(before_); }
+  LaneScope(const LaneScope&) = delete;
+  LaneScope& operator=(const LaneScope&) = delete;
+
+ private:
+  DeviceLayer& layer_;
+  Lane before_;
+  c10::OptionalStreamGuard guard_;
+};
+
+// While it lives, `stream` is the current one.
+class StreamScope {
+ public:
+  StreamScope(DeviceLayer& layer, c10::Stream stream) : layer_(layer), before_(layer.enter_stream(stream)) {
+    guard_.reset_stream(stream);
+  }
+  ~StreamScope() { layer_.leave_stream(before_); }
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  DeviceLayer& layer_;
+  int before_;
+  c10::OptionalStreamGuard guard_;
+};
+
+// Any accelerator that torch knows streams and events of. Five streams of its own, of high priority as upstream's.
+class TorchLayer final : public DeviceLayer {
+ public:
+  explicit TorchLayer(at::Device device);
+  std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
+  void record(DeviceEvent& event, Lane lane) override;
+  void wait(Lane lane, DeviceEvent& event) override;
+  void synchronize(DeviceEvent& event) override;
+  std::optional<c10::Stream> stream(Lane lane) override;
+  std::optional<c10::Stream> current_stream() override { return current(); }
+
+ protected:
+  Lane enter(Lane lane) override { return std::exchange(lane_, lane); }
+  void leave(Lane before) override { lane_ = before; }
+  CUstream_st* native_stream() override;
+
+ private:
+  c10::Stream current() const;
+  bool is_capturing(const c10::Stream& stream) const;
+  // The number of the capture that takes the compute lane's work; 0: it runs. What happened before a capture is over
+  // when it begins, and its replays come in the order of the compute lane, which every forward lets the other lanes
+  // follow. So events of eager work mean nothing in a capture, those of a capture nothing behind it; CUDA refuses both.
+  uint64_t capture();
+
+  const cuda::Kernels* kernels_;
+  std::vector<c10::Stream> streams_;  // of the lanes behind compute
+  Lane lane_ = Lane::compute;         // the current one
+  uint64_t num_captures_ = 0;
+  bool in_capture_ = false;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,165 @@
+// Plans through tables of kernels.
+#include "engine/transport/device/plan_runner.hpp"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "engine/memory/device_kernels.hpp"
+#include "engine/memory/uploaded_plan.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// An uploaded plan, freed in the order of the stream that was current when it was made. Another one that runs it holds
+// it.
+template <class Segment>
+struct LayerPlan {
+  LayerPlan(cuda::Plan<Segment> plan, DeviceLayer& layer)
+      : image(std::move(plan), layer.device()), home(layer.current_stream()) {
+    if (!layer.is_recorder()) return;
+    const LaneScope scope(layer, Lane::host);  // which waits until the plan has arrived
+    layer.note("take", "plan", {}, {range()});
+  }
+  cuda::List<Segment> list(DeviceLayer& layer) const {
+    if (home && home != layer.current_stream()) layer.hold(image.memory);
+    if (layer.is_recorder()) layer.note("read plan", "", {range()}, {});
+    return image.list();
+  }
+  // For records, before it is freed.
+  void note_end(DeviceLayer& layer) const {
+    if (!layer.is_recorder()) return;
+    const StreamScope scope(layer, *home);
+    layer.note("give_back", "plan", {}, {range()});
+  }
+  MemoryRange range() const { return {image.memory.const_data_ptr(), image.memory.nbytes()}; }
+
+  UploadedPlan<Segment> image;
+  std::optional<c10::Stream> home;
+};
+
+template <class Segment>
+std::vector<LayerPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, DeviceLayer& layer) {
+  std::vector<LayerPlan<Segment>> uploaded;
+  for (auto& plan : plans) uploaded.emplace_back(std::move(plan), layer);
+  return uploaded;
+}
+
+// Combinations of gradient dtypes whose plans are kept. A model has one; gradients that come in several have few.
+constexpr size_t kMaxPacks = 8;
+
+// What a ReducePlan has of ours: packing for each combination of gradient dtypes, and the rows.
+struct Prepared {
+  // What each gradient had last. A missing one keeps it, so that plans do not depend on which gradients there are.
+  std::vector<DType> types;
+  std::map<std::vector<DType>, std::vector<LayerPlan<cuda::PackSegment>>> packs;
+  std::vector<LayerPlan<cuda::ReduceSegment>> rows;
+};
+
+Prepared& prepared_of(ReducePlan& plan) {
+  if (!plan.prepared) {
+    const auto made = std::make_shared<Prepared>();
+    for (const ParamPlace& place : plan.layout->params()) made->types.push_back(place.shape.compute);
+    plan.prepared = made;
+  }
+  return *static_cast<Prepared*>(plan.prepared.get());
+}
+
+// A CopyProgram's: copies that the kernels serve, and the others.
+struct PreparedCopies {
+  LayerPlan<cuda::CopySegment> plan;
+  std::vector<Copy> left_over;
+};
+
+std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, DeviceLayer& layer) {
+  std::vector<Copy> served, left_over;
+  for (const Copy& copy : copies) (cuda::serves(copy) ? served : left_over).push_back(copy);
+  return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), layer}, std::move(left_over)});
+}
+
+bool names(const auto& part, size_t param) {
+  return param >= static_cast<size_t>(part.image.plan.first) &&
+         param < static_cast<size_t>(part.image.plan.first) + static_cast<size_t>(cuda::kMaxTable);
+}
+
+}  // namespace
+
+const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void* src, void* dst,
+                                          cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  if (!program.prepared) program.prepared = prepare(program.copies, layer_);
+  const auto& prepared = *static_cast<const PreparedCopies*>(program.prepared.get());
+  if (prepared.plan.image.plan.num_tiles() > 0) kernels_.copy(prepared.plan.list(layer_), src, dst, stream);
+  return prepared.left_over;
+}
+
+std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items,
+                                       const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  auto& [types, packs, rows] = prepared_of(plan);
+  const std::vector<ParamPlace>& places = plan.packed->params();
+  std::vector<PackItem> left_over;
+  for (const PackItem& item : items) {
+    if (item.source != nullptr) types[item.param] = item.type;
+    if (!cuda::packs(places[item.param], types[item.param])) left_over.push_back(item);
+  }
+  if (!packs.contains(types)) {
+    if (packs.size() >= kMaxPacks) {
+      for (const auto& [known, parts] : packs) {
+        for (const auto& part : parts) part.note_end(layer_);
+      }
+      packs.clear();
+    }
+    packs.emplace(types, upload(cuda::plan_pack(*plan.packed, types, plan.segment_bytes), layer_));
+  }
+  for (const auto& part : packs.at(types)) {
+    cuda::PackTable table;
+    const auto first = static_cast<size_t>(part.image.plan.first);
+    for (size_t entry = 0; entry < cuda::kMaxTable && first + entry < places.size(); ++entry) {
+      // Who is never packed has a flag as well.
+      const bool is_packed = places[first + entry].shape.trainable;
+      table.mode[entry] = is_packed ? cuda::TableMode::skip : cuda::TableMode::write;
+      table.flag[entry] = flags[first + entry] != 0;
+    }
+    for (const PackItem& item : items) {
+      if (!names(part, item.param)) continue;
+      table.base[item.param - first] = item.source;
+      table.mode[item.param - first] = item.add ? cuda::TableMode::add : cuda::TableMode::write;
+    }
+    kernels_.pack_gradients(part.list(layer_), table, buffer, stream);
+  }
+  return left_over;
+}
+
+std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
+                                            double divisor, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  Prepared& prepared = prepared_of(plan);
+  if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), layer_);
+  cuda::PeerTable source;
+  source.base[0] = segment;
+  source.num_ranks = 1;
+  cuda::ReduceArgs args;
+  args.scale = cuda::divide_by(divisor);
+  args.round = true;
+  for (const auto& part : prepared.rows) {
+    cuda::TargetTable table;
+    std::fill(std::begin(table.mode), std::end(table.mode), cuda::TableMode::skip);
+    for (const RowItem& item : items) {
+      if (!names(part, item.param)) continue;
+      const size_t entry = item.param - static_cast<size_t>(part.image.plan.first);
+      table.base[entry] = item.target;
+      table.mode[entry] = item.accumulate ? cuda::TableMode::add : cuda::TableMode::write;
+    }
+    kernels_.reduce(part.list(layer_), source, table, args, stream);
+  }
+  std::vector<RowItem> left_over;
+  for (const RowItem& item : items) {
+    const ParamShape& shape = plan.layout->params()[item.param].shape;
+    if (!cuda::computes(shape.reduce, shape.orig)) left_over.push_back(item);
+  }
+  return left_over;
+}
+
+}  // namespace fsdp2x

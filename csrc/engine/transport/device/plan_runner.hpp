@@ -1,0 +1,35 @@
+// Runs the engine's plans through a table of kernels: those of ring cuda on a device, or their twins on the host. A
+// plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one launch,
+// whichever gradients there are. What has an f64 side comes back: the kernels compute in fp32.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "cuda/kernels.hpp"
+#include "engine/transport/device/device_layer.hpp"
+
+namespace fsdp2x {
+
+class PlanRunner {
+ public:
+  // `layer`: its owner, in whose current order plans are made and run.
+  PlanRunner(const cuda::Kernels& kernels, DeviceLayer& layer) : kernels_(kernels), layer_(layer) {}
+
+  // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the runner's device,
+  // whichever device is current.
+  const std::vector<Copy>& copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
+  // Flags come with the items, except where they are f64.
+  std::vector<PackItem> pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                             void* buffer, cuda::Stream stream) const;
+  static bool writes_flags(const ReducePlan& plan) { return cuda::packs_flags(*plan.packed); }
+  std::vector<RowItem> write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
+                                  double divisor, cuda::Stream stream) const;
+
+ private:
+  const cuda::Kernels& kernels_;
+  DeviceLayer& layer_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,192 @@
+// A device layer for tests.
+#include "engine/transport/device/recording_layer.hpp"
+
+#include <utility>
+
+#include "cuda/kernels.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+struct NamedEvent final : DeviceEvent {
+  explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
+  std::string name;
+  uint64_t capture = 0;  // into which it was recorded last
+};
+
+// Streams by number: those of lanes, then the user's second one and the others.
+constexpr int kFirstUserStream = static_cast<int>(kNumLanes);
+
+size_t bytes_of(DType type, int64_t numel) { return static_cast<size_t>(numel) * dtype_bytes(type); }
+
+// The bytes a plan touches on one side, piece by piece.
+std::vector<MemoryRange> touched(const std::vector<Copy>& copies, const void* base, bool destination) {
+  std::vector<MemoryRange> ranges;
+  for (const Copy& copy : copies) {
+    const DType type = destination ? copy.dst : copy.src;
+    const size_t offset = destination ? copy.dst_offset : copy.src_offset;
+    const int64_t stride = destination ? copy.dst_stride : copy.src_stride;
+    for (int64_t piece = 0; piece < copy.count; ++piece) {
+      ranges.push_back({static_cast<const std::byte*>(base) + offset + bytes_of(type, piece * stride),
+                        bytes_of(type, copy.piece_numel)});
+    }
+  }
+  return ranges;
+}
+
+MemoryRange range_of(const at::Tensor& memory) { return {memory.const_data_ptr(), memory.nbytes()}; }
+
+}  // namespace
+
+RecordingLayer::RecordingLayer(bool with_twins) : DeviceLayer(at::kCPU, with_twins ? &cuda::twin_kernels() : nullptr) {}
+
+std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
+  // Each transport has its own.
+  const int number = ++names_[name];
+  return std::make_unique<NamedEvent>(number == 1 ? name : name + " (" + std::to_string(number) + ")");
+}
+
+// --- streams ---
+
+int RecordingLayer::stream_of(Lane lane) const { return lane == Lane::compute ? current_ : static_cast<int>(lane); }
+
+std::string RecordingLayer::name_of(int stream) {
+  if (stream < kFirstUserStream) return lane_name(static_cast<Lane>(stream));
+  return "compute" + std::to_string(stream - kFirstUserStream + 1);
+}
+
+std::optional<c10::Stream> RecordingLayer::current_stream() {
+  return c10::Stream(c10::Stream::UNSAFE, device(), current_);
+}
+
+Lane RecordingLayer::enter(Lane lane) {
+  before_.push_back(current_);
+  if (lane != Lane::compute && lane != Lane::host) current_ = static_cast<int>(lane);
+  return std::exchange(lane_, lane);
+}
+
+void RecordingLayer::leave(Lane before) {
+  lane_ = before;
+  current_ = before_.back();
+  before_.pop_back();
+}
+
+int RecordingLayer::enter_stream(c10::Stream stream) { return std::exchange(current_, static_cast<int>(stream.id())); }
+
+void RecordingLayer::use_stream(int number) { current_ = number == 0 ? 0 : kFirstUserStream + number - 1; }
+
+void RecordingLayer::wait_stream(int number) {
+  const int other = number == 0 ? 0 : kFirstUserStream + number - 1;
+  entries_.push_back({"record", name_of(other), "user", {}, {}});
+  entries_.push_back({"wait", name_of(current_), "user", {}, {}});
+}
+
+void RecordingLayer::begin_capture() {
+  ++num_captures_;
+  in_capture_ = true;
+  captured_ = {current_};
+  entries_.push_back({"begin_capture", name_of(current_), "", {}, {}});
+}
+
+void RecordingLayer::end_capture() {
+  in_capture_ = false;
+  entries_.push_back({"end_capture", name_of(current_), "", {}, {}});
+}
+
+void RecordingLayer::record(DeviceEvent& event, Lane lane) {
+  auto& mine = static_cast<NamedEvent&>(event);
+  const int on = stream_of(lane);
+  mine.capture = in_capture_ && captured_.contains(on) ? num_captures_ : 0;
+  entries_.push_back({"record", name_of(on), mine.name, {}, {}});
+}
+
+void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
+  auto& mine = static_cast<NamedEvent&>(event);
+  const int on = stream_of(lane);
+  // As TorchLayer: across the border of a capture a wait is nothing.
+  const bool waits = mine.capture == (in_capture_ ? num_captures_ : 0);
+  if (waits && in_capture_) captured_.insert(on);
+  entries_.push_back({waits ? "wait" : "skip", name_of(on), mine.name, {}, {}});
+}
+
+void RecordingLayer::synchronize(DeviceEvent& event) {
+  entries_.push_back({"wait", lane_name(Lane::host), static_cast<NamedEvent&>(event).name, {}, {}});
+}
+
+void RecordingLayer::hold(const at::Tensor& memory) { note("hold", "plan", {range_of(memory)}, {}); }
+
+void RecordingLayer::note(const std::string& operation, const std::string& subject,
+                          const std::vector<MemoryRange>& reads, const std::vector<MemoryRange>& writes) {
+  const std::string lane = lane_ == Lane::host ? lane_name(Lane::host) : name_of(current_);
+  entries_.push_back({operation, lane, subject, reads, writes});
+}
+
+// --- work ---
+
+void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst) {
+  note("copy", "", touched(program.copies, src, false), touched(program.copies, dst, true));
+  DeviceLayer::copy(program, src, dst);
+}
+
+void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                          const at::Tensor& buffer) {
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (const PackItem& item : items) {
+    const ParamPlace& place = plan.packed->params()[item.param];
+    if (item.source != nullptr) reads.push_back({item.source, item.source_bytes});
+    for (int rank = 0; rank < plan.packed->world(); ++rank) {
+      const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + place.reduce_segment_offset;
+      writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at,
+                        bytes_of(place.shape.reduce, place.padded_shard_numel)});
+    }
+  }
+  // Gradients are autograd's, in the order of this stream: what had their memory before was judged when it gave it
+  // back. A device would not have given it to another stream.
+  note("take", "gradients", {}, reads);
+  const size_t flags_at = plan.packed->reduce_segment_bytes();
+  for (int rank = 0; rank < plan.packed->world(); ++rank) {
+    const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + flags_at;
+    writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
+  }
+  note("pack", "", reads, writes);
+  DeviceLayer::pack(plan, items, flags, buffer);
+}
+
+void RecordingLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                                double divisor) {
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (const RowItem& item : items) {
+    const ParamPlace& place = plan.layout->params()[item.param];
+    reads.push_back({static_cast<const std::byte*>(segment.const_data_ptr()) + place.reduce_segment_offset,
+                     bytes_of(place.shape.reduce, place.shard_numel)});
+    writes.push_back({item.target, bytes_of(place.shape.orig, place.shard_numel)});
+    if (item.accumulate) reads.push_back(writes.back());
+  }
+  note("write_rows", "", reads, writes);
+  DeviceLayer::write_rows(plan, items, segment, divisor);
+}
+
+void RecordingLayer::divide(const at::Tensor& memory, double divisor) {
+  note("divide", "", {range_of(memory)}, {range_of(memory)});
+  DeviceLayer::divide(memory, divisor);
+}
+
+void RecordingLayer::add(const at::Tensor& target, const at::Tensor& source) {
+  note("add", "", {range_of(source), range_of(target)}, {range_of(target)});
+  DeviceLayer::add(target, source);
+}
+
+void RecordingLayer::assign(const at::Tensor& target, const at::Tensor& source) {
+  note("assign", "", {range_of(source)}, {range_of(target)});
+  DeviceLayer::assign(target, source);
+}
+
+void RecordingLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
+  note("transfer", "", {range_of(source)}, {range_of(target)});
+  DeviceLayer::transfer(target, source);
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,77 @@
+// A device layer for tests: plays the plans on CPU memory in host order, and writes down what a device would have been
+// told: which lane does what to which bytes, and who waits for whom.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/transport/device/device_layer.hpp"
+
+namespace fsdp2x {
+
+class RecordingLayer final : public DeviceLayer {
+ public:
+  struct Entry {
+    std::string operation;  // "record", "wait", a kernel or a collective
+    std::string lane;       // its name; user streams behind the first one are compute1 and so on
+    std::string subject;    // the event, or the unit
+    std::vector<MemoryRange> reads, writes;
+  };
+
+  // With the twins of the device's kernels, or with torch's operations in their place.
+  explicit RecordingLayer(bool with_twins);
+
+  std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
+  void record(DeviceEvent& event, Lane lane) override;
+  void wait(Lane lane, DeviceEvent& event) override;
+  void synchronize(DeviceEvent& event) override;
+  std::optional<c10::Stream> stream(Lane) override { return std::nullopt; }
+  std::optional<c10::Stream> current_stream() override;
+  void hold(const at::Tensor& memory) override;
+  void copy(const CopyProgram& program, const void* src, void* dst) override;
+  void pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+            const at::Tensor& buffer) override;
+  void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+                  double divisor) override;
+  void divide(const at::Tensor& memory, double divisor) override;
+  void add(const at::Tensor& target, const at::Tensor& source) override;
+  void assign(const at::Tensor& target, const at::Tensor& source) override;
+  void transfer(const at::Tensor& target, const at::Tensor& source) override;
+  bool is_recorder() const override { return true; }
+  void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
+            const std::vector<MemoryRange>& writes) override;
+
+  const std::vector<Entry>& entries() const { return entries_; }
+  void clear() { entries_.clear(); }
+  // The user goes on on another stream of his, from 0, as `with torch.cuda.stream(..)` does; outside of all scopes.
+  void use_stream(int number);
+  // The user lets the current stream wait for what another one of his has been given.
+  void wait_stream(int number);
+  // What the current stream is given from here on becomes a graph. As torch.cuda.graph it waits for the device first.
+  void begin_capture();
+  void end_capture();
+
+ protected:
+  Lane enter(Lane lane) override;
+  void leave(Lane before) override;
+  int enter_stream(c10::Stream stream) override;
+  void leave_stream(int before) override { current_ = before; }
+
+ private:
+  // The stream that `lane` means here: with Lane::compute the current one, which a scope of another lane has changed.
+  int stream_of(Lane lane) const;
+  static std::string name_of(int stream);
+
+  Lane lane_ = Lane::compute;
+  int current_ = 0;          // the current stream: a lane's number, or a user stream's behind those
+  std::vector<int> before_;  // by LaneScope
+  uint64_t num_captures_ = 0;
+  bool in_capture_ = false;
+  std::set<int> captured_;  // streams that have followed the captured one
+  std::vector<Entry> entries_;
+  std::map<std::string, int> names_;  // of events, how often
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,251 @@
+// The transport over a torch.distributed process group.
+#include "engine/transport/process_group/group_transport.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+#include "core/error.hpp"
+#include "engine/memory/device_copy.hpp"
+#include "engine/memory/storage.hpp"
+#include "engine/params/group.hpp"
+#include "engine/schedule/root.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// The dtype of all parameters of a group as the collective should see it; bytes when they differ.
+DType wire_type(const Layout& layout) {
+  const DType type = layout.params().front().shape.compute;
+  for (const ParamPlace& place : layout.params()) {
+    if (place.shape.compute != type) return DType::byte;
+  }
+  return type;
+}
+
+}  // namespace
+
+GroupTransport::GroupTransport(Collectives collectives)
+    : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes) {}
+
+GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return groups_[group.index]; }
+
+void GroupTransport::register_group(Group& group) {
+  group.index = num_groups_++;
+  PerGroup& mine = per_group(group);
+  mine.group = &group;
+  mine.segments_to_slot = joined(group.layout.segments_to_slot(group.layout.gather_segment_bytes()));
+}
+
+at::Tensor GroupTransport::take(size_t bytes) {
+  ++num_allocations_;
+  memory_bytes_ += bytes;
+  peak_memory_bytes_ = std::max(peak_memory_bytes_, memory_bytes_);
+  return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+}
+
+void GroupTransport::give_back(at::Tensor& memory) {
+  if (!memory.defined()) return;
+  memory_bytes_ -= memory.nbytes();
+  memory = at::Tensor();
+}
+
+void GroupTransport::wait(const Group& group, Staging& staging, const char* operation) {
+  if (!staging.work) return;
+  pybind11::gil_scoped_acquire gil;
+  const PyRef work = std::move(staging.work);
+  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
+  if (!done) throw_collective_error(group, group.calls.explain, operation);
+}
+
+void GroupTransport::open_slot(Group& group) {
+  const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
+  if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
+  if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather.slot.bytes);
+  group.gather.write = group.gather.read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
+}
+
+void GroupTransport::begin_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  if (group.gathers_alone()) {
+    open_slot(group);
+    run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
+    return;
+  }
+  const size_t segment = group.layout.gather_segment_bytes();
+  const auto rank = static_cast<size_t>(group.layout.rank());
+  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout.world()), 1));
+  run_copies_on(at::kCPU, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
+                static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
+  pybind11::gil_scoped_acquire gil;
+  const DType wire = wire_type(group.layout);
+  const PyRef output = PyRef::steal(
+      THPVariable_Wrap(typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout.world()))));
+  const PyRef input = PyRef::steal(THPVariable_Wrap(typed(mine.gather.memory, wire, rank * segment, segment)));
+  const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
+  mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
+  if (!mine.gather.work) throw_collective_error(group, group.calls.explain, "all-gather");
+  ++group.root().counters.python_calls;
+}
+
+void GroupTransport::finish_gather(Group& group) {
+  if (group.gathers_alone()) return;
+  PerGroup& mine = per_group(group);
+  wait(group, mine.gather, "all-gather");
+  open_slot(group);  // not before: a prefetched unit holds its staging only
+  run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
+  give_back(mine.gather.memory);
+}
+
+void GroupTransport::release_gather(Group& group) {
+  PerGroup& mine = per_group(group);
+  wait(group, mine.gather, "all-gather");
+  give_back(mine.gather.memory);
+  const int id = group.gather.slot.id;
+  if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
+}
+
+std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) {
+  return per_group(group).plans.of(group).layout;
+}
+
+void GroupTransport::open_scratch(Group& group) {
+  group.root().finish_pending();  // its staging serves this unit, too
+  for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
+  PerGroup& mine = per_group(group);
+  mine.plan = &mine.plans.of(group);
+  mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
+  if (group.calls.all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
+  group.scratch.data = static_cast<std::byte*>(mine.reduction.memory.data_ptr());
+  std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
+  group.scratch.open = true;
+  ++num_scratches_;
+}
+
+void GroupTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
+}
+
+void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+  Scratch& scratch = group.scratch;
+  if (!scratch.open) open_scratch(group);
+  ReducePlan* plan = per_group(group).plan;
+  if (!plan->layout->params()[i].shape.trainable) {
+    throw Error(
+        "fsdp2x: '" + group.params[i].fqn() +
+        "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
+  }
+  at::Tensor dense = gradient.contiguous();
+  if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
+  const DType type = engine_dtype(dense.scalar_type());
+  const auto& copies = plan->copies_of(i, type);
+  if (scratch.filled[i]) {
+    add_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
+  } else {
+    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
+    scratch.filled[i] = 1;
+  }
+}
+
+void GroupTransport::fill_gaps(Group& group) {
+  PerGroup& mine = per_group(group);
+  Scratch& scratch = group.scratch;
+  const DType type = group.reduce_type();
+  const Layout& layout = *mine.plan->layout;
+  const size_t segment = mine.plan->segment_bytes;
+  std::vector<float> flags(scratch.filled.begin(), scratch.filled.end());
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
+  }
+  const auto element = static_cast<int64_t>(dtype_bytes(type));
+  for (size_t i = 0; i < flags.size(); ++i) {
+    const ParamPlace& place = layout.params()[i];
+    if (scratch.filled[i] || !place.shape.trainable) continue;
+    typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
+        .view({layout.world(), -1})
+        .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
+        .zero_();
+  }
+  flags.resize(mine.plan->flags_numel());
+  run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), scratch.data);
+}
+
+void GroupTransport::begin_reduce(Group& group) {
+  if (!group.scratch.open) open_scratch(group);
+  PerGroup& mine = per_group(group);
+  group.scratch.posted = true;
+  fill_gaps(group);
+  const int world = group.layout.world();
+  if (world == 1) return;
+  const DType type = group.reduce_type();
+  const size_t segment = mine.plan->segment_bytes;
+  const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
+  if (const double before = pre_divisor(group); before != 1.0) input.div_(before);
+  mine.reduced.memory = take(segment);
+  pybind11::gil_scoped_acquire gil;
+  const PyRef py_output = PyRef::steal(THPVariable_Wrap(typed(mine.reduced.memory, type, 0, segment)));
+  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  const PyRef& reduce_scatter = group.calls.reduce_scatter ? group.calls.reduce_scatter : collectives_.reduce_scatter;
+  mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),
+                                                                group.averages() ? Py_True : Py_False, nullptr));
+  if (!mine.reduced.work) throw_collective_error(group, group.calls.explain, "reduction");
+  ++group.root().counters.python_calls;
+}
+
+bool GroupTransport::needs_empty_reduction(const Group& group) const {
+  return group.reduces_unused() && !group.scratch.reduced_this_backward;
+}
+
+bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
+  if (!group.scratch.posted) return true;
+  PerGroup& mine = per_group(group);
+  wait(group, mine.reduced, "reduction");
+  const bool alone = group.layout.world() == 1;
+  const double before = alone ? 1.0 : pre_divisor(group);
+  // Copies that outlive abandon_reduce, which gives the staging back: the user's hooks run in take_segment.
+  const std::shared_ptr<const Layout> plan = mine.plan->layout;
+  Staging segment = std::exchange(alone ? mine.reduction : mine.reduced, Staging());
+  abandon_reduce(group);
+  group.scratch.reduced_this_backward = true;
+  group.take_segment(segment.memory, plan, group.averages() ? 1.0 : group.divisor() / before);
+  give_back(segment.memory);
+  return true;
+}
+
+bool GroupTransport::abandon_reduce(Group& group) {
+  Scratch& scratch = group.scratch;
+  if (!scratch.open) return false;
+  PerGroup& mine = per_group(group);
+  wait(group, mine.reduced, "reduction");
+  give_back(mine.reduced.memory);
+  give_back(mine.reduction.memory);
+  scratch.open = scratch.posted = scratch.pending_flush = false;
+  scratch.data = nullptr;
+  mine.plan = nullptr;
+  --num_scratches_;
+  return true;
+}
+
+TransportStats GroupTransport::stats() const {
+  TransportStats stats;
+  stats.gather_slots_owned = gather_ledger_.num_owned();
+  stats.gather_slot_bytes = gather_ledger_.arena_bytes();
+  stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
+  stats.scratch_slots_owned = num_scratches_;
+  stats.scratch_bytes = peak_memory_bytes_;
+  stats.num_allocations = num_allocations_;
+  stats.owners = gather_ledger_.owners();
+  return stats;
+}
+
+std::vector<Transport::Loan> GroupTransport::loans() const {
+  std::vector<Loan> found;
+  for (const at::Tensor& slot : slot_memory_) {
+    if (slot.defined()) found.push_back({"slot", "", slot.const_data_ptr(), slot.nbytes()});
+  }
+  return found;
+}
+
+}  // namespace fsdp2x

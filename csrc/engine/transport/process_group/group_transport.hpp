@@ -1,0 +1,81 @@
+// The transport over a torch.distributed process group for parameters on the CPU, any number of hosts. Collectives are
+// issued through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one
+// fused copy-out.
+//
+// Collectives copy what they are given there (gloo does), and stock FSDP2 runs them one at a time. So as not to need
+// more memory than stock, it is frugal: free memory goes back at once, and gathers that are on their way end before a
+// unit's gradients take memory.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "engine/transport/reduce_plans.hpp"
+#include "engine/transport/transport.hpp"
+
+namespace fsdp2x {
+
+// Python callables of one process group, all asynchronous: all_gather(output, input) -> work,
+// reduce_scatter(output, input, average: bool) -> work, wait(work).
+struct Collectives {
+  PyRef all_gather;
+  PyRef reduce_scatter;
+  PyRef wait;
+};
+
+class GroupTransport final : public Transport {
+ public:
+  explicit GroupTransport(Collectives collectives);
+
+  const char* name() const override { return "process_group"; }
+  bool is_frugal() const override { return true; }
+  void register_group(Group& group) override;
+  void begin_gather(Group& group) override;
+  void finish_gather(Group& group) override;
+  void release_gather(Group& group) override;
+  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
+  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(Group& group) override;
+  bool needs_empty_reduction(const Group& group) const override;
+  bool finish_reduce(Group& group, bool flush) override;
+  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
+  bool abandon_reduce(Group& group) override;
+  void publish_progress(uint64_t) override {}
+  TransportStats stats() const override;
+  std::vector<Loan> loans() const override;
+
+ private:
+  // Memory of one gather or one reduction.
+  struct Staging {
+    at::Tensor memory;
+    PyRef work;
+  };
+  struct PerGroup {
+    const Group* group = nullptr;
+    Staging gather;
+    Staging reduction;                   // W segments laid end to end
+    Staging reduced;                     // this rank's summed segment
+    std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
+    ReducePlans plans;
+    ReducePlan* plan = nullptr;  // of the open scratch
+  };
+  void open_slot(Group& group);
+  void open_scratch(Group& group);
+  void fill_gaps(Group& group);  // zeros and flags
+  at::Tensor take(size_t bytes);
+  void give_back(at::Tensor& memory);
+  void wait(const Group& group, Staging& staging, const char* operation);
+  PerGroup& per_group(const Group& group);
+
+  Collectives collectives_;
+  SlotLedger gather_ledger_;
+  std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
+  uint32_t num_groups_ = 0;
+  size_t num_scratches_ = 0;
+  size_t num_allocations_ = 0;
+  size_t memory_bytes_ = 0;  // of what was taken and not freed
+  size_t peak_memory_bytes_ = 0;
+  std::map<uint32_t, PerGroup> groups_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,440 @@
+// The CPU transport over shared memory (or one rank's own): the gather and reduction protocols of
+// docs/engine/shared_memory.md.
+#include "engine/transport/shm/host_transport.hpp"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "core/error.hpp"
+#include "cpu/kernels.hpp"
+#include "engine/memory/device_copy.hpp"
+#include "engine/params/group.hpp"
+#include "engine/schedule/root.hpp"
+#include "engine/torch/gil.hpp"
+#include "engine/torch/parallel.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+cpu::GatherPost post_of(const Group& group) {
+  return {group.gather.sequence, group.index, static_cast<uint32_t>(group.gather.slot.id), group.gather.slot.offset,
+          group.layout.slot_bytes()};
+}
+
+// Ranks must mean the same thing by unit number n: its layout is compared through this number.
+uint64_t tag_of(const Group& group) {
+  uint64_t tag = 1469598103934665603ULL;  // FNV-1a
+  for (const ParamPlace& place : group.layout.params()) {
+    for (const int64_t value :
+         {place.shape.outer, place.shape.dim, place.shape.inner, static_cast<int64_t>(place.shape.reduce)}) {
+      tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
+    }
+  }
+  return tag;
+}
+
+// Takes a flag back at the end of a scope.
+class Gathering {
+ public:
+  explicit Gathering(std::atomic<bool>& flag) : flag_(flag) {}
+  ~Gathering() { flag_ = false; }
+  Gathering(const Gathering&) = delete;
+  Gathering& operator=(const Gathering&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
+
+}  // namespace
+
+HostTransport::HostTransport(std::shared_ptr<cpu::ShmGroup> group)
+    : group_(std::move(group)),
+      gather_ledger_(cpu::ShmGroup::page_bytes()),
+      scratch_ledger_(cpu::ShmGroup::page_bytes()) {}
+
+HostTransport::~HostTransport() = default;
+
+void HostTransport::register_group(Group& group) {
+  group.index = num_groups_++;
+  if (group_) group_->set_unit_name(group.index, group.name);
+  if (epochs_.size() <= group.index) epochs_.resize(group.index + 1, 0);
+}
+
+std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
+  const auto id = static_cast<size_t>(slot.id);
+  if (memory.size() <= id) memory.resize(id + 1);
+  if (!memory[id].defined()) {
+    memory[id] = at::empty({static_cast<int64_t>(slot.bytes)}, at::kByte);
+    ++num_allocations_;
+  }
+  return static_cast<std::byte*>(memory[id].data_ptr());
+}
+
+void HostTransport::begin_gather(Group& group) {
+  if (group_ && gathers_.exchange(true)) {
+    throw Error("fsdp2x: unit '" + group.name +
+                "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
+                "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
+  }
+  const Gathering ends(gathers_);
+  try {
+    post_rows(group);
+  } catch (const std::bad_alloc& error) {
+    // Peers wait for a gather that this rank does not post.
+    if (!group_) throw;
+    group_->give_up("the all-gather of unit '" + group.name + "' failed (" + error.what() + ")");
+  }
+}
+
+void HostTransport::post_rows(Group& group) {
+  GatherSlot& gather = group.gather;
+  group.open_slot(gather_ledger_);
+  gather.sequence = ++gather_sequence_;
+  // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
+  std::optional<ReleaseGil> released;
+  if (!group_) {
+    gather.write = gather.read = private_memory(gather_memory_, gather.slot);
+  } else {
+    released.emplace();
+    const cpu::GatherWindow window = group_->gather_window(gather.slot.offset, gather.slot.bytes);
+    gather.write = window.shared;
+    gather.read = window.isolated;
+    group_->acquire_slot(post_of(group), gather.slot.num_uses);
+  }
+  run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), gather.write);
+  if (group_) group_->post_gather(post_of(group));
+}
+
+void HostTransport::finish_gather(Group& group) {
+  if (!group_) return;
+  const cpu::GatherPost post = post_of(group);
+  if (group_->gather_is_complete(post)) {
+    group_->join_gather(post);  // compares the entries, does not wait
+    return;
+  }
+  const ReleaseGil released;
+  group_->join_gather(post);
+}
+
+void HostTransport::release_gather(Group& group) {
+  const Slot& slot = group.gather.slot;
+  if (group_) {
+    group_->discard_private_pages(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
+    group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
+  }
+  group.close_slot(gather_ledger_);
+}
+
+void HostTransport::sweep_closing() {
+  while (!closing_.empty()) {
+    const Closing& front = closing_.front();
+    if (group_ && !group_->reduction_is_consumed(front.group, front.epoch)) return;
+    scratch_ledger_.release(front.slot);
+    closing_.pop_front();
+  }
+}
+
+void HostTransport::open_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
+  if (scratch.open) return;
+  // One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
+  // about that close anyway, since they gather together.
+  group.root().finish_pending();
+  sweep_closing();
+  if (!closing_.empty()) {
+    const ReleaseGil released;
+    const Closing last = closing_.back();
+    group_->wait_consumed_in_order(last.group, last.epoch, last.position);
+    sweep_closing();
+  }
+  // Without a reduction at the end of this backward, the next one adds to what is packed.
+  acquire_scratch(group, /*wide=*/!group.options().requires_gradient_sync);
+  std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{kNotPacked});
+  scratch.open = true;
+}
+
+void HostTransport::acquire_scratch(Group& group, bool wide) {
+  Scratch& scratch = group.scratch;
+  scratch.wide = wide;
+  scratch.slot =
+      scratch_ledger_.acquire(wide ? group.layout.wide_scratch_bytes() : group.layout.scratch_bytes(), group.name);
+  scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
+                        : private_memory(scratch_memory_, scratch.slot);
+}
+
+void HostTransport::widen_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
+  const Scratch narrow = scratch;
+  acquire_scratch(group, /*wide=*/true);
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    if (!scratch.filled[i]) continue;
+    const ParamShape& shape = group.layout.params()[i].shape;
+    const PackedGradient from = packed_gradient(group, i, narrow.data, narrow.filled[i]);
+    scratch.filled[i] = kPackedWide;
+    const PackedGradient to = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    cpu::cast_copy(to.type, to.data, from.type, from.data, shape.numel());
+  }
+  scratch_ledger_.release(narrow.slot.id);
+}
+
+HostTransport::PackedGradient HostTransport::packed_gradient(const Group& group, size_t i, std::byte* scratch,
+                                                             uint8_t how) {
+  const ParamPlace& place = group.layout.params()[i];
+  if (how == kPackedWide) return {place.shape.reduce, scratch + place.wide_scratch_offset};
+  return {place.shape.packed(), scratch + place.scratch_offset};
+}
+
+void HostTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
+}
+
+void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+  open_scratch(group);
+  Scratch& scratch = group.scratch;
+  const ParamPlace& place = group.layout.params()[i];
+  DType type = engine_dtype(gradient.scalar_type());
+  at::Tensor dense = gradient.contiguous();
+  if (type == DType::byte) {
+    dense = dense.to(at::kFloat);
+    type = DType::f32;
+  }
+  const bool adds = scratch.filled[i] != kNotPacked;
+  const bool is_narrow = !scratch.wide && place.shape.packed() != place.shape.reduce;
+  if (is_narrow && (adds || type != place.shape.packed())) widen_scratch(group);
+  scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
+  const PackedGradient target = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+  const auto* source = static_cast<const std::byte*>(dense.const_data_ptr());
+  run_parallel(place.shape.numel(), kGrainNumel, [&](int64_t begin, int64_t end) {
+    const auto at = static_cast<size_t>(begin);
+    (adds ? cpu::add : cpu::cast_copy)(target.type, target.data + at * dtype_bytes(target.type), type,
+                                       source + at * dtype_bytes(type), end - begin);
+  });
+}
+
+void HostTransport::begin_reduce(Group& group) {
+  if (!group.scratch.open) open_scratch(group);
+  Scratch& scratch = group.scratch;
+  if (group.options().reduce_unused_params) fill_unused(group);
+  predivide(group);
+  scratch.posted = true;
+  scratch.pending_flush = false;
+  scratch.epoch = ++epochs_[group.index];
+  if (!group_) return;
+  std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
+  group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset, group.root().forwards());
+}
+
+double HostTransport::before_sum(const Group& group) const { return group_ ? pre_divisor(group) : 1.0; }
+
+void HostTransport::predivide(Group& group) {
+  const double before = before_sum(group);
+  if (before == 1.0) return;
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    if (!group.scratch.filled[i]) continue;
+    const PackedGradient packed = packed_gradient(group, i, group.scratch.data, group.scratch.filled[i]);
+    cpu::divide(packed.type, packed.data, group.layout.params()[i].shape.numel(), before);
+  }
+}
+
+void HostTransport::fill_unused(Group& group) {
+  Scratch& scratch = group.scratch;
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const ParamPlace& place = group.layout.params()[i];
+    if (scratch.filled[i] || !place.shape.trainable || !group.params[i].sharded().requires_grad()) continue;
+    scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
+    const PackedGradient packed = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    std::memset(packed.data, 0, static_cast<size_t>(place.shape.numel()) * dtype_bytes(packed.type));
+  }
+}
+
+bool HostTransport::needs_empty_reduction(const Group& group) const {
+  if (group.scratch.reduced_this_backward) return false;
+  return group.reduces_unused() || (group_ && group.unit->armed);
+}
+
+bool HostTransport::finish_reduce(Group& group, bool flush) {
+  Scratch& scratch = group.scratch;
+  if (!scratch.posted) return true;
+  if (group_) {
+    const ReleaseGil released;
+    const cpu::Joined joined =
+        group_->join_reduction(group.index, scratch.epoch, tag_of(group), group.unit->backward_position, flush);
+    if (joined == cpu::Joined::later) return false;
+  }
+  if (group.is_staged()) {
+    sum_into_segment(group);
+  } else {
+    sum(group);
+  }
+  close_scratch(group);
+  scratch.reduced_this_backward = true;
+  return true;
+}
+
+HostTransport::Sources HostTransport::sources_of(Group& group) {
+  const int world = group.layout.world();
+  Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
+  const size_t page = cpu::ShmGroup::page_bytes();
+  const size_t bytes = (group.layout.wide_scratch_bytes() + page - 1) / page * page;
+  for (int r = 0; group_ && r < world; ++r) {
+    if (r == group_->rank()) continue;
+    sources.scratches[static_cast<size_t>(r)] =
+        group_->scratch_window(r, group_->peer_scratch_offset(group.index, r), bytes);
+  }
+  for (std::byte* scratch : sources.scratches) {
+    sources.filled.push_back(group_ ? reinterpret_cast<const uint8_t*>(scratch) : group.scratch.filled.data());
+  }
+  return sources;
+}
+
+bool HostTransport::Sources::any_filled(size_t param) const {
+  return std::any_of(filled.begin(), filled.end(),
+                     [param](const uint8_t* flags) { return flags[param] != kNotPacked; });
+}
+
+void HostTransport::add_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
+  const ParamPlace& place = group.layout.params()[i];
+  if (place.shard_numel == 0) return;
+  const auto first_row = static_cast<size_t>(place.rows.begin * place.shape.inner);
+  piece.src_type = place.shape.reduce;
+  piece.num_sources = 0;
+  const void** pointers = pointers_.data() + pieces_.size() * sources.scratches.size();
+  DType* types = types_.data() + pieces_.size() * sources.scratches.size();
+  piece.sources = pointers;
+  piece.source_types = types;
+  for (size_t r = 0; r < sources.scratches.size(); ++r) {
+    if (sources.filled[r][i] == kNotPacked) continue;
+    const PackedGradient packed = packed_gradient(group, i, sources.scratches[r], sources.filled[r][i]);
+    types[piece.num_sources] = packed.type;
+    pointers[piece.num_sources++] = packed.data + first_row * dtype_bytes(packed.type);
+  }
+  piece.count = place.shape.outer;
+  piece.piece_numel = place.rows.size() * place.shape.inner;
+  piece.src_stride = place.shape.dim * place.shape.inner;
+  pieces_.push_back(piece);
+}
+
+void HostTransport::begin_rows(const Group& group, const Sources& sources) {
+  pieces_.clear();
+  pointers_.resize(group.params.size() * sources.scratches.size());
+  types_.resize(pointers_.size());
+}
+
+void HostTransport::sum_rows() {
+  const ReleaseGil released;
+  std::vector<int64_t> numels;
+  for (const cpu::ReducePiece& piece : pieces_) numels.push_back(piece.count * piece.piece_numel);
+  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(pieces_[i], begin, end); });
+}
+
+void HostTransport::sum(Group& group) {
+  const Sources sources = sources_of(group);
+  const size_t num_params = group.params.size();
+  std::vector<GradientTarget> targets(num_params);
+  {
+    pybind11::gil_scoped_acquire gil;
+    for (size_t i = 0; i < num_params; ++i) {
+      if (sources.any_filled(i)) targets[i] = group.gradients.prepare(i, group.root().blocks);
+    }
+  }
+  begin_rows(group, sources);
+  for (size_t i = 0; i < num_params; ++i) {
+    if (!sources.any_filled(i)) continue;
+    cpu::ReducePiece piece;
+    piece.dst_type = group.layout.params()[i].shape.orig;
+    piece.dst = targets[i].data;
+    piece.divisor = group.divisor() / before_sum(group);
+    piece.round = true;
+    piece.accumulate = targets[i].accumulate;
+    add_rows(group, sources, i, piece);
+  }
+  sum_rows();
+  std::vector<size_t> summed;
+  for (size_t i = 0; i < num_params; ++i) {
+    if (sources.any_filled(i)) summed.push_back(i);
+  }
+  consume(group);  // before users' hooks, which may raise
+  pybind11::gil_scoped_acquire gil;
+  for (const size_t i : summed) group.attach(i, targets[i]);
+  group.gradients.release_if_unused(group.root().blocks);
+}
+
+void HostTransport::sum_into_segment(Group& group) {
+  const Sources sources = sources_of(group);
+  const DType type = group.reduce_type();
+  const at::Tensor segment = at::zeros({static_cast<int64_t>(group.layout.flagged_segment_bytes())}, at::kByte);
+  auto* const data = static_cast<std::byte*>(segment.data_ptr());
+  auto* flags = data + group.layout.reduce_segment_bytes();
+  begin_rows(group, sources);
+  for (size_t i = 0; i < group.params.size(); ++i, flags += dtype_bytes(type)) {
+    const ParamPlace& place = group.layout.params()[i];
+    if (!place.shape.trainable) continue;
+    const float flag = sources.any_filled(i) ? 1.0F : 0.0F;
+    cpu::cast_copy(type, flags, DType::f32, &flag, 1);
+    cpu::ReducePiece piece;
+    piece.dst_type = type;
+    piece.dst = data + place.reduce_segment_offset;
+    if (group.averages()) piece.divisor = static_cast<double>(group.layout.world());
+    add_rows(group, sources, i, piece);  // without sources: zeros
+  }
+  sum_rows();
+  consume(group);
+  group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
+}
+
+void HostTransport::consume(Group& group) {
+  if (group_) group_->consume_reduction(group.index, group.scratch.epoch);
+}
+
+std::shared_ptr<const Layout> HostTransport::reduce_plan(Group& group) {
+  return {std::shared_ptr<const Layout>(), &group.layout};  // lives as long as the group
+}
+
+void HostTransport::close_scratch(Group& group) {
+  Scratch& scratch = group.scratch;
+  if (group_) {
+    closing_.push_back({group.index, scratch.epoch, scratch.slot.id, group.unit->backward_position});
+  } else {
+    scratch_ledger_.release(scratch.slot.id);
+  }
+  scratch.open = scratch.posted = scratch.pending_flush = false;
+  scratch.data = nullptr;
+}
+
+bool HostTransport::abandon_reduce(Group& group) {
+  Scratch& scratch = group.scratch;
+  if (!scratch.open) return false;
+  if (scratch.posted && group_) {
+    group_->consume_reduction(group.index, scratch.epoch);
+    close_scratch(group);
+    return true;
+  }
+  scratch_ledger_.release(scratch.slot.id);
+  scratch.open = scratch.posted = scratch.pending_flush = false;
+  scratch.data = nullptr;
+  return true;
+}
+
+void HostTransport::publish_progress(uint64_t position) {
+  if (group_) group_->publish_progress(position);
+}
+
+TransportStats HostTransport::stats() const {
+  TransportStats stats;
+  stats.gather_slots_owned = gather_ledger_.num_owned();
+  stats.gather_slot_bytes = gather_ledger_.arena_bytes();
+  stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
+  stats.scratch_slots_owned = scratch_ledger_.num_owned() - closing_.size();
+  stats.scratch_bytes = scratch_ledger_.arena_bytes();
+  stats.num_allocations = num_allocations_ + (group_ ? group_->num_windows() : 0);
+  stats.owners = gather_ledger_.owners();
+  return stats;
+}
+
+}  // namespace fsdp2x
