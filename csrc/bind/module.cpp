@@ -17,9 +17,9 @@
 #include "engine/schedule/root.hpp"
 #include "engine/schedule/unit.hpp"
 #include "engine/torch/parallel.hpp"
-#include "engine/transport/process_group/group_transport.hpp"
+#include "engine/transport/process_group/process_group_transport.hpp"
 #include "engine/transport/shm/host_all_reduce.hpp"
-#include "engine/transport/shm/host_transport.hpp"
+#include "engine/transport/shm/shared_memory_transport.hpp"
 
 namespace fsdp2x {
 
@@ -156,11 +156,12 @@ void bind_layout(py::module_& m) {
 
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", &Transport::name);
-  m.def("local_transport", []() -> std::shared_ptr<Transport> { return std::make_shared<HostTransport>(nullptr); });
+  m.def("local_transport",
+        []() -> std::shared_ptr<Transport> { return std::make_shared<SharedMemoryTransport>(nullptr); });
   m.def(
       "shm_transport",
       [](std::shared_ptr<cpu::ShmGroup> group) -> std::shared_ptr<Transport> {
-        return std::make_shared<HostTransport>(std::move(group));
+        return std::make_shared<SharedMemoryTransport>(std::move(group));
       },
       py::arg("group"));
   py::class_<HostAllReduce>(m, "HostAllReduce")
@@ -170,7 +171,7 @@ void bind_transports(py::module_& m) {
       "group_transport",
       [](const py::object& all_gather, const py::object& reduce_scatter,
          const py::object& wait) -> std::shared_ptr<Transport> {
-        return std::make_shared<GroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)});
+        return std::make_shared<ProcessGroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)});
       },
       py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"));
 }
@@ -180,7 +181,7 @@ void bind_root(py::module_& m) {
       .def(py::init<>())
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
       .def("add_post_forward",
-           [](Root& self, const std::shared_ptr<Group>& group, const std::shared_ptr<Transport>& transport) {
+           [](Root& self, const std::shared_ptr<ParamGroup>& group, const std::shared_ptr<Transport>& transport) {
              self.add_post_forward(*group, transport);
            })
       .def("add_replicas",
@@ -215,14 +216,14 @@ void bind_root(py::module_& m) {
 
 // A property that takes a callable or None.
 template <PyRef GroupCalls::*Member>
-void bind_call(py::class_<Group, std::shared_ptr<Group>>& group, const char* name) {
+void bind_call(py::class_<ParamGroup, std::shared_ptr<ParamGroup>>& group, const char* name) {
   group.def_property(
       name,
-      [](const Group& self) {
+      [](const ParamGroup& self) {
         PyObject* object = (self.calls.*Member).get();
         return object == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(object);
       },
-      [](Group& self, const py::object& function) { self.calls.*Member = own_unless_none(function); });
+      [](ParamGroup& self, const py::object& function) { self.calls.*Member = own_unless_none(function); });
 }
 
 void bind_group(py::module_& m) {
@@ -230,7 +231,7 @@ void bind_group(py::module_& m) {
       .value("nothing", Offload::nothing)
       .value("gradients", Offload::gradients)
       .value("everything", Offload::everything);
-  py::class_<Group, std::shared_ptr<Group>> group(m, "Group");
+  py::class_<ParamGroup, std::shared_ptr<ParamGroup>> group(m, "ParamGroup");
   group
       .def(py::init([](const Layout& layout, const at::Tensor& pool, const std::vector<ParamTuple>& params,
                        const py::object& make_gradient, const py::object& add_to_foreign,
@@ -239,61 +240,61 @@ void bind_group(py::module_& m) {
              calls.make_gradient = own(make_gradient);
              calls.add_to_foreign = own(add_to_foreign);
              calls.plain_gradient = own(plain_gradient);
-             return std::make_shared<Group>(layout, pool, params_of(params), std::move(calls), replicas, device,
-                                            offload);
+             return std::make_shared<ParamGroup>(layout, pool, params_of(params), std::move(calls), replicas, device,
+                                                 offload);
            }),
            py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"), py::arg("add_to_foreign"),
            py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"), py::arg("offload"))
-      .def("forget_gradients", [](Group& self) { self.gradients.forget(); })
+      .def("forget_gradients", [](ParamGroup& self) { self.gradients.forget(); })
       .def("set_post_forward",
-           [](Group& self, const Layout& layout, const at::Tensor& pool, const std::vector<py::object>& sharded,
+           [](ParamGroup& self, const Layout& layout, const at::Tensor& pool, const std::vector<py::object>& sharded,
               const py::object& explain) {
              std::vector<PyRef> params;
              for (const py::object& param : sharded) params.push_back(own(param));
              GroupCalls calls;
              calls.explain = own_unless_none(explain);
-             self.set_post_forward(std::make_shared<Group>(layout, pool, std::vector<Param>(), std::move(calls),
-                                                           /*replicas=*/1, self.device, Offload::nothing),
+             self.set_post_forward(std::make_shared<ParamGroup>(layout, pool, std::vector<Param>(), std::move(calls),
+                                                                /*replicas=*/1, self.device, Offload::nothing),
                                    std::move(params));
            })
       .def("clear_post_forward",
-           [](Group& self) {
+           [](ParamGroup& self) {
              self.drop_post_forward();
              self.post_forward.reset();
            })
       .def("set_sharded_param",
-           [](Group& self, size_t index, const py::object& param, const py::object& spec) {
+           [](ParamGroup& self, size_t index, const py::object& param, const py::object& spec) {
              self.params.at(index).set_sharded_object(own(param));
              self.params.at(index).set_gradient_spec(own(spec));
            })
       // The local tensors of the sharded parameters; None for one that does not lie in the pool.
       .def("watch_shards",
-           [](Group& self, const std::vector<std::optional<at::Tensor>>& locals) {
+           [](ParamGroup& self, const std::vector<std::optional<at::Tensor>>& locals) {
              for (size_t i = 0; i < locals.size(); ++i) {
                self.params.at(i).watch_shard(locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
              }
            })
       .def("set_unsharded_param",
-           [](Group& self, size_t index, const py::object& param) {
+           [](ParamGroup& self, size_t index, const py::object& param) {
              self.params.at(index).set_unsharded_object(own(param));
            })
       .def("unsharded_param",
-           [](const Group& self, size_t index) {
+           [](const ParamGroup& self, size_t index) {
              return py::reinterpret_borrow<py::object>(self.params.at(index).unsharded_object());
            })
-      .def_readonly("name", &Group::name)
-      .def_readonly("index", &Group::index)
-      .def_readonly("pool", &Group::pool)
-      .def_property_readonly("has_streams", [](const Group& self) { return self.transport->has_streams(); })
-      .def_property_readonly("transport_name", [](const Group& self) { return self.transport->name(); })
-      .def_property_readonly("slot_bytes", [](const Group& self) { return self.layout.slot_bytes(); })
-      .def_property_readonly("shard_pool_bytes", [](const Group& self) { return self.layout.shard_pool_bytes(); })
+      .def_readonly("name", &ParamGroup::name)
+      .def_readonly("index", &ParamGroup::index)
+      .def_readonly("pool", &ParamGroup::pool)
+      .def_property_readonly("has_streams", [](const ParamGroup& self) { return self.transport->has_streams(); })
+      .def_property_readonly("transport_name", [](const ParamGroup& self) { return self.transport->name(); })
+      .def_property_readonly("slot_bytes", [](const ParamGroup& self) { return self.layout.slot_bytes(); })
+      .def_property_readonly("shard_pool_bytes", [](const ParamGroup& self) { return self.layout.shard_pool_bytes(); })
       .def_property_readonly("gradient_pool_address",
-                             [](const Group& self) {
+                             [](const ParamGroup& self) {
                                const at::Tensor& pool = self.gradients.pool();
                                return reinterpret_cast<uintptr_t>(pool.defined() ? pool.const_data_ptr() : nullptr);
                              })
-      .def_property_readonly("gradient_pool_bytes", [](const Group& self) { return self.gradients.pool_bytes(); });
+      .def_property_readonly("gradient_pool_bytes", [](const ParamGroup& self) { return self.gradients.pool_bytes(); });
   bind_call<&GroupCalls::all_reduce>(group, "all_reduce");
   bind_call<&GroupCalls::all_reduce_hook>(group, "all_reduce_hook");
   bind_call<&GroupCalls::all_gather>(group, "all_gather");
@@ -328,7 +329,7 @@ void bind_unit(py::module_& m) {
       .def_readwrite("divide_factor", &UnitOptions::divide_factor)
       .def_readwrite("force_sum_reduction", &UnitOptions::force_sum_reduction);
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
-      .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<Group>>, UnitOptions>(), py::arg("name"),
+      .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, UnitOptions>(), py::arg("name"),
            py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
       .def("begin_unshard", &Unit::begin_unshard)

@@ -47,7 +47,7 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
   }
 }
 
-void Root::add_post_forward(Group& group, const std::shared_ptr<Transport>& transport) {
+void Root::add_post_forward(ParamGroup& group, const std::shared_ptr<Transport>& transport) {
   group.post_forward->transport = transport;
   add_transport(transport);
   transport->register_group(*group.post_forward);
@@ -284,14 +284,14 @@ void Root::reduce(Unit& unit) {
   if (is_frugal_) finish_pending();
 }
 
-void Root::post(const std::shared_ptr<Unit>& unit, Group& group) {
+void Root::post(const std::shared_ptr<Unit>& unit, ParamGroup& group) {
   group.begin_reduce();
   pending_.push_back({unit, &group});
 }
 
 void Root::finish_pending() {
   for (auto it = pending_.begin(); it != pending_.end();) {
-    Group& group = *it->group;
+    ParamGroup& group = *it->group;
     if (group.scratch.pending_flush || !group.finish_reduce(/*flush=*/false)) {
       group.scratch.pending_flush = true;
       ++it;

@@ -44,7 +44,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // `transports`: one per group of the unit. In the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
   // The smaller world that `group` reshards to after forward.
-  void add_post_forward(Group& group, const std::shared_ptr<Transport>& transport);
+  void add_post_forward(ParamGroup& group, const std::shared_ptr<Transport>& transport);
   // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
   void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
@@ -124,13 +124,13 @@ class Root : public std::enable_shared_from_this<Root> {
   // A reduction that is posted and not finished.
   struct Pending {
     std::shared_ptr<Unit> unit;
-    Group* group;
+    ParamGroup* group;
   };
   void add_transport(const std::shared_ptr<Transport>& transport);
   void end_pass();
   void prefetch(Unit& target);
   void publish(uint64_t position);
-  void post(const std::shared_ptr<Unit>& unit, Group& group);
+  void post(const std::shared_ptr<Unit>& unit, ParamGroup& group);
   // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
   void flush();
   void release_unused_gradients();

@@ -48,7 +48,7 @@ const char* to_string(Phase phase) {
   return "?";
 }
 
-Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::shared_ptr<Group>> unit_groups,
+Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::shared_ptr<ParamGroup>> unit_groups,
            UnitOptions unit_options)
     : name(std::move(unit_name)),
       ranges(name),

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/process_guard.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/torch/profile_range.hpp"
 
 namespace fsdp2x {
@@ -44,7 +44,7 @@ struct UnitOptions {
 class Unit : public std::enable_shared_from_this<Unit> {
  public:
   // `groups` have at least one parameter each; a unit without parameters has no group.
-  Unit(std::string name, at::Device device, std::vector<std::shared_ptr<Group>> groups, UnitOptions options);
+  Unit(std::string name, at::Device device, std::vector<std::shared_ptr<ParamGroup>> groups, UnitOptions options);
   ~Unit();
   // `fqns`: of the parameters of each group. While it is sharded, before it joins a root.
   void rename(const std::string& name, const std::vector<std::vector<std::string>>& fqns);
@@ -54,7 +54,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void finish_unshard();
   void unshard();
   void reshard();
-  // After a forward: may keep the rows in a smaller world, see Group::set_post_forward.
+  // After a forward: may keep the rows in a smaller world, see ParamGroup::set_post_forward.
   void reshard_after_forward();
   void drop_post_forward();
   // A prefetched gather that nobody used.
@@ -96,7 +96,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<Root> root;
   UnitOptions options;
   at::Device device;
-  std::vector<std::shared_ptr<Group>> groups;
+  std::vector<std::shared_ptr<ParamGroup>> groups;
   bool armed = false;                   // took part in a forward under grad since its last synchronised backward
   uint64_t armed_in = 0;                // number of that forward
   size_t num_running = 0;               // calls of its modules: recursion, threads

@@ -13,7 +13,7 @@
 
 namespace fsdp2x {
 
-class Group;
+class ParamGroup;
 class Unit;
 
 namespace cpu {
@@ -76,7 +76,7 @@ struct TransportStats {
 
 // What a summing collective divides by beforehand: about the square root of the divisor for fp16, whose sums overflow
 // early, as upstream does; the rest is divided afterwards.
-double pre_divisor(const Group& group);
+double pre_divisor(const ParamGroup& group);
 
 class Transport {
  public:
@@ -85,7 +85,7 @@ class Transport {
   // Frugal: a reduction is waited for at once, no gather runs ahead by a guess, no memory is kept for the next step.
   virtual bool is_frugal() const { return false; }
   // Gives the group its index; in the same order on every rank.
-  virtual void register_group(Group& group) = 0;
+  virtual void register_group(ParamGroup& group) = 0;
 
   // A forward of the root begins: parameters may have changed since the last one, up to the event `after` (a
   // torch.Event; null: up to now).
@@ -97,32 +97,32 @@ class Transport {
   virtual std::shared_ptr<cpu::ShmGroup> shared_group() const { return nullptr; }
 
   // Own rows into the slot, told to the peers; may return before the peers have written theirs.
-  virtual void begin_gather(Group& group) = 0;
+  virtual void begin_gather(ParamGroup& group) = 0;
   // All rows are there.
-  virtual void finish_gather(Group& group) = 0;
+  virtual void finish_gather(ParamGroup& group) = 0;
   // The group no longer looks at the slot.
-  virtual void release_gather(Group& group) = 0;
+  virtual void release_gather(ParamGroup& group) = 0;
 
   // Adds a whole unsharded gradient to the group's scratch, which is not posted (opens it first); the first pack of a
   // parameter overwrites.
-  virtual void pack(Group& group, size_t param, const at::Tensor& gradient) = 0;
+  virtual void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) = 0;
   // Rows from another group's slot -> the group's pool.
-  virtual void write_pool(Group& group, const CopyProgram& rows, const void* slot) = 0;
+  virtual void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) = 0;
 
   // This backward may have no more gradients for the group: what is held may be packed and freed.
-  virtual void settle(Group& /*group*/) {}
+  virtual void settle(ParamGroup& /*group*/) {}
   // Tells the peers that the scratch is complete (or empty, when it is not open).
-  virtual void begin_reduce(Group& group) = 0;
+  virtual void begin_reduce(ParamGroup& group) = 0;
   // In the root callback: the group has packed nothing, but peers may have, and they wait for this rank's word.
-  virtual bool needs_empty_reduction(const Group& group) const = 0;
+  virtual bool needs_empty_reduction(const ParamGroup& group) const = 0;
   // False: a peer posts later, call again with flush. True: the gradients are attached and the scratch is closed.
-  virtual bool finish_reduce(Group& group, bool flush) = 0;
+  virtual bool finish_reduce(ParamGroup& group, bool flush) = 0;
   // How a reduction that began now would lay out a rank's segment.
-  virtual std::shared_ptr<const Layout> reduce_plan(Group& group) = 0;
+  virtual std::shared_ptr<const Layout> segment_layout(ParamGroup& group) = 0;
   // Drops what the group has packed or reduced, and is not in `.grad`. Returns whether there was any.
-  virtual bool abandon_reduce(Group& group) = 0;
+  virtual bool abandon_reduce(ParamGroup& group) = 0;
   // Where finish_reduce reduces over replicas: drops what waits for that.
-  virtual void drop_partial(Group& /*group*/) {}
+  virtual void drop_partial(ParamGroup& /*group*/) {}
 
   // In the root callback, after all reductions: the gradients may be read.
   virtual void end_backward() {}

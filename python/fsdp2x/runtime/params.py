@@ -131,7 +131,7 @@ class GroupParams(GroupNames):
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
-        self.engine = None  # _C.Group, from lazy initialization on
+        self.engine = None  # _C.ParamGroup, from lazy initialization on
         self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
         self._param_dtype: torch.dtype | None = None
         self._whole_chunks = False
@@ -353,7 +353,7 @@ class GroupParams(GroupNames):
             )
 
     def make_engine_group(self, param_dtype, reduce_dtype, has_streams: bool) -> None:
-        """Makes the ``_C.Group`` over these parameters.
+        """Makes the ``_C.ParamGroup`` over these parameters.
 
         ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
         collectives that gather in place want, and shards and gradients may stay on the host.
@@ -363,7 +363,7 @@ class GroupParams(GroupNames):
         self._whole_chunks = has_streams
         self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
-        self.engine = _C.Group(
+        self.engine = _C.ParamGroup(
             _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
             self.pool,
             self._engine_params(shapes),
@@ -422,7 +422,7 @@ class GroupParams(GroupNames):
         self.engine.set_post_forward(layout, pool, params, explain)
 
     def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
-        """The tuples ``_C.Group`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
+        """The tuples ``_C.ParamGroup`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
         result = []
         # Made outside inference mode once and for all: an inference tensor could never be trained.
         with torch.inference_mode(False), torch.no_grad():

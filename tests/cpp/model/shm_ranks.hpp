@@ -1,4 +1,5 @@
-// Ranks of the model: what an engine does with the protocol (engine/transport/shm/host_transport.cpp), without tensors.
+// Ranks of the model: what an engine does with the protocol (engine/transport/shm/shared_memory_transport.cpp), without
+// tensors.
 #pragma once
 
 #include <array>

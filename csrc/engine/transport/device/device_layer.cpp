@@ -49,7 +49,7 @@ namespace {
 
 // The segments of one parameter that belong to `ranks` become zero behind their first `filled` elements, up to what the
 // next parameter has.
-void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
+void zero_behind(const SegmentPlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
   const Layout& layout = *plan.packed;
   const ParamPlace& place = layout.params()[param];
   const size_t element = dtype_bytes(place.shape.reduce);
@@ -62,7 +62,7 @@ void zero_behind(const ReducePlan& plan, size_t param, const at::Tensor& buffer,
 }
 
 // The first ranks have all rows that there is room for, one has less, the last ones have none.
-void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
+void zero_pads(const SegmentPlan& plan, size_t param, const at::Tensor& buffer) {
   const Layout& layout = *plan.packed;
   const int64_t world = layout.world();
   const ParamPlace& place = layout.params()[param];
@@ -79,7 +79,7 @@ void zero_pads(const ReducePlan& plan, size_t param, const at::Tensor& buffer) {
 }
 
 // All flags of every segment, and zeros behind them.
-void write_flags(const ReducePlan& plan, const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
+void write_flags(const SegmentPlan& plan, const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
   const DType type = plan.flags_to_segments.dst;
   const at::Tensor values = host_memory_for(buffer.device(), at::kFloat, plan.flags_numel());
   values.zero_();
@@ -93,7 +93,7 @@ void write_flags(const ReducePlan& plan, const std::vector<uint8_t>& flags, cons
 
 }  // namespace
 
-void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+void DeviceLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
                        const at::Tensor& buffer) {
   if (!runner_ || !PlanRunner::writes_flags(plan)) write_flags(plan, flags, buffer);
   for (const PackItem& item : runner_ ? runner_->pack(plan, items, flags, buffer.data_ptr(), native_stream()) : items) {
@@ -108,7 +108,7 @@ void DeviceLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, con
   }
 }
 
-void DeviceLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+void DeviceLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                              double divisor) {
   const auto* const rows = static_cast<const std::byte*>(segment.const_data_ptr());
   for (const RowItem& item : runner_ ? runner_->write_rows(plan, items, rows, divisor, native_stream()) : items) {

@@ -15,7 +15,7 @@
 
 #include "core/layout.hpp"
 #include "engine/memory/copy_program.hpp"
-#include "engine/transport/reduce_plans.hpp"
+#include "engine/transport/segment_plans.hpp"
 
 struct CUstream_st;
 
@@ -90,10 +90,10 @@ class DeviceLayer {
   virtual void copy(const CopyProgram& program, const void* src, void* dst);
   // Whole gradients -> the W segments of `plan` laid end to end in `buffer`, with their pads zeroed. `flags`, by
   // parameter: those of the items, and of what is never packed, lie behind the rows of every segment then.
-  virtual void pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+  virtual void pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
                     const at::Tensor& buffer);
   // The rows of a segment -> gradients: target (+)= cast(rows / divisor), the quotient rounded to the type of the rows.
-  virtual void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+  virtual void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                           double divisor);
   // Over flat memory.
   virtual void divide(const at::Tensor& memory, double divisor);

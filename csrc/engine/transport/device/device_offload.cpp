@@ -15,13 +15,13 @@
 #include <algorithm>
 
 #include "engine/memory/device_copy.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 #include "engine/transport/device/device_transport.hpp"
 
 namespace fsdp2x {
 
-DeviceTransport::Upload DeviceTransport::open_upload(Group& group, bool pools_stand_still) {
+DeviceTransport::Upload DeviceTransport::open_upload(ParamGroup& group, bool pools_stand_still) {
   PerGroup& mine = per_group(group);
   Upload target;
   if (!group.offloads() || group.pool.nbytes() == 0) return target;
@@ -37,7 +37,7 @@ DeviceTransport::Upload DeviceTransport::open_upload(Group& group, bool pools_st
   return target;
 }
 
-void DeviceTransport::upload(Group& group, const Upload& target, Lane lane) {
+void DeviceTransport::upload(ParamGroup& group, const Upload& target, Lane lane) {
   DeviceBuffer& buffer = *target.buffer;
   if (target.is_current) {
     layer_->wait(lane, *buffer.ready);
@@ -68,11 +68,11 @@ void DeviceTransport::end_forward() {
   if (offloads_) host_waits_for(Lane::copy_in);
 }
 
-void DeviceTransport::download(Group& group, Running& running, std::vector<uint8_t> wanted) {
+void DeviceTransport::download(ParamGroup& group, Running& running, std::vector<uint8_t> wanted) {
   if (per_group(group).download) land(group);  // of gradients that came in two parts
   if (downloads_.size() >= window_.max_buffers()) land(*downloads_.front().second);
   PerGroup& mine = per_group(group);
-  const ReducePlan& plan = *running.plan;
+  const SegmentPlan& plan = *running.plan;
   Download download;
   download.plan = plan.layout;
   download.wanted = std::move(wanted);
@@ -106,7 +106,7 @@ void DeviceTransport::download(Group& group, Running& running, std::vector<uint8
   downloads_.emplace_back(group.unit->shared_from_this(), &group);
 }
 
-void DeviceTransport::land(Group& group) {
+void DeviceTransport::land(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   const Download download = *std::exchange(mine.download, std::nullopt);
   std::erase_if(downloads_, [&group](const auto& one) { return one.second == &group; });
@@ -142,7 +142,7 @@ void DeviceTransport::land(Group& group) {
   group.gradients.release_if_unused(group.root().blocks);
 }
 
-bool DeviceTransport::drop_download(Group& group) {
+bool DeviceTransport::drop_download(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (group.offloads()) host_waits_for(Lane::copy_in);  // the user may write to the shards next
   if (!mine.download) return false;

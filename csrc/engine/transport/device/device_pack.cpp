@@ -12,15 +12,15 @@
 
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 #include "engine/transport/device/device_transport.hpp"
 
 namespace fsdp2x {
 
-bool DeviceTransport::is_alone(const Group& group) { return group.layout.world() == 1 && !group.has_replicas(); }
+bool DeviceTransport::is_alone(const ParamGroup& group) { return group.layout.world() == 1 && !group.has_replicas(); }
 
-void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+void DeviceTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   Scratch& scratch = group.scratch;
   PerGroup& mine = per_group(group);
   if (!scratch.open) open_scratch(group);
@@ -33,11 +33,11 @@ void DeviceTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   mine.held[i] = gradient;
 }
 
-void DeviceTransport::settle(Group& group) {
+void DeviceTransport::settle(ParamGroup& group) {
   if (group.scratch.open && !group.scratch.posted) pack_held(group, /*for_reduction=*/false);
 }
 
-void DeviceTransport::open_scratch(Group& group) {
+void DeviceTransport::open_scratch(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   mine.reduce = &plan_of(group);
   std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
@@ -45,14 +45,14 @@ void DeviceTransport::open_scratch(Group& group) {
   ++num_scratches_;
 }
 
-ReducePlan& DeviceTransport::plan_of(Group& group) {
+SegmentPlan& DeviceTransport::plan_of(ParamGroup& group) {
   // Users read what they reduce, and what they are shown behind it, in one piece; fp16 is divided in place beforehand.
   const bool is_plain = !group.calls.reduce_scatter && !group.calls.all_reduce_hook && !group.offloads();
   const bool packs = !is_plain || group.layout.world() == 1 || group.reduce_type() == DType::f16;
   return per_group(group).plans.of(group, packs ? kPackEverything : pack_gradients_below_bytes_);
 }
 
-void DeviceTransport::open_buffer(Group& group) {
+void DeviceTransport::open_buffer(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (mine.buffer >= 0) return;
   const auto world = static_cast<size_t>(group.layout.world());
@@ -65,7 +65,7 @@ void DeviceTransport::open_buffer(Group& group) {
   if (group.calls.all_reduce_hook) buffers_[mine.buffer].memory.zero_();  // the user sees what lies between the rows
 }
 
-size_t DeviceTransport::reductions_before(const Group& group, size_t bytes) {
+size_t DeviceTransport::reductions_before(const ParamGroup& group, size_t bytes) {
   const bool gave_slot_back = group.gather.slot.id < 0 && group.unit->options.unshard_in_backward;
   size_t in_flight = 0;
   for (const InFlight& one : in_flight_) {
@@ -75,7 +75,7 @@ size_t DeviceTransport::reductions_before(const Group& group, size_t bytes) {
   return window_.before(bytes, in_flight, gave_slot_back ? std::optional(group.layout.slot_bytes()) : std::nullopt);
 }
 
-void DeviceTransport::retire_reductions(Group& group, size_t num) {
+void DeviceTransport::retire_reductions(ParamGroup& group, size_t num) {
   if (in_flight_.size() <= num) return;
   group.root().finish_pending();
   const ProfileRange range(group.unit->ranges.post_backward_rs_wait);
@@ -96,7 +96,7 @@ void DeviceTransport::retire_segment(int id, uint64_t reduction, Lane lane) {
   segments_.release(id);
 }
 
-at::Tensor DeviceTransport::pool_to_pack(Group& group) {
+at::Tensor DeviceTransport::pool_to_pack(ParamGroup& group) {
   const PerGroup& mine = per_group(group);
   const bool is_plain = is_alone(group) && !group.calls.reduce_scatter && !group.calls.all_reduce_hook;
   const bool is_whole = group.averages() || group.divisor() == 1.0;
@@ -110,7 +110,7 @@ at::Tensor DeviceTransport::pool_to_pack(Group& group) {
   return *pool;
 }
 
-at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
+at::Tensor DeviceTransport::pack_held(ParamGroup& group, bool for_reduction) {
   PerGroup& mine = per_group(group);
   if (!for_reduction) add_to_sums(group);
   const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
@@ -139,7 +139,7 @@ at::Tensor DeviceTransport::pack_held(Group& group, bool for_reduction) {
   return buffer;
 }
 
-void DeviceTransport::add_to_sums(Group& group) {
+void DeviceTransport::add_to_sums(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   for (const size_t i : mine.reduce->direct) {
     if (!mine.held[i].defined()) continue;
@@ -153,7 +153,7 @@ void DeviceTransport::add_to_sums(Group& group) {
   }
 }
 
-std::vector<at::Tensor> DeviceTransport::take_direct(Group& group) {
+std::vector<at::Tensor> DeviceTransport::take_direct(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   const at::ScalarType type = torch_dtype(group.reduce_type());
   std::vector<at::Tensor> taken;
@@ -190,7 +190,7 @@ void DeviceTransport::drop_gradients(InFlight& reduction) {
   reduction.gradients.clear();
 }
 
-std::vector<uint8_t> DeviceTransport::flags_of(const Group& group, const Layout& plan) {
+std::vector<uint8_t> DeviceTransport::flags_of(const ParamGroup& group, const Layout& plan) {
   std::vector<uint8_t> flags = group.scratch.filled;
   for (size_t i = 0; i < flags.size(); ++i) {
     if (plan.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1;

@@ -12,7 +12,7 @@
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 #include "engine/transport/device/device_transport.hpp"
 
@@ -43,16 +43,16 @@ PyRef one_or_list(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-std::shared_ptr<const Layout> DeviceTransport::reduce_plan(Group& group) { return plan_of(group).layout; }
+std::shared_ptr<const Layout> DeviceTransport::segment_layout(ParamGroup& group) { return plan_of(group).layout; }
 
-void DeviceTransport::note_rows(const char* operation, const Group& group, const at::Tensor& input,
+void DeviceTransport::note_rows(const char* operation, const ParamGroup& group, const at::Tensor& input,
                                 const at::Tensor& output) {
   if (layer_->is_recorder()) layer_->note(operation, group.name, range_of(input), range_of(output));
 }
 
 // --- the collective ---
 
-at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
+at::Tensor DeviceTransport::rows_for(ParamGroup& group, Running& running) {
   PerGroup& mine = per_group(group);
   const size_t bytes = mine.reduce->rows_bytes;
   const bool is_plain =
@@ -70,7 +70,7 @@ at::Tensor DeviceTransport::rows_for(Group& group, Running& running) {
   return segments_[running.segment].memory.narrow(0, 0, static_cast<int64_t>(bytes));
 }
 
-void DeviceTransport::begin_reduce(Group& group) {
+void DeviceTransport::begin_reduce(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   Scratch& scratch = group.scratch;
   if (!scratch.open) open_scratch(group);
@@ -79,7 +79,7 @@ void DeviceTransport::begin_reduce(Group& group) {
   const at::Tensor packed = pack_held(group, /*for_reduction=*/true);
   scratch.posted = true;
 
-  ReducePlan& plan = *mine.reduce;
+  SegmentPlan& plan = *mine.reduce;
   running.plan = &plan;
   if (mine.buffer < 0) {  // in the gradient pool
     running.rows = packed.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes));
@@ -135,10 +135,10 @@ void DeviceTransport::begin_reduce(Group& group) {
   retire_reductions(group, window_.beside());
 }
 
-void DeviceTransport::call_reduce_scatter(Group& group, const Running& running, const at::Tensor& packed) {
+void DeviceTransport::call_reduce_scatter(ParamGroup& group, const Running& running, const at::Tensor& packed) {
   const ProfileRange range(group.unit->ranges.reduce_scatter);
   const DType type = group.reduce_type();
-  const ReducePlan& plan = *running.plan;
+  const SegmentPlan& plan = *running.plan;
   std::vector<at::Tensor> outputs{typed(running.rows, type, 0, plan.segment_bytes)};
   std::vector<at::Tensor> inputs{packed};
   for (size_t i = 0; i < plan.direct.size(); ++i) {
@@ -168,7 +168,7 @@ void DeviceTransport::call_reduce_scatter(Group& group, const Running& running, 
                ranges_of(outputs));
 }
 
-void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
+void DeviceTransport::reduce_over_replicas(ParamGroup& group, Running& running) {
   PerGroup& mine = per_group(group);
   const DType type = group.reduce_type();
   const at::Tensor rows = typed(running.rows, type, 0, running.rows.nbytes());
@@ -201,7 +201,7 @@ void DeviceTransport::reduce_over_replicas(Group& group, Running& running) {
   note_rows("all_reduce", group, rows, rows);
 }
 
-void DeviceTransport::keep_partial(Group& group, Running& running) {
+void DeviceTransport::keep_partial(ParamGroup& group, Running& running) {
   PerGroup& mine = per_group(group);
   if (running.segment < 0) {  // one rank: what was packed is what stays
     bool is_new = false;
@@ -224,7 +224,7 @@ void DeviceTransport::keep_partial(Group& group, Running& running) {
 
 // --- attaching ---
 
-bool DeviceTransport::needs_empty_reduction(const Group& group) const {
+bool DeviceTransport::needs_empty_reduction(const ParamGroup& group) const {
   if (group.scratch.reduced_this_backward) return false;
   // Rows that wait for the all-reduce, and parameters that are reduced as zeros, do not need a gradient of this
   // backward.
@@ -232,7 +232,7 @@ bool DeviceTransport::needs_empty_reduction(const Group& group) const {
   return has_partial || group.reduces_unused();
 }
 
-bool DeviceTransport::finish_reduce(Group& group, bool /*flush*/) {
+bool DeviceTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
   if (!group.scratch.posted) return true;
   PerGroup& mine = per_group(group);
   Running running = std::exchange(mine.running, Running());
@@ -259,7 +259,7 @@ bool DeviceTransport::finish_reduce(Group& group, bool /*flush*/) {
   return true;
 }
 
-void DeviceTransport::attach(Group& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted) {
+void DeviceTransport::attach(ParamGroup& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted) {
   const DType type = group.reduce_type();
   pybind11::gil_scoped_acquire gil;
   if (group.calls.all_reduce_hook) {
@@ -313,7 +313,7 @@ void DeviceTransport::attach(Group& group, Running& running, const Layout& plan,
   if (group.gradients.release_if_unused(group.root().blocks)) gave_blocks_[static_cast<size_t>(running.lane)] = true;
 }
 
-bool DeviceTransport::abandon_reduce(Group& group) {
+bool DeviceTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   const bool is_open = group.scratch.open;
   if (group.scratch.posted) join(mine.running.lane);  // it writes to memory that may be freed next
@@ -327,14 +327,14 @@ bool DeviceTransport::abandon_reduce(Group& group) {
   return is_open || was_on_its_way;
 }
 
-void DeviceTransport::drop_partial(Group& group) {
+void DeviceTransport::drop_partial(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (mine.partial < 0) return;
   layer_->record(*segments_[mine.partial].free, Lane::reduce);
   segments_.release(std::exchange(mine.partial, -1));
 }
 
-void DeviceTransport::close_scratch(Group& group) {
+void DeviceTransport::close_scratch(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   std::fill(mine.held.begin(), mine.held.end(), at::Tensor());
   mine.sums.clear();

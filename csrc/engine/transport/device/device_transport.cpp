@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 
 namespace fsdp2x {
@@ -72,9 +72,9 @@ void DeviceTransport::follow_blocks(Lane lane) {
   }
 }
 
-DeviceTransport::PerGroup& DeviceTransport::per_group(const Group& group) { return groups_.at(group.index); }
+DeviceTransport::PerGroup& DeviceTransport::per_group(const ParamGroup& group) { return groups_.at(group.index); }
 
-void DeviceTransport::register_group(Group& group) {
+void DeviceTransport::register_group(ParamGroup& group) {
   group.index = static_cast<uint32_t>(groups_.size());
   PerGroup& mine = groups_[group.index];
   if (layer_->is_recorder()) mine.pool = group.pool;
@@ -142,12 +142,12 @@ void DeviceTransport::note_optimizer(bool with_shards) {
   }
 }
 
-void DeviceTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+void DeviceTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
   layer_->copy(rows, slot, group.pool.data_ptr());
   layer_->record(*per_group(group).pool_event, Lane::compute);
 }
 
-void DeviceTransport::begin_gather(Group& group) {
+void DeviceTransport::begin_gather(ParamGroup& group) {
   try {
     enqueue_gather(group);
   } catch (...) {
@@ -156,7 +156,7 @@ void DeviceTransport::begin_gather(Group& group) {
   }
 }
 
-void DeviceTransport::enqueue_gather(Group& group) {
+void DeviceTransport::enqueue_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
   mine.in_one_piece = static_cast<bool>(group.calls.all_gather);
@@ -224,7 +224,7 @@ void DeviceTransport::close_gather(PerGroup& mine) {
   if (mine.upload >= 0) uploads_.release(std::exchange(mine.upload, -1), /*has_waited=*/true);
 }
 
-DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, const PerGroup& mine,
+DeviceTransport::TensorLists DeviceTransport::make_lists(const ParamGroup& group, const PerGroup& mine,
                                                          const DeviceBuffer& slot, const DeviceBuffer* staging) const {
   const Gather& plan = mine.running_gather();
   const auto world = static_cast<size_t>(group.layout.world());
@@ -241,7 +241,7 @@ DeviceTransport::TensorLists DeviceTransport::make_lists(const Group& group, con
   return lists;
 }
 
-void DeviceTransport::call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
+void DeviceTransport::call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
   pybind11::gil_scoped_acquire gil;
   const std::pair key(group.gather.slot.id, mine.staging);
   TensorLists once;  // a user's collective may keep what it is given
@@ -266,7 +266,7 @@ void DeviceTransport::call_all_gather(Group& group, PerGroup& mine, DeviceBuffer
   note_collective("all_gather", group, lists);
 }
 
-void DeviceTransport::note_collective(const std::string& name, const Group& group, const TensorLists& lists) {
+void DeviceTransport::note_collective(const std::string& name, const ParamGroup& group, const TensorLists& lists) {
   if (!layer_->is_recorder()) return;
   const auto ranges = [](const PyRef& list) {
     std::vector<MemoryRange> found;
@@ -279,7 +279,7 @@ void DeviceTransport::note_collective(const std::string& name, const Group& grou
   layer_->note(name, group.name, ranges(lists.second), ranges(lists.first));
 }
 
-void DeviceTransport::finish_gather(Group& group) {
+void DeviceTransport::finish_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   DeviceBuffer& slot = slots_[group.gather.slot.id];
   layer_->wait(Lane::compute, *slot.ready);
@@ -288,11 +288,11 @@ void DeviceTransport::finish_gather(Group& group) {
   note_use(group, slot);
 }
 
-void DeviceTransport::note_use(const Group& group, const DeviceBuffer& slot) {
+void DeviceTransport::note_use(const ParamGroup& group, const DeviceBuffer& slot) {
   if (layer_->is_recorder()) layer_->note("use", group.name, {{slot.data(), group.layout.slot_bytes()}}, {});
 }
 
-void DeviceTransport::release_gather(Group& group) {
+void DeviceTransport::release_gather(ParamGroup& group) {
   const int id = group.gather.slot.id;
   PerGroup& mine = per_group(group);
   if (id < 0) {  // an exception came before there was one

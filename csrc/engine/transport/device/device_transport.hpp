@@ -15,7 +15,7 @@
 #include "core/gather_plan.hpp"
 #include "core/reduction_window.hpp"
 #include "engine/transport/device/device_buffers.hpp"
-#include "engine/transport/reduce_plans.hpp"
+#include "engine/transport/segment_plans.hpp"
 #include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
@@ -37,21 +37,21 @@ class DeviceTransport final : public Transport {
   ~DeviceTransport() override;
 
   const char* name() const override { return "process_group"; }
-  void register_group(Group& group) override;
+  void register_group(ParamGroup& group) override;
   void begin_forward(const PyRef& after) override;
   void end_forward() override;
-  void begin_gather(Group& group) override;
-  void finish_gather(Group& group) override;
-  void release_gather(Group& group) override;
-  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
-  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
-  void settle(Group& group) override;
-  void begin_reduce(Group& group) override;
-  bool needs_empty_reduction(const Group& group) const override;
-  bool finish_reduce(Group& group, bool flush) override;
-  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  bool abandon_reduce(Group& group) override;
-  void drop_partial(Group& group) override;
+  void begin_gather(ParamGroup& group) override;
+  void finish_gather(ParamGroup& group) override;
+  void release_gather(ParamGroup& group) override;
+  void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  void settle(ParamGroup& group) override;
+  void begin_reduce(ParamGroup& group) override;
+  bool needs_empty_reduction(const ParamGroup& group) const override;
+  bool finish_reduce(ParamGroup& group, bool flush) override;
+  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
+  bool abandon_reduce(ParamGroup& group) override;
+  void drop_partial(ParamGroup& group) override;
   void end_backward() override;
   void check_collectives() override;
   bool has_streams() const override { return true; }
@@ -69,7 +69,7 @@ class DeviceTransport final : public Transport {
     int segment = -1;     // in segments_; else `rows` is in `buffer`, or the group's gradient pool
     int buffer = -1;      // in buffers_: one rank alone, whose packed gradients are its rows
     uint64_t number = 0;  // of the reduction in in_flight_; 0: in none
-    ReducePlan* plan = nullptr;
+    SegmentPlan* plan = nullptr;
     Lane lane = Lane::reduce;
     double divisor = 1.0;               // left to divide by
     bool is_certain = true;             // every trainable parameter has a gradient here, or is reduced as zeros
@@ -116,8 +116,8 @@ class DeviceTransport final : public Transport {
     bool is_finished = false;                          // the compute lane has waited for it
     at::Tensor pool;                                   // the group's shard pool, for records
     std::weak_ptr<Unit> unit;                          // likewise
-    ReducePlans plans;
-    ReducePlan* reduce = nullptr;       // of the open scratch
+    SegmentPlans plans;
+    SegmentPlan* reduce = nullptr;      // of the open scratch
     std::vector<at::Tensor> held;       // gradients that are not packed yet
     std::map<size_t, at::Tensor> sums;  // of those that are not to be: of backwards without gradient sync, ours
     int buffer = -1;                    // in buffers_, of the open scratch
@@ -133,62 +133,62 @@ class DeviceTransport final : public Transport {
 
   // Whether memory is kept for the next borrower: where it is dear.
   bool keeps() const { return static_cast<bool>(collectives_.allocate); }
-  PerGroup& per_group(const Group& group);
+  PerGroup& per_group(const ParamGroup& group);
   // Work that `lane` is given next comes after everything that `other` has been given.
   void follow(Lane lane, Lane other);
   void follow_compute(Lane lane) { follow(lane, Lane::compute); }
   void join(Lane lane) { follow(Lane::compute, lane); }
   // `lane` is given a block of gradients next, and others may have used it last: see gave_blocks_.
   void follow_blocks(Lane lane);
-  void note_use(const Group& group, const DeviceBuffer& slot);
-  void note_rows(const char* operation, const Group& group, const at::Tensor& input, const at::Tensor& output);
+  void note_use(const ParamGroup& group, const DeviceBuffer& slot);
+  void note_rows(const char* operation, const ParamGroup& group, const at::Tensor& input, const at::Tensor& output);
   at::Tensor allocate(size_t bytes);
-  void enqueue_gather(Group& group);
+  void enqueue_gather(ParamGroup& group);
   // For records: what users do to pools between two steps, on the lane that owns them.
   void note_optimizer(bool with_shards);
-  void call_all_gather(Group& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
-  TensorLists make_lists(const Group& group, const PerGroup& mine, const DeviceBuffer& slot,
+  void call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
+  TensorLists make_lists(const ParamGroup& group, const PerGroup& mine, const DeviceBuffer& slot,
                          const DeviceBuffer* staging) const;
   // Gives back what a gather needed besides its slot; the compute lane has waited for it.
   void close_gather(PerGroup& mine);
-  void note_collective(const std::string& name, const Group& group, const TensorLists& lists);
+  void note_collective(const std::string& name, const ParamGroup& group, const TensorLists& lists);
 
   // Packing (device_pack.cpp).
   // No other rank has gradients of these parameters.
-  static bool is_alone(const Group& group);
-  void open_scratch(Group& group);
-  void open_buffer(Group& group);
+  static bool is_alone(const ParamGroup& group);
+  void open_scratch(ParamGroup& group);
+  void open_buffer(ParamGroup& group);
   // How many reductions may be on their way when `bytes` of gradients are packed for one more.
-  size_t reductions_before(const Group& group, size_t bytes);
+  size_t reductions_before(const ParamGroup& group, size_t bytes);
   // The compute lane goes on behind all reductions, whose buffers are given back.
   void end_reductions();
   // Gives back the buffers of the oldest reductions until `num` are left; the compute lane waits for them.
-  void retire_reductions(Group& group, size_t num);
+  void retire_reductions(ParamGroup& group, size_t num);
   // Rows that are attached, by the lane that is given to do that: their memory goes with the reduction's buffer.
   void retire_segment(int id, uint64_t reduction, Lane lane);
   // The gradient pool, where a rank that is alone packs its gradients; undefined: into a buffer.
-  at::Tensor pool_to_pack(Group& group);
+  at::Tensor pool_to_pack(ParamGroup& group);
   // Returns where to; undefined if there was nothing to pack.
-  at::Tensor pack_held(Group& group, bool for_reduction);
+  at::Tensor pack_held(ParamGroup& group, bool for_reduction);
   // Which plan a reduction of the group that opens now has.
-  ReducePlan& plan_of(Group& group);
+  SegmentPlan& plan_of(ParamGroup& group);
   // Held gradients that are not to be packed become sums.
-  void add_to_sums(Group& group);
+  void add_to_sums(ParamGroup& group);
   // What is reduced without being packed, in the order of the plan's list: gradients as autograd made them where that
   // can be, sums, or zeros.
-  std::vector<at::Tensor> take_direct(Group& group);
+  std::vector<at::Tensor> take_direct(ParamGroup& group);
   // Gradients that were not packed go back to their allocator, behind their reduction.
   void drop_gradients(InFlight& reduction);
   // By parameter: whether it has a gradient, or is reduced as zeros.
-  static std::vector<uint8_t> flags_of(const Group& group, const Layout& plan);
+  static std::vector<uint8_t> flags_of(const ParamGroup& group, const Layout& plan);
 
   // Reducing and attaching (device_reduce.cpp).
-  at::Tensor rows_for(Group& group, Running& running);
-  void call_reduce_scatter(Group& group, const Running& running, const at::Tensor& packed);
-  void reduce_over_replicas(Group& group, Running& running);
-  void keep_partial(Group& group, Running& running);
-  void close_scratch(Group& group);
-  void attach(Group& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted);
+  at::Tensor rows_for(ParamGroup& group, Running& running);
+  void call_reduce_scatter(ParamGroup& group, const Running& running, const at::Tensor& packed);
+  void reduce_over_replicas(ParamGroup& group, Running& running);
+  void keep_partial(ParamGroup& group, Running& running);
+  void close_scratch(ParamGroup& group);
+  void attach(ParamGroup& group, Running& running, const Layout& plan, std::vector<uint8_t> wanted);
 
   // Shards and gradients in host memory (device_offload.cpp).
   // The device's copy of a pool, for one gather.
@@ -198,13 +198,13 @@ class DeviceTransport final : public Transport {
     bool stays_current = false;      // for the next gather
     bool is_new = false;
   };
-  Upload open_upload(Group& group, bool pools_stand_still);
-  void upload(Group& group, const Upload& target, Lane lane);
+  Upload open_upload(ParamGroup& group, bool pools_stand_still);
+  void upload(ParamGroup& group, const Upload& target, Lane lane);
   void shards_may_change();
   void host_waits_for(Lane lane);
-  void download(Group& group, Running& running, std::vector<uint8_t> wanted);
-  void land(Group& group);
-  bool drop_download(Group& group);
+  void download(ParamGroup& group, Running& running, std::vector<uint8_t> wanted);
+  void land(ParamGroup& group);
+  bool drop_download(ParamGroup& group);
 
   DeviceCollectives collectives_;
   std::shared_ptr<DeviceLayer> layer_;
@@ -213,11 +213,11 @@ class DeviceTransport final : public Transport {
   ReductionWindow window_;
   MemoryTally tally_;  // of what comes and goes, slots aside
   DeviceBuffers slots_, staging_, buffers_, segments_;
-  DeviceBuffers uploads_;                                           // shard pools that lie on the host
-  DeviceBuffers residents_;                                         // likewise, kept by their groups
-  bool offloads_ = false;                                           // some group does
-  std::deque<std::pair<std::shared_ptr<Unit>, Group*>> downloads_;  // oldest first
-  std::deque<InFlight> in_flight_;                                  // reductions that are enqueued, oldest first
+  DeviceBuffers uploads_;                                                // shard pools that lie on the host
+  DeviceBuffers residents_;                                              // likewise, kept by their groups
+  bool offloads_ = false;                                                // some group does
+  std::deque<std::pair<std::shared_ptr<Unit>, ParamGroup*>> downloads_;  // oldest first
+  std::deque<InFlight> in_flight_;                                       // reductions that are enqueued, oldest first
   uint64_t num_reductions_ = 0;
   // Lanes on which blocks of gradients were given back in this backward: of gradients that hooks took at once, as an
   // optimizer in backward does. Whoever takes such a block next may be on another lane: groups differ in theirs.

@@ -49,7 +49,7 @@ std::vector<LayerPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, D
 // Combinations of gradient dtypes whose plans are kept. A model has one; gradients that come in several have few.
 constexpr size_t kMaxPacks = 8;
 
-// What a ReducePlan has of ours: packing for each combination of gradient dtypes, and the rows.
+// What a SegmentPlan has of ours: packing for each combination of gradient dtypes, and the rows.
 struct Prepared {
   // What each gradient had last. A missing one keeps it, so that plans do not depend on which gradients there are.
   std::vector<DType> types;
@@ -57,7 +57,7 @@ struct Prepared {
   std::vector<LayerPlan<cuda::ReduceSegment>> rows;
 };
 
-Prepared& prepared_of(ReducePlan& plan) {
+Prepared& prepared_of(SegmentPlan& plan) {
   if (!plan.prepared) {
     const auto made = std::make_shared<Prepared>();
     for (const ParamPlace& place : plan.layout->params()) made->types.push_back(place.shape.compute);
@@ -94,7 +94,7 @@ const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void
   return prepared.left_over;
 }
 
-std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackItem>& items,
+std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
                                        const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
   auto& [types, packs, rows] = prepared_of(plan);
@@ -132,7 +132,7 @@ std::vector<PackItem> PlanRunner::pack(ReducePlan& plan, const std::vector<PackI
   return left_over;
 }
 
-std::vector<RowItem> PlanRunner::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const void* segment,
+std::vector<RowItem> PlanRunner::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const void* segment,
                                             double divisor, cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
   Prepared& prepared = prepared_of(plan);

@@ -129,7 +129,7 @@ void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst
   DeviceLayer::copy(program, src, dst);
 }
 
-void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
                           const at::Tensor& buffer) {
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;
@@ -154,7 +154,7 @@ void RecordingLayer::pack(ReducePlan& plan, const std::vector<PackItem>& items, 
   DeviceLayer::pack(plan, items, flags, buffer);
 }
 
-void RecordingLayer::write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                                 double divisor) {
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;

@@ -31,9 +31,9 @@ class RecordingLayer final : public DeviceLayer {
   std::optional<c10::Stream> current_stream() override;
   void hold(const at::Tensor& memory) override;
   void copy(const CopyProgram& program, const void* src, void* dst) override;
-  void pack(ReducePlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+  void pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
             const at::Tensor& buffer) override;
-  void write_rows(ReducePlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
+  void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                   double divisor) override;
   void divide(const at::Tensor& memory, double divisor) override;
   void add(const at::Tensor& target, const at::Tensor& source) override;

@@ -13,25 +13,25 @@
 
 namespace fsdp2x {
 
-class HostTransport final : public Transport {
+class SharedMemoryTransport final : public Transport {
  public:
   // `group` is null for a world of one rank: slots and scratches are then private memory.
-  explicit HostTransport(std::shared_ptr<cpu::ShmGroup> group);
-  ~HostTransport() override;
+  explicit SharedMemoryTransport(std::shared_ptr<cpu::ShmGroup> group);
+  ~SharedMemoryTransport() override;
 
   const char* name() const override { return group_ ? "shm" : "local"; }
   std::shared_ptr<cpu::ShmGroup> shared_group() const override { return group_; }
-  void register_group(Group& group) override;
-  void begin_gather(Group& group) override;
-  void finish_gather(Group& group) override;
-  void release_gather(Group& group) override;
-  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
-  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(Group& group) override;
-  bool needs_empty_reduction(const Group& group) const override;
-  bool finish_reduce(Group& group, bool flush) override;
-  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  bool abandon_reduce(Group& group) override;
+  void register_group(ParamGroup& group) override;
+  void begin_gather(ParamGroup& group) override;
+  void finish_gather(ParamGroup& group) override;
+  void release_gather(ParamGroup& group) override;
+  void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(ParamGroup& group) override;
+  bool needs_empty_reduction(const ParamGroup& group) const override;
+  bool finish_reduce(ParamGroup& group, bool flush) override;
+  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
+  bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t position) override;
   TransportStats stats() const override;
 
@@ -42,17 +42,17 @@ class HostTransport final : public Transport {
     int slot;
     uint64_t position;
   };
-  void post_rows(Group& group);
-  void open_scratch(Group& group);
-  void acquire_scratch(Group& group, bool wide);
-  void widen_scratch(Group& group);  // what is packed moves to a wide one
+  void post_rows(ParamGroup& group);
+  void open_scratch(ParamGroup& group);
+  void acquire_scratch(ParamGroup& group, bool wide);
+  void widen_scratch(ParamGroup& group);  // what is packed moves to a wide one
   struct PackedGradient {
     DType type;
     std::byte* data;
   };
   // Where `param` lies in a scratch of this or another rank that packed it so.
-  static PackedGradient packed_gradient(const Group& group, size_t param, std::byte* scratch, uint8_t how);
-  void close_scratch(Group& group);
+  static PackedGradient packed_gradient(const ParamGroup& group, size_t param, std::byte* scratch, uint8_t how);
+  void close_scratch(ParamGroup& group);
   void sweep_closing();
   // The scratches of all ranks and, per rank, which parameters are in them.
   struct Sources {
@@ -60,17 +60,17 @@ class HostTransport final : public Transport {
     std::vector<const uint8_t*> filled;
     bool any_filled(size_t param) const;
   };
-  Sources sources_of(Group& group);
+  Sources sources_of(ParamGroup& group);
   // Sums of this rank's rows: begun, one piece added for a parameter (completed with its sources), all run.
-  void begin_rows(const Group& group, const Sources& sources);
-  void add_rows(const Group& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
+  void begin_rows(const ParamGroup& group, const Sources& sources);
+  void add_rows(const ParamGroup& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
   void sum_rows();
-  void sum(Group& group);               // straight into `.grad`
-  void sum_into_segment(Group& group);  // for groups that are staged
-  void consume(Group& group);
-  static void fill_unused(Group& group);  // zeros for parameters without a gradient
-  void predivide(Group& group);           // see pre_divisor
-  double before_sum(const Group& group) const;
+  void sum(ParamGroup& group);               // straight into `.grad`
+  void sum_into_segment(ParamGroup& group);  // for groups that are staged
+  void consume(ParamGroup& group);
+  static void fill_unused(ParamGroup& group);  // zeros for parameters without a gradient
+  void predivide(ParamGroup& group);           // see pre_divisor
+  double before_sum(const ParamGroup& group) const;
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
   std::shared_ptr<cpu::ShmGroup> group_;

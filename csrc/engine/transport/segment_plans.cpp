@@ -1,12 +1,12 @@
 // Rank-major segments of gradients.
-#include "engine/transport/reduce_plans.hpp"
+#include "engine/transport/segment_plans.hpp"
 
 #include "core/gather_plan.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 
 namespace fsdp2x {
 
-const std::vector<Copy>& ReducePlan::copies_of(size_t param, DType type) {
+const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
   auto& copies = copies_[{param, type}];
   if (copies.empty()) {
     copies = packed->gradient_to_segments(param, type);
@@ -18,7 +18,7 @@ const std::vector<Copy>& ReducePlan::copies_of(size_t param, DType type) {
   return copies;
 }
 
-bool ReducePlan::is_pool(const Layout& pool) const {
+bool SegmentPlan::is_pool(const Layout& pool) const {
   for (size_t i = 0; i < pool.params().size(); ++i) {
     const ParamPlace& place = layout->params()[i];
     if (!place.shape.trainable || place.shape.reduce != place.shape.orig ||
@@ -29,7 +29,7 @@ bool ReducePlan::is_pool(const Layout& pool) const {
   return true;
 }
 
-ReducePlan& ReducePlans::of(const Group& group, size_t pack_below_bytes) {
+SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) {
   std::vector<bool> trainable(group.params.size());
   for (size_t i = 0; i < trainable.size(); ++i) {
     trainable[i] = group.layout.params()[i].shape.trainable && group.params[i].sharded().requires_grad();
@@ -37,7 +37,7 @@ ReducePlan& ReducePlans::of(const Group& group, size_t pack_below_bytes) {
   std::pair key(std::move(trainable), pack_below_bytes);
   auto found = plans_.find(key);
   if (found == plans_.end()) {
-    ReducePlan plan;
+    SegmentPlan plan;
     plan.packed = std::make_shared<const Layout>(group.layout.training(key.first));
     plan.layout = plan.packed;
     const std::vector<bool> direct = direct_reductions(*plan.layout, pack_below_bytes);

@@ -1,6 +1,6 @@
 // The CPU transport over shared memory (or one rank's own): the gather and reduction protocols of
 // docs/engine/shared_memory.md.
-#include "engine/transport/shm/host_transport.hpp"
+#include "engine/transport/shm/shared_memory_transport.hpp"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -13,7 +13,7 @@
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
@@ -22,13 +22,13 @@ namespace fsdp2x {
 
 namespace {
 
-cpu::GatherPost post_of(const Group& group) {
+cpu::GatherPost post_of(const ParamGroup& group) {
   return {group.gather.sequence, group.index, static_cast<uint32_t>(group.gather.slot.id), group.gather.slot.offset,
           group.layout.slot_bytes()};
 }
 
 // Ranks must mean the same thing by unit number n: its layout is compared through this number.
-uint64_t tag_of(const Group& group) {
+uint64_t tag_of(const ParamGroup& group) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
   for (const ParamPlace& place : group.layout.params()) {
     for (const int64_t value :
@@ -53,20 +53,20 @@ class Gathering {
 
 }  // namespace
 
-HostTransport::HostTransport(std::shared_ptr<cpu::ShmGroup> group)
+SharedMemoryTransport::SharedMemoryTransport(std::shared_ptr<cpu::ShmGroup> group)
     : group_(std::move(group)),
       gather_ledger_(cpu::ShmGroup::page_bytes()),
       scratch_ledger_(cpu::ShmGroup::page_bytes()) {}
 
-HostTransport::~HostTransport() = default;
+SharedMemoryTransport::~SharedMemoryTransport() = default;
 
-void HostTransport::register_group(Group& group) {
+void SharedMemoryTransport::register_group(ParamGroup& group) {
   group.index = num_groups_++;
   if (group_) group_->set_unit_name(group.index, group.name);
   if (epochs_.size() <= group.index) epochs_.resize(group.index + 1, 0);
 }
 
-std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
+std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
   const auto id = static_cast<size_t>(slot.id);
   if (memory.size() <= id) memory.resize(id + 1);
   if (!memory[id].defined()) {
@@ -76,7 +76,7 @@ std::byte* HostTransport::private_memory(std::vector<at::Tensor>& memory, const 
   return static_cast<std::byte*>(memory[id].data_ptr());
 }
 
-void HostTransport::begin_gather(Group& group) {
+void SharedMemoryTransport::begin_gather(ParamGroup& group) {
   if (group_ && gathers_.exchange(true)) {
     throw Error("fsdp2x: unit '" + group.name +
                 "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
@@ -92,7 +92,7 @@ void HostTransport::begin_gather(Group& group) {
   }
 }
 
-void HostTransport::post_rows(Group& group) {
+void SharedMemoryTransport::post_rows(ParamGroup& group) {
   GatherSlot& gather = group.gather;
   group.open_slot(gather_ledger_);
   gather.sequence = ++gather_sequence_;
@@ -111,7 +111,7 @@ void HostTransport::post_rows(Group& group) {
   if (group_) group_->post_gather(post_of(group));
 }
 
-void HostTransport::finish_gather(Group& group) {
+void SharedMemoryTransport::finish_gather(ParamGroup& group) {
   if (!group_) return;
   const cpu::GatherPost post = post_of(group);
   if (group_->gather_is_complete(post)) {
@@ -122,7 +122,7 @@ void HostTransport::finish_gather(Group& group) {
   group_->join_gather(post);
 }
 
-void HostTransport::release_gather(Group& group) {
+void SharedMemoryTransport::release_gather(ParamGroup& group) {
   const Slot& slot = group.gather.slot;
   if (group_) {
     group_->discard_private_pages(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
@@ -131,7 +131,7 @@ void HostTransport::release_gather(Group& group) {
   group.close_slot(gather_ledger_);
 }
 
-void HostTransport::sweep_closing() {
+void SharedMemoryTransport::sweep_closing() {
   while (!closing_.empty()) {
     const Closing& front = closing_.front();
     if (group_ && !group_->reduction_is_consumed(front.group, front.epoch)) return;
@@ -140,7 +140,7 @@ void HostTransport::sweep_closing() {
   }
 }
 
-void HostTransport::open_scratch(Group& group) {
+void SharedMemoryTransport::open_scratch(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   if (scratch.open) return;
   // One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
@@ -159,7 +159,7 @@ void HostTransport::open_scratch(Group& group) {
   scratch.open = true;
 }
 
-void HostTransport::acquire_scratch(Group& group, bool wide) {
+void SharedMemoryTransport::acquire_scratch(ParamGroup& group, bool wide) {
   Scratch& scratch = group.scratch;
   scratch.wide = wide;
   scratch.slot =
@@ -168,7 +168,7 @@ void HostTransport::acquire_scratch(Group& group, bool wide) {
                         : private_memory(scratch_memory_, scratch.slot);
 }
 
-void HostTransport::widen_scratch(Group& group) {
+void SharedMemoryTransport::widen_scratch(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   const Scratch narrow = scratch;
   acquire_scratch(group, /*wide=*/true);
@@ -183,18 +183,18 @@ void HostTransport::widen_scratch(Group& group) {
   scratch_ledger_.release(narrow.slot.id);
 }
 
-HostTransport::PackedGradient HostTransport::packed_gradient(const Group& group, size_t i, std::byte* scratch,
-                                                             uint8_t how) {
+SharedMemoryTransport::PackedGradient SharedMemoryTransport::packed_gradient(const ParamGroup& group, size_t i,
+                                                                             std::byte* scratch, uint8_t how) {
   const ParamPlace& place = group.layout.params()[i];
   if (how == kPackedWide) return {place.shape.reduce, scratch + place.wide_scratch_offset};
   return {place.shape.packed(), scratch + place.scratch_offset};
 }
 
-void HostTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+void SharedMemoryTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
   run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
 }
 
-void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+void SharedMemoryTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
   Scratch& scratch = group.scratch;
   const ParamPlace& place = group.layout.params()[i];
@@ -217,7 +217,7 @@ void HostTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   });
 }
 
-void HostTransport::begin_reduce(Group& group) {
+void SharedMemoryTransport::begin_reduce(ParamGroup& group) {
   if (!group.scratch.open) open_scratch(group);
   Scratch& scratch = group.scratch;
   if (group.options().reduce_unused_params) fill_unused(group);
@@ -230,9 +230,9 @@ void HostTransport::begin_reduce(Group& group) {
   group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset, group.root().forwards());
 }
 
-double HostTransport::before_sum(const Group& group) const { return group_ ? pre_divisor(group) : 1.0; }
+double SharedMemoryTransport::before_sum(const ParamGroup& group) const { return group_ ? pre_divisor(group) : 1.0; }
 
-void HostTransport::predivide(Group& group) {
+void SharedMemoryTransport::predivide(ParamGroup& group) {
   const double before = before_sum(group);
   if (before == 1.0) return;
   for (size_t i = 0; i < group.params.size(); ++i) {
@@ -242,7 +242,7 @@ void HostTransport::predivide(Group& group) {
   }
 }
 
-void HostTransport::fill_unused(Group& group) {
+void SharedMemoryTransport::fill_unused(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   for (size_t i = 0; i < group.params.size(); ++i) {
     const ParamPlace& place = group.layout.params()[i];
@@ -253,12 +253,12 @@ void HostTransport::fill_unused(Group& group) {
   }
 }
 
-bool HostTransport::needs_empty_reduction(const Group& group) const {
+bool SharedMemoryTransport::needs_empty_reduction(const ParamGroup& group) const {
   if (group.scratch.reduced_this_backward) return false;
   return group.reduces_unused() || (group_ && group.unit->armed);
 }
 
-bool HostTransport::finish_reduce(Group& group, bool flush) {
+bool SharedMemoryTransport::finish_reduce(ParamGroup& group, bool flush) {
   Scratch& scratch = group.scratch;
   if (!scratch.posted) return true;
   if (group_) {
@@ -277,7 +277,7 @@ bool HostTransport::finish_reduce(Group& group, bool flush) {
   return true;
 }
 
-HostTransport::Sources HostTransport::sources_of(Group& group) {
+SharedMemoryTransport::Sources SharedMemoryTransport::sources_of(ParamGroup& group) {
   const int world = group.layout.world();
   Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
   const size_t page = cpu::ShmGroup::page_bytes();
@@ -293,12 +293,13 @@ HostTransport::Sources HostTransport::sources_of(Group& group) {
   return sources;
 }
 
-bool HostTransport::Sources::any_filled(size_t param) const {
+bool SharedMemoryTransport::Sources::any_filled(size_t param) const {
   return std::any_of(filled.begin(), filled.end(),
                      [param](const uint8_t* flags) { return flags[param] != kNotPacked; });
 }
 
-void HostTransport::add_rows(const Group& group, const Sources& sources, size_t i, cpu::ReducePiece piece) {
+void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sources, size_t i,
+                                     cpu::ReducePiece piece) {
   const ParamPlace& place = group.layout.params()[i];
   if (place.shard_numel == 0) return;
   const auto first_row = static_cast<size_t>(place.rows.begin * place.shape.inner);
@@ -320,20 +321,20 @@ void HostTransport::add_rows(const Group& group, const Sources& sources, size_t 
   pieces_.push_back(piece);
 }
 
-void HostTransport::begin_rows(const Group& group, const Sources& sources) {
+void SharedMemoryTransport::begin_rows(const ParamGroup& group, const Sources& sources) {
   pieces_.clear();
   pointers_.resize(group.params.size() * sources.scratches.size());
   types_.resize(pointers_.size());
 }
 
-void HostTransport::sum_rows() {
+void SharedMemoryTransport::sum_rows() {
   const ReleaseGil released;
   std::vector<int64_t> numels;
   for (const cpu::ReducePiece& piece : pieces_) numels.push_back(piece.count * piece.piece_numel);
   for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(pieces_[i], begin, end); });
 }
 
-void HostTransport::sum(Group& group) {
+void SharedMemoryTransport::sum(ParamGroup& group) {
   const Sources sources = sources_of(group);
   const size_t num_params = group.params.size();
   std::vector<GradientTarget> targets(num_params);
@@ -365,7 +366,7 @@ void HostTransport::sum(Group& group) {
   group.gradients.release_if_unused(group.root().blocks);
 }
 
-void HostTransport::sum_into_segment(Group& group) {
+void SharedMemoryTransport::sum_into_segment(ParamGroup& group) {
   const Sources sources = sources_of(group);
   const DType type = group.reduce_type();
   const at::Tensor segment = at::zeros({static_cast<int64_t>(group.layout.flagged_segment_bytes())}, at::kByte);
@@ -385,18 +386,18 @@ void HostTransport::sum_into_segment(Group& group) {
   }
   sum_rows();
   consume(group);
-  group.take_segment(segment, reduce_plan(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
+  group.take_segment(segment, segment_layout(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
 }
 
-void HostTransport::consume(Group& group) {
+void SharedMemoryTransport::consume(ParamGroup& group) {
   if (group_) group_->consume_reduction(group.index, group.scratch.epoch);
 }
 
-std::shared_ptr<const Layout> HostTransport::reduce_plan(Group& group) {
+std::shared_ptr<const Layout> SharedMemoryTransport::segment_layout(ParamGroup& group) {
   return {std::shared_ptr<const Layout>(), &group.layout};  // lives as long as the group
 }
 
-void HostTransport::close_scratch(Group& group) {
+void SharedMemoryTransport::close_scratch(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   if (group_) {
     closing_.push_back({group.index, scratch.epoch, scratch.slot.id, group.unit->backward_position});
@@ -407,7 +408,7 @@ void HostTransport::close_scratch(Group& group) {
   scratch.data = nullptr;
 }
 
-bool HostTransport::abandon_reduce(Group& group) {
+bool SharedMemoryTransport::abandon_reduce(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   if (!scratch.open) return false;
   if (scratch.posted && group_) {
@@ -421,11 +422,11 @@ bool HostTransport::abandon_reduce(Group& group) {
   return true;
 }
 
-void HostTransport::publish_progress(uint64_t position) {
+void SharedMemoryTransport::publish_progress(uint64_t position) {
   if (group_) group_->publish_progress(position);
 }
 
-TransportStats HostTransport::stats() const {
+TransportStats SharedMemoryTransport::stats() const {
   TransportStats stats;
   stats.gather_slots_owned = gather_ledger_.num_owned();
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();

@@ -16,11 +16,11 @@
 
 namespace fsdp2x {
 
-class Group;
+class ParamGroup;
 
 inline constexpr size_t kPackEverything = std::numeric_limits<size_t>::max();  // so large is no parameter
 
-struct ReducePlan {
+struct SegmentPlan {
   std::shared_ptr<const Layout> layout;  // of the rows
   std::shared_ptr<const Layout> packed;  // of the segments: trains what is packed alone; else `layout` itself
   std::vector<size_t> direct;            // parameters that are not packed
@@ -39,13 +39,13 @@ struct ReducePlan {
   std::map<std::pair<size_t, DType>, std::vector<Copy>> copies_;
 };
 
-class ReducePlans {
+class SegmentPlans {
  public:
   // Of the parameters that are trainable now. Smaller gradients than `pack_below_bytes` are packed.
-  ReducePlan& of(const Group& group, size_t pack_below_bytes = kPackEverything);
+  SegmentPlan& of(const ParamGroup& group, size_t pack_below_bytes = kPackEverything);
 
  private:
-  std::map<std::pair<std::vector<bool>, size_t>, ReducePlan> plans_;
+  std::map<std::pair<std::vector<bool>, size_t>, SegmentPlan> plans_;
 };
 
 }  // namespace fsdp2x

@@ -1,5 +1,5 @@
 // A group: gather and free, gradients in, reduced rows out.
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -34,8 +34,8 @@ at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
 
 }  // namespace
 
-Group::Group(Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params, GroupCalls group_calls,
-             int replicas, at::Device group_device, Offload group_offload)
+ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
+                       GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
     : layout(std::move(group_layout)),
       pool(std::move(shard_pool)),
       device(group_device),
@@ -48,12 +48,12 @@ Group::Group(Layout group_layout, at::Tensor shard_pool, std::vector<Param> grou
   scratch.filled.assign(params.size(), 0);
 }
 
-void Group::rename(std::string new_name) {
+void ParamGroup::rename(std::string new_name) {
   name = std::move(new_name);
   if (post_forward) post_forward->rename(name + " (after forward)");
 }
 
-void throw_collective_error(const Group& group, const PyRef& explain, const std::string& operation) {
+void throw_collective_error(const ParamGroup& group, const PyRef& explain, const std::string& operation) {
   if (!explain) throw_python_error();
   pybind11::error_already_set error;
   const std::string what = operation + " of unit '" + group.name + "'";
@@ -66,13 +66,13 @@ void throw_collective_error(const Group& group, const PyRef& explain, const std:
   throw_python_error();
 }
 
-const UnitOptions& Group::options() const { return unit->options; }
+const UnitOptions& ParamGroup::options() const { return unit->options; }
 
-Root& Group::root() const { return *unit->root; }
+Root& ParamGroup::root() const { return *unit->root; }
 
 // --- parameters ---
 
-void Group::begin_gather() {
+void ParamGroup::begin_gather() {
   const OutsideTransforms outside;
   ++root().counters.gathers;
   call(calls.gather_slowly);  // before the pool is read: it refreshes aliases
@@ -82,7 +82,7 @@ void Group::begin_gather() {
 }
 
 // Shards whose storages other processes share now: optimizers write to them there, and gathers read the pool.
-void Group::fetch_moved_shards() {
+void ParamGroup::fetch_moved_shards() {
   if (!pool.is_cpu()) return;  // only memory of the host can be shared so
   auto* const begin = static_cast<std::byte*>(pool.data_ptr());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -94,7 +94,7 @@ void Group::fetch_moved_shards() {
   }
 }
 
-void Group::check_registered() const {
+void ParamGroup::check_registered() const {
   for (size_t i = 0; i < params.size(); ++i) {
     PyObject* const found = params[i].registered_instead_of(registered_while_sharded(i));
     if (found == nullptr) continue;
@@ -106,18 +106,18 @@ void Group::check_registered() const {
   }
 }
 
-PyObject* Group::registered_while_sharded(size_t param) const {
+PyObject* ParamGroup::registered_while_sharded(size_t param) const {
   return holds_post_forward_ ? post_forward_params_[param].get() : params[param].sharded_object();
 }
 
-void Group::register_again() const {
+void ParamGroup::register_again() const {
   for (size_t i = 0; i < params.size(); ++i) {
     PyObject* const found = params[i].registered_instead_of(params[i].unsharded_object());
     if (found != nullptr && found == registered_while_sharded(i)) params[i].register_unsharded();
   }
 }
 
-void Group::finish_gather() {
+void ParamGroup::finish_gather() {
   const OutsideTransforms outside;
   gathered_from_->transport->finish_gather(*gathered_from_);
   call(calls.finish_slowly);
@@ -132,7 +132,7 @@ void Group::finish_gather() {
   attach_accumulator_hooks();
 }
 
-void Group::free() {
+void ParamGroup::free() {
   const OutsideTransforms outside;
   is_filled_ = false;
   {
@@ -146,13 +146,13 @@ void Group::free() {
   release_slot();
 }
 
-const Slot& Group::open_slot(SlotLedger& ledger) {
+const Slot& ParamGroup::open_slot(SlotLedger& ledger) {
   gather.slot = gather.kept.id >= 0 ? ledger.reuse(gather.kept.id)
                                     : ledger.acquire(std::max<size_t>(layout.slot_bytes(), 1), name);
   return gather.slot;
 }
 
-bool Group::close_slot(SlotLedger& ledger) {
+bool ParamGroup::close_slot(SlotLedger& ledger) {
   const Slot slot = gather.slot;
   gather = GatherSlot();
   if (options().keep_unsharded_storage) {
@@ -163,20 +163,20 @@ bool Group::close_slot(SlotLedger& ledger) {
   return true;
 }
 
-void Group::release_slot() {
+void ParamGroup::release_slot() {
   root().counters.parameter_stores += params.size();
   call(calls.free_slowly);
   gathered_from_->transport->release_gather(*gathered_from_);
 }
 
-void Group::set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded) {
+void ParamGroup::set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded) {
   post_forward = std::move(group);
   post_forward->unit = unit;
   rename(name);
   post_forward_params_ = std::move(sharded);
 }
 
-const CopyProgram& Group::rows_to_keep(const Group& source) {
+const CopyProgram& ParamGroup::rows_to_keep(const ParamGroup& source) {
   CopyProgram& program = rows_to_keep_[&source];
   if (!program.empty()) return program;
   // Whole parameters lie in both slots, not always at the same offsets.
@@ -192,7 +192,7 @@ const CopyProgram& Group::rows_to_keep(const Group& source) {
   return program;
 }
 
-void Group::free_after_forward() {
+void ParamGroup::free_after_forward() {
   if (!post_forward) return free();
   const OutsideTransforms outside;
   is_filled_ = false;
@@ -208,20 +208,20 @@ void Group::free_after_forward() {
   release_slot();
 }
 
-void Group::drop_post_forward() {
+void ParamGroup::drop_post_forward() {
   if (!std::exchange(holds_post_forward_, false)) return;
   pybind11::gil_scoped_acquire gil;
   for (const Param& param : params) param.register_sharded();
 }
 
-void Group::cancel_gather() {
+void ParamGroup::cancel_gather() {
   const OutsideTransforms outside;
   if (is_filled_) return free();  // another group of the unit failed
   call(calls.free_slowly);
   gathered_from_->transport->release_gather(*gathered_from_);
 }
 
-void Group::attach_accumulator_hooks() {
+void ParamGroup::attach_accumulator_hooks() {
   const std::optional<c10::Stream> current = current_stream(device);
   for (size_t i = 0; i < params.size(); ++i) {
     Param& param = params[i];
@@ -252,7 +252,7 @@ void Group::attach_accumulator_hooks() {
 
 // --- gradients ---
 
-at::Tensor Group::plain(const at::Tensor& gradient, size_t param) const {
+at::Tensor ParamGroup::plain(const at::Tensor& gradient, size_t param) const {
   pybind11::gil_scoped_acquire gil;
   const PyRef object = PyRef::steal(THPVariable_Wrap(gradient));
   const PyRef local = PyRef::steal(
@@ -262,7 +262,7 @@ at::Tensor Group::plain(const at::Tensor& gradient, size_t param) const {
   return THPVariable_Unpack(local.get());
 }
 
-void Group::pack_gradient(size_t i) {
+void ParamGroup::pack_gradient(size_t i) {
   if (params[i].unsharded_object() == nullptr) return;
   const at::Tensor& parameter = params[i].unsharded();
   if (!parameter.grad().defined()) return;
@@ -281,18 +281,18 @@ void Group::pack_gradient(size_t i) {
   transport->pack(*this, i, gradient);
 }
 
-void Group::sweep_gradients() {
+void ParamGroup::sweep_gradients() {
   for (size_t i = 0; i < params.size(); ++i) pack_gradient(i);
 }
 
-void Group::begin_reduce() {
+void ParamGroup::begin_reduce() {
   const OutsideTransforms outside;
   ++root().counters.reductions;
   scratch.parts.add(root().backward_number(), /*is_first=*/!scratch.open);
   transport->begin_reduce(*this);
 }
 
-bool Group::finish_reduce(bool flush) {
+bool ParamGroup::finish_reduce(bool flush) {
   const OutsideTransforms outside;
   const bool holds_earlier =
       scratch.posted && (scratch.parts.backward != root().backward_number() || scratch.parts.holds_earlier);
@@ -305,7 +305,7 @@ bool Group::finish_reduce(bool flush) {
   }
 }
 
-bool Group::reduces_unused() const {
+bool ParamGroup::reduces_unused() const {
   if (!options().reduce_unused_params) return false;
   for (size_t i = 0; i < params.size(); ++i) {
     if (layout.params()[i].shape.trainable && params[i].sharded().requires_grad()) return true;
@@ -313,26 +313,26 @@ bool Group::reduces_unused() const {
   return false;
 }
 
-bool Group::gathers_alone() const { return layout.world() == 1 || layout.gather_segment_bytes() == 0; }
+bool ParamGroup::gathers_alone() const { return layout.world() == 1 || layout.gather_segment_bytes() == 0; }
 
-DType Group::reduce_type() const {
+DType ParamGroup::reduce_type() const {
   for (const ParamPlace& place : layout.params()) {
     if (place.shape.reduce != DType::byte) return place.shape.reduce;
   }
   return DType::f32;
 }
 
-bool Group::averages() const {
+bool ParamGroup::averages() const {
   // fp16 sums overflow early, so they are divided in two halves around the collective.
   if (options().force_sum_reduction || reduce_type() == DType::f16) return false;
   return divisor() == static_cast<double>(layout.world() * replicas_);
 }
 
-double Group::divisor() const {
+double ParamGroup::divisor() const {
   return options().divide_factor.value_or(static_cast<double>(layout.world() * replicas_));
 }
 
-double pre_divisor(const Group& group) {
+double pre_divisor(const ParamGroup& group) {
   if (group.reduce_type() != DType::f16) return 1.0;
   const double factor = group.divisor();
   double before = 1.0;
@@ -340,7 +340,7 @@ double pre_divisor(const Group& group) {
   return before;
 }
 
-void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor) {
+void ParamGroup::take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor) {
   if (!has_replicas()) {
     attach_segment(segment, *plan, divisor);
     return;
@@ -363,11 +363,11 @@ void Group::take_segment(const at::Tensor& segment, const std::shared_ptr<const 
   partial_divisor_ = divisor;
 }
 
-void Group::all_reduce() {
+void ParamGroup::all_reduce() {
   const OutsideTransforms outside;
   if (!partial_.defined()) {
     // No gradient here, but other replicas may have some: zeros, flags included.
-    partial_plan_ = transport->reduce_plan(*this);
+    partial_plan_ = transport->segment_layout(*this);
     partial_ = at::zeros({static_cast<int64_t>(partial_plan_->flagged_segment_bytes())},
                          at::TensorOptions().dtype(at::kByte).device(device));
     partial_divisor_ = averages() ? 1.0 : divisor() / pre_divisor(*this);
@@ -382,7 +382,7 @@ void Group::all_reduce() {
   }
 }
 
-void Group::all_reduce(const at::Tensor& partial) {
+void ParamGroup::all_reduce(const at::Tensor& partial) {
   {
     pybind11::gil_scoped_acquire gil;
     const PyRef rows = PyRef::steal(THPVariable_Wrap(typed(partial, reduce_type(), 0, partial.nbytes())));
@@ -394,7 +394,7 @@ void Group::all_reduce(const at::Tensor& partial) {
   attach_segment(partial, *partial_plan_, partial_divisor_);
 }
 
-void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double divisor) {
+void ParamGroup::attach_segment(const at::Tensor& segment, const Layout& plan, double divisor) {
   const DType type = reduce_type();
   const size_t flags_at = plan.reduce_segment_bytes();
   const at::Tensor flags = typed(segment, type, flags_at, params.size() * dtype_bytes(type))
@@ -421,7 +421,7 @@ void Group::attach_segment(const at::Tensor& segment, const Layout& plan, double
   gradients.release_if_unused(root().blocks);
 }
 
-void Group::attach(size_t param, const GradientTarget& target) {
+void ParamGroup::attach(size_t param, const GradientTarget& target) {
   gradients.attach(param, target);
   const at::Tensor& sharded = params[param].sharded();
   auto& hook = torch::autograd::impl::post_acc_grad_hooks(sharded);
@@ -436,13 +436,13 @@ void Group::attach(size_t param, const GradientTarget& target) {
   }
 }
 
-void Group::drop_partial() {
+void ParamGroup::drop_partial() {
   partial_ = at::Tensor();
   partial_parts_ = Parts();
   transport->drop_partial(*this);
 }
 
-void Group::abandon_backward() {
+void ParamGroup::abandon_backward() {
   const OutsideTransforms outside;
   const uint64_t number = root().backward_number();
   const bool is_in_scratch = scratch.parts.backward == number;
@@ -455,7 +455,7 @@ void Group::abandon_backward() {
   drop_unpacked();
 }
 
-void Group::drop_gradients() {
+void ParamGroup::drop_gradients() {
   const OutsideTransforms outside;
   transport->abandon_reduce(*this);
   drop_partial();
@@ -463,7 +463,7 @@ void Group::drop_gradients() {
   drop_unpacked();
 }
 
-void Group::drop_unpacked() {
+void ParamGroup::drop_unpacked() {
   for (const Param& param : params) {
     if (param.unsharded_object() != nullptr) param.unsharded().mutable_grad() = at::Tensor();
   }

@@ -38,12 +38,12 @@ struct GroupCalls {
   PyRef explain_all_reduce;       // the same over the replicas
 };
 
-class Group {
+class ParamGroup {
  public:
   // `device`: where it is gathered and reduced. `offload`: what lies in host memory; only transports with streams can
   // do that.
-  Group(Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas, at::Device device,
-        Offload offload);
+  ParamGroup(Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas,
+             at::Device device, Offload offload);
 
   // What errors and the ledgers call it, and its smaller world with it.
   void rename(std::string new_name);
@@ -67,7 +67,7 @@ class Group {
   bool close_slot(SlotLedger& ledger);
   // `group` has the layout of the smaller world in the compute dtype, a pool and a transport, and no parameters;
   // `sharded` are the parameters to register meanwhile, over its pool.
-  void set_post_forward(std::shared_ptr<Group> group, std::vector<PyRef> sharded);
+  void set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded);
 
   // --- gradients ---
   // Called by the hook on the parameter's AccumulateGrad node.
@@ -132,7 +132,7 @@ class Group {
   Gradients gradients;
   GatherSlot gather;
   Scratch scratch;
-  std::shared_ptr<Group> post_forward;
+  std::shared_ptr<ParamGroup> post_forward;
 
  private:
   // Throws unless modules register what they were given last, the sharded parameters.
@@ -144,16 +144,16 @@ class Group {
   void release_slot();
   void fetch_moved_shards();
   void attach_accumulator_hooks();
-  const CopyProgram& rows_to_keep(const Group& source);
+  const CopyProgram& rows_to_keep(const ParamGroup& source);
   void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
   int replicas_;
   bool is_filled_ = false;
   bool holds_post_forward_ = false;
-  Group* gathered_from_ = this;  // whose transport and slot the last gather used
+  ParamGroup* gathered_from_ = this;  // whose transport and slot the last gather used
   std::vector<PyRef> post_forward_params_;
-  std::map<const Group*, CopyProgram> rows_to_keep_;  // from the slot of the group that was gathered -> its pool
+  std::map<const ParamGroup*, CopyProgram> rows_to_keep_;  // from the slot of the group that was gathered -> its pool
   at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
   std::shared_ptr<const Layout> partial_plan_;
   double partial_divisor_ = 1.0;
@@ -162,6 +162,6 @@ class Group {
 
 // Throws the exception that a collective of `group` left in the interpreter, as `explain` tells it. `operation`:
 // "all-gather".
-[[noreturn]] void throw_collective_error(const Group& group, const PyRef& explain, const std::string& operation);
+[[noreturn]] void throw_collective_error(const ParamGroup& group, const PyRef& explain, const std::string& operation);
 
 }  // namespace fsdp2x

@@ -1,5 +1,5 @@
 // The transport over a torch.distributed process group.
-#include "engine/transport/process_group/group_transport.hpp"
+#include "engine/transport/process_group/process_group_transport.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,7 +9,7 @@
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
-#include "engine/params/group.hpp"
+#include "engine/params/param_group.hpp"
 #include "engine/schedule/root.hpp"
 
 namespace fsdp2x {
@@ -27,32 +27,34 @@ DType wire_type(const Layout& layout) {
 
 }  // namespace
 
-GroupTransport::GroupTransport(Collectives collectives)
+ProcessGroupTransport::ProcessGroupTransport(Collectives collectives)
     : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes) {}
 
-GroupTransport::PerGroup& GroupTransport::per_group(const Group& group) { return groups_[group.index]; }
+ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGroup& group) {
+  return groups_[group.index];
+}
 
-void GroupTransport::register_group(Group& group) {
+void ProcessGroupTransport::register_group(ParamGroup& group) {
   group.index = num_groups_++;
   PerGroup& mine = per_group(group);
   mine.group = &group;
   mine.segments_to_slot = joined(group.layout.segments_to_slot(group.layout.gather_segment_bytes()));
 }
 
-at::Tensor GroupTransport::take(size_t bytes) {
+at::Tensor ProcessGroupTransport::take(size_t bytes) {
   ++num_allocations_;
   memory_bytes_ += bytes;
   peak_memory_bytes_ = std::max(peak_memory_bytes_, memory_bytes_);
   return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
 }
 
-void GroupTransport::give_back(at::Tensor& memory) {
+void ProcessGroupTransport::give_back(at::Tensor& memory) {
   if (!memory.defined()) return;
   memory_bytes_ -= memory.nbytes();
   memory = at::Tensor();
 }
 
-void GroupTransport::wait(const Group& group, Staging& staging, const char* operation) {
+void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, const char* operation) {
   if (!staging.work) return;
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
@@ -60,14 +62,14 @@ void GroupTransport::wait(const Group& group, Staging& staging, const char* oper
   if (!done) throw_collective_error(group, group.calls.explain, operation);
 }
 
-void GroupTransport::open_slot(Group& group) {
+void ProcessGroupTransport::open_slot(ParamGroup& group) {
   const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
   if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
   if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather.slot.bytes);
   group.gather.write = group.gather.read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
-void GroupTransport::begin_gather(Group& group) {
+void ProcessGroupTransport::begin_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (group.gathers_alone()) {
     open_slot(group);
@@ -90,7 +92,7 @@ void GroupTransport::begin_gather(Group& group) {
   ++group.root().counters.python_calls;
 }
 
-void GroupTransport::finish_gather(Group& group) {
+void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   if (group.gathers_alone()) return;
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
@@ -99,7 +101,7 @@ void GroupTransport::finish_gather(Group& group) {
   give_back(mine.gather.memory);
 }
 
-void GroupTransport::release_gather(Group& group) {
+void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   give_back(mine.gather.memory);
@@ -107,11 +109,11 @@ void GroupTransport::release_gather(Group& group) {
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
 }
 
-std::shared_ptr<const Layout> GroupTransport::reduce_plan(Group& group) {
+std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& group) {
   return per_group(group).plans.of(group).layout;
 }
 
-void GroupTransport::open_scratch(Group& group) {
+void ProcessGroupTransport::open_scratch(ParamGroup& group) {
   group.root().finish_pending();  // its staging serves this unit, too
   for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
   PerGroup& mine = per_group(group);
@@ -124,14 +126,14 @@ void GroupTransport::open_scratch(Group& group) {
   ++num_scratches_;
 }
 
-void GroupTransport::write_pool(Group& group, const CopyProgram& rows, const void* slot) {
+void ProcessGroupTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
   run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
 }
 
-void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
+void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   Scratch& scratch = group.scratch;
   if (!scratch.open) open_scratch(group);
-  ReducePlan* plan = per_group(group).plan;
+  SegmentPlan* plan = per_group(group).plan;
   if (!plan->layout->params()[i].shape.trainable) {
     throw Error(
         "fsdp2x: '" + group.params[i].fqn() +
@@ -149,7 +151,7 @@ void GroupTransport::pack(Group& group, size_t i, const at::Tensor& gradient) {
   }
 }
 
-void GroupTransport::fill_gaps(Group& group) {
+void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   Scratch& scratch = group.scratch;
   const DType type = group.reduce_type();
@@ -172,7 +174,7 @@ void GroupTransport::fill_gaps(Group& group) {
   run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), scratch.data);
 }
 
-void GroupTransport::begin_reduce(Group& group) {
+void ProcessGroupTransport::begin_reduce(ParamGroup& group) {
   if (!group.scratch.open) open_scratch(group);
   PerGroup& mine = per_group(group);
   group.scratch.posted = true;
@@ -194,11 +196,11 @@ void GroupTransport::begin_reduce(Group& group) {
   ++group.root().counters.python_calls;
 }
 
-bool GroupTransport::needs_empty_reduction(const Group& group) const {
+bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const {
   return group.reduces_unused() && !group.scratch.reduced_this_backward;
 }
 
-bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
+bool ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
   if (!group.scratch.posted) return true;
   PerGroup& mine = per_group(group);
   wait(group, mine.reduced, "reduction");
@@ -214,7 +216,7 @@ bool GroupTransport::finish_reduce(Group& group, bool /*flush*/) {
   return true;
 }
 
-bool GroupTransport::abandon_reduce(Group& group) {
+bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   Scratch& scratch = group.scratch;
   if (!scratch.open) return false;
   PerGroup& mine = per_group(group);
@@ -228,7 +230,7 @@ bool GroupTransport::abandon_reduce(Group& group) {
   return true;
 }
 
-TransportStats GroupTransport::stats() const {
+TransportStats ProcessGroupTransport::stats() const {
   TransportStats stats;
   stats.gather_slots_owned = gather_ledger_.num_owned();
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();
@@ -240,7 +242,7 @@ TransportStats GroupTransport::stats() const {
   return stats;
 }
 
-std::vector<Transport::Loan> GroupTransport::loans() const {
+std::vector<Transport::Loan> ProcessGroupTransport::loans() const {
   std::vector<Loan> found;
   for (const at::Tensor& slot : slot_memory_) {
     if (slot.defined()) found.push_back({"slot", "", slot.const_data_ptr(), slot.nbytes()});

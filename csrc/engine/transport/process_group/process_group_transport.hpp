@@ -10,7 +10,7 @@
 #include <map>
 #include <vector>
 
-#include "engine/transport/reduce_plans.hpp"
+#include "engine/transport/segment_plans.hpp"
 #include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
@@ -23,23 +23,23 @@ struct Collectives {
   PyRef wait;
 };
 
-class GroupTransport final : public Transport {
+class ProcessGroupTransport final : public Transport {
  public:
-  explicit GroupTransport(Collectives collectives);
+  explicit ProcessGroupTransport(Collectives collectives);
 
   const char* name() const override { return "process_group"; }
   bool is_frugal() const override { return true; }
-  void register_group(Group& group) override;
-  void begin_gather(Group& group) override;
-  void finish_gather(Group& group) override;
-  void release_gather(Group& group) override;
-  void write_pool(Group& group, const CopyProgram& rows, const void* slot) override;
-  void pack(Group& group, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(Group& group) override;
-  bool needs_empty_reduction(const Group& group) const override;
-  bool finish_reduce(Group& group, bool flush) override;
-  std::shared_ptr<const Layout> reduce_plan(Group& group) override;
-  bool abandon_reduce(Group& group) override;
+  void register_group(ParamGroup& group) override;
+  void begin_gather(ParamGroup& group) override;
+  void finish_gather(ParamGroup& group) override;
+  void release_gather(ParamGroup& group) override;
+  void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  void begin_reduce(ParamGroup& group) override;
+  bool needs_empty_reduction(const ParamGroup& group) const override;
+  bool finish_reduce(ParamGroup& group, bool flush) override;
+  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
+  bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
@@ -51,21 +51,21 @@ class GroupTransport final : public Transport {
     PyRef work;
   };
   struct PerGroup {
-    const Group* group = nullptr;
+    const ParamGroup* group = nullptr;
     Staging gather;
     Staging reduction;                   // W segments laid end to end
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
-    ReducePlans plans;
-    ReducePlan* plan = nullptr;  // of the open scratch
+    SegmentPlans plans;
+    SegmentPlan* plan = nullptr;  // of the open scratch
   };
-  void open_slot(Group& group);
-  void open_scratch(Group& group);
-  void fill_gaps(Group& group);  // zeros and flags
+  void open_slot(ParamGroup& group);
+  void open_scratch(ParamGroup& group);
+  void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
-  void wait(const Group& group, Staging& staging, const char* operation);
-  PerGroup& per_group(const Group& group);
+  void wait(const ParamGroup& group, Staging& staging, const char* operation);
+  PerGroup& per_group(const ParamGroup& group);
 
   Collectives collectives_;
   SlotLedger gather_ledger_;
