@@ -17,12 +17,6 @@ std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRang
   return result;
 }
 
-std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<MemoryRange> result;
-  for (const at::Tensor& tensor : tensors) result.push_back({tensor.const_data_ptr(), tensor.nbytes()});
-  return result;
-}
-
 }  // namespace
 
 void bind_device(py::module_& m) {

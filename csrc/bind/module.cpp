@@ -15,7 +15,7 @@
 #include "engine/memory/storage.hpp"
 #include "engine/schedule/hooks.hpp"
 #include "engine/schedule/root.hpp"
-#include "engine/schedule/unit.hpp"
+#include "engine/schedule/unit_move.hpp"
 #include "engine/torch/parallel.hpp"
 #include "engine/transport/process_group/process_group_transport.hpp"
 #include "engine/transport/shm/host_all_reduce.hpp"
@@ -82,14 +82,14 @@ py::dict stats_of(const Root& root) {
   result["resident_shard_bytes"] = stats.resident_shard_bytes;
   result["transport_allocations"] = stats.num_allocations;
   result["owners"] = stats.owners;
-  result["gradient_block_allocations"] = root.blocks.num_allocations();
-  result["gathers"] = root.counters.gathers;
-  result["prefetched_gathers"] = root.counters.prefetched_gathers;
-  result["reductions"] = root.counters.reductions;
-  result["parameter_stores"] = root.counters.parameter_stores;
-  uint64_t python_calls = root.counters.python_calls;
+  result["gradient_block_allocations"] = root.blocks().num_allocations();
+  result["gathers"] = root.counters().gathers;
+  result["prefetched_gathers"] = root.counters().prefetched_gathers;
+  result["reductions"] = root.counters().reductions;
+  result["parameter_stores"] = root.counters().parameter_stores;
+  uint64_t python_calls = root.counters().python_calls;
   for (const auto& unit : root.units()) {
-    for (const auto& group : unit->groups) python_calls += group->gradients.num_python_calls();
+    for (const auto& group : unit->groups) python_calls += group->gradients().num_python_calls();
   }
   result["python_calls"] = python_calls;
   return result;
@@ -180,10 +180,7 @@ void bind_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
       .def(py::init<>())
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
-      .def("add_post_forward",
-           [](Root& self, const std::shared_ptr<ParamGroup>& group, const std::shared_ptr<Transport>& transport) {
-             self.add_post_forward(*group, transport);
-           })
+      .def("add_post_forward", &Root::add_post_forward, py::arg("group"), py::arg("transport"))
       .def("add_replicas",
            [](Root& self, const HostAllReduce& all_reduce) { self.add_replicas(all_reduce.shared_group()); })
       .def("reset", &Root::reset)
@@ -220,10 +217,10 @@ void bind_call(py::class_<ParamGroup, std::shared_ptr<ParamGroup>>& group, const
   group.def_property(
       name,
       [](const ParamGroup& self) {
-        PyObject* object = (self.calls.*Member).get();
+        PyObject* object = (self.calls().*Member).get();
         return object == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(object);
       },
-      [](ParamGroup& self, const py::object& function) { self.calls.*Member = own_unless_none(function); });
+      [](ParamGroup& self, const py::object& function) { self.calls().*Member = own_unless_none(function); });
 }
 
 void bind_group(py::module_& m) {
@@ -245,7 +242,7 @@ void bind_group(py::module_& m) {
            }),
            py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"), py::arg("add_to_foreign"),
            py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"), py::arg("offload"))
-      .def("forget_gradients", [](ParamGroup& self) { self.gradients.forget(); })
+      .def("forget_gradients", [](ParamGroup& self) { self.gradients().forget(); })
       .def("set_post_forward",
            [](ParamGroup& self, const Layout& layout, const at::Tensor& pool, const std::vector<py::object>& sharded,
               const py::object& explain) {
@@ -254,47 +251,45 @@ void bind_group(py::module_& m) {
              GroupCalls calls;
              calls.explain = own_unless_none(explain);
              self.set_post_forward(std::make_shared<ParamGroup>(layout, pool, std::vector<Param>(), std::move(calls),
-                                                                /*replicas=*/1, self.device, Offload::nothing),
+                                                                /*replicas=*/1, self.device(), Offload::nothing),
                                    std::move(params));
            })
-      .def("clear_post_forward",
-           [](ParamGroup& self) {
-             self.drop_post_forward();
-             self.post_forward.reset();
-           })
+      .def("clear_post_forward", &ParamGroup::clear_post_forward)
       .def("set_sharded_param",
            [](ParamGroup& self, size_t index, const py::object& param, const py::object& spec) {
-             self.params.at(index).set_sharded_object(own(param));
-             self.params.at(index).set_gradient_spec(own(spec));
+             self.params().at(index).set_sharded_object(own(param));
+             self.params().at(index).set_gradient_spec(own(spec));
            })
       // The local tensors of the sharded parameters; None for one that does not lie in the pool.
       .def("watch_shards",
            [](ParamGroup& self, const std::vector<std::optional<at::Tensor>>& locals) {
              for (size_t i = 0; i < locals.size(); ++i) {
-               self.params.at(i).watch_shard(locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
+               self.params().at(i).watch_shard(locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
              }
            })
       .def("set_unsharded_param",
            [](ParamGroup& self, size_t index, const py::object& param) {
-             self.params.at(index).set_unsharded_object(own(param));
+             self.params().at(index).set_unsharded_object(own(param));
            })
       .def("unsharded_param",
            [](const ParamGroup& self, size_t index) {
-             return py::reinterpret_borrow<py::object>(self.params.at(index).unsharded_object());
+             return py::reinterpret_borrow<py::object>(self.params().at(index).unsharded_object());
            })
-      .def_readonly("name", &ParamGroup::name)
-      .def_readonly("index", &ParamGroup::index)
-      .def_readonly("pool", &ParamGroup::pool)
-      .def_property_readonly("has_streams", [](const ParamGroup& self) { return self.transport->has_streams(); })
-      .def_property_readonly("transport_name", [](const ParamGroup& self) { return self.transport->name(); })
-      .def_property_readonly("slot_bytes", [](const ParamGroup& self) { return self.layout.slot_bytes(); })
-      .def_property_readonly("shard_pool_bytes", [](const ParamGroup& self) { return self.layout.shard_pool_bytes(); })
+      .def_property_readonly("name", &ParamGroup::name)
+      .def_property_readonly("index", &ParamGroup::index)
+      .def_property_readonly("pool", &ParamGroup::pool)
+      .def_property_readonly("has_streams", [](const ParamGroup& self) { return self.transport().has_streams(); })
+      .def_property_readonly("transport_name", [](const ParamGroup& self) { return self.transport().name(); })
+      .def_property_readonly("slot_bytes", [](const ParamGroup& self) { return self.layout().slot_bytes(); })
+      .def_property_readonly("shard_pool_bytes",
+                             [](const ParamGroup& self) { return self.layout().shard_pool_bytes(); })
       .def_property_readonly("gradient_pool_address",
                              [](const ParamGroup& self) {
-                               const at::Tensor& pool = self.gradients.pool();
+                               const at::Tensor& pool = self.gradients().pool();
                                return reinterpret_cast<uintptr_t>(pool.defined() ? pool.const_data_ptr() : nullptr);
                              })
-      .def_property_readonly("gradient_pool_bytes", [](const ParamGroup& self) { return self.gradients.pool_bytes(); });
+      .def_property_readonly("gradient_pool_bytes",
+                             [](const ParamGroup& self) { return self.gradients().pool_bytes(); });
   bind_call<&GroupCalls::all_reduce>(group, "all_reduce");
   bind_call<&GroupCalls::all_reduce_hook>(group, "all_reduce_hook");
   bind_call<&GroupCalls::all_gather>(group, "all_gather");
@@ -332,12 +327,12 @@ void bind_unit(py::module_& m) {
       .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, UnitOptions>(), py::arg("name"),
            py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
-      .def("begin_unshard", &Unit::begin_unshard)
-      .def("finish_unshard", &Unit::finish_unshard)
-      .def("unshard", &Unit::unshard)
+      .def("begin_unshard", [](Unit& self) { self.root->begin_unshard(self); })
+      .def("finish_unshard", [](Unit& self) { self.root->finish_unshard(self); })
+      .def("unshard", [](Unit& self) { self.root->unshard(self); })
       .def("reshard", &Unit::reshard)
-      .def("reset", &Unit::reset)
-      .def("pre_backward", &Unit::pre_backward, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "pre_backward", [](Unit& self) { self.root->pre_backward(self); }, py::call_guard<py::gil_scoped_release>())
       .def("set_forward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
              set_prefetch(unit.forward_prefetch, units);

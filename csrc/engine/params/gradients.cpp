@@ -93,17 +93,17 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   entry.alone = Counts();
 }
 
-std::optional<at::Tensor> Gradients::take_pool(BlockPool& blocks) {
+std::optional<at::Tensor> Gradients::take_pool() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     if (params_[i].sharded().grad().defined()) return std::nullopt;
     if (entry.tensor.defined() && (!entry.in_block || held_elsewhere(entry))) return std::nullopt;
   }
-  if (!block_.defined()) block_ = blocks.take(block_bytes_, memory_);
+  if (!block_.defined()) block_ = commons_->blocks.take(block_bytes_, memory_);
   return block_;
 }
 
-GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
+GradientTarget Gradients::prepare(size_t param) {
   GradientTarget target;
   const ParamPlace& place = layout_.params()[param];
   const at::Tensor& sharded = params_[param].sharded();
@@ -128,7 +128,7 @@ GradientTarget Gradients::prepare(size_t param, BlockPool& blocks) {
     target.is_new = true;
   } else if (!entry.tensor.defined() || entry.in_block) {
     const bool fresh_block = !block_.defined();
-    if (fresh_block) block_ = blocks.take(block_bytes_, memory_);
+    if (fresh_block) block_ = commons_->blocks.take(block_bytes_, memory_);
     target.is_new = fresh_block;
     if (!entry.tensor.defined()) {
       make(param, block_, place.shard_offset, /*in_block=*/true);
@@ -153,7 +153,7 @@ void Gradients::attach(size_t param, const GradientTarget& target) {
   }
 }
 
-bool Gradients::release_if_unused(BlockPool& blocks) {
+bool Gradients::release_if_unused() {
   if (!block_.defined()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
@@ -164,7 +164,7 @@ bool Gradients::release_if_unused(BlockPool& blocks) {
       point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, memory_.device());
     }
   }
-  blocks.give_back(std::move(block_), memory_, blocks_stay_);
+  commons_->blocks.give_back(std::move(block_), memory_, blocks_stay_);
   block_ = at::Tensor();
   return true;
 }

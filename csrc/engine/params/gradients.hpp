@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -44,6 +45,21 @@ class BlockPool {
   size_t num_allocations_ = 0;
 };
 
+// Counted since the root was made; read by tests and by describe().
+struct Counters {
+  uint64_t gathers = 0;
+  uint64_t prefetched_gathers = 0;
+  uint64_t reductions = 0;
+  uint64_t parameter_stores = 0;
+  uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores; user hooks are not counted
+};
+
+// What the groups below one root share; the root's.
+struct Commons {
+  BlockPool blocks;
+  Counters counters;
+};
+
 // Where the reduction of one parameter goes.
 struct GradientTarget {
   void* data = nullptr;     // this rank's rows, contiguous, dtype of `.grad`
@@ -51,6 +67,9 @@ struct GradientTarget {
   bool is_new = false;      // the memory was just allocated
   at::Tensor foreign;       // memory for a sum that is added to a `.grad` that is not ours
 };
+
+// By parameter; null: no rank has a gradient of it.
+using GradientTargets = std::vector<std::optional<GradientTarget>>;
 
 // Every member function needs the GIL.
 class Gradients {
@@ -60,25 +79,31 @@ class Gradients {
   Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
             PyRef add_to_foreign);
 
+  // Whose blocks it takes, from now on.
+  void use(std::shared_ptr<Commons> commons) { commons_ = std::move(commons); }
   // Whether its blocks are kept between steps.
   void set_blocks_stay(bool stay) { blocks_stay_ = stay; }
   // The pool takes at least so many bytes, from its next block on.
   void reserve(size_t bytes) { block_bytes_ = std::max(block_bytes_, bytes); }
   // The whole pool to write this step's gradients into, when no parameter has a gradient and nobody holds the last
   // ones.
-  std::optional<at::Tensor> take_pool(BlockPool& blocks);
+  std::optional<at::Tensor> take_pool();
   // Decides how the gradient of `param` is written; takes memory when there is none.
-  GradientTarget prepare(size_t param, BlockPool& blocks);
+  GradientTarget prepare(size_t param);
   // Makes the written gradient visible as `.grad`.
   void attach(size_t param, const GradientTarget& target);
   // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
   // Returns whether it was given back now.
-  bool release_if_unused(BlockPool& blocks);
+  bool release_if_unused();
   // After parameters moved or changed their dtype: forget every gradient tensor.
   void forget();
   uint64_t num_python_calls() const { return num_python_calls_; }
   const at::Tensor& pool() const { return block_; }  // undefined: no gradient is in it
-  const at::TensorOptions& memory() const { return memory_; }
+  // Memory that is no gradient, of the same kind.
+  at::Tensor take_block(size_t bytes) { return commons_->blocks.take(bytes, memory_); }
+  // Blocks that were new, of the whole root.
+  size_t num_allocations() const { return commons_->blocks.num_allocations(); }
+  void give_back(at::Tensor block) { commons_->blocks.give_back(std::move(block), memory_); }
   size_t pool_bytes() const { return block_.defined() ? block_.nbytes() : 0; }
 
  private:
@@ -102,6 +127,7 @@ class Gradients {
   at::TensorOptions memory_;
   size_t block_bytes_;
   bool blocks_stay_ = true;
+  std::shared_ptr<Commons> commons_;
   PyRef make_gradient_;
   PyRef add_to_foreign_;
   uint64_t num_python_calls_ = 0;

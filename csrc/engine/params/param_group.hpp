@@ -10,16 +10,23 @@
 #include <vector>
 
 #include "core/layout.hpp"
+#include "core/slots.hpp"
 #include "engine/memory/copy_program.hpp"
 #include "engine/params/gradients.hpp"
 #include "engine/params/param.hpp"
-#include "engine/transport/transport.hpp"
+#include "engine/params/reduced_rows.hpp"
+#include "engine/params/unit_facts.hpp"
 
 namespace fsdp2x {
 
-class Root;
-class Unit;
-struct UnitOptions;
+class Transport;
+
+// What of a group lies in host memory, the pool among it, while the group is gathered and reduced on a device.
+enum class Offload : uint8_t {
+  nothing,
+  gradients,   // shards and gradients; the device keeps a copy of the shards from a forward until its backward ends
+  everything,  // shards and gradients; the device gets the shards for each gather
+};
 
 // Python callables of a group. Null where there is nothing to call.
 struct GroupCalls {
@@ -38,6 +45,48 @@ struct GroupCalls {
   PyRef explain_all_reduce;       // the same over the replicas
 };
 
+// The gather slot a group owns between begin_unshard and reshard.
+struct GatherSlot {
+  Slot slot;
+  Slot kept;  // stays with the group between reshard and the next unshard (UnitOptions::keep_unsharded_storage)
+  uint64_t sequence = 0;
+  std::byte* write = nullptr;  // the engine's view
+  std::byte* read = nullptr;   // the tensors' view
+};
+
+// Which backwards a sum of gradients is made of, by the root's number of them: what an exception spoils with the
+// gradients of the backward that raised.
+struct Parts {
+  uint64_t backward = 0;       // the last that added something
+  bool holds_earlier = false;  // there was something before that one
+
+  void add(uint64_t number, bool is_first) {
+    if (backward == number) return;
+    backward = number;
+    holds_earlier = !is_first;
+  }
+};
+
+// Where gradients are that have left autograd: nowhere, with the transport, with the transport and told to the peers.
+enum class GradientState : uint8_t { none, packed, posted };
+
+// What else the root's reductions know of a group's gradients.
+struct GradientRecord {
+  Parts parts;                           // what is packed
+  Parts partial_parts;                   // what waits for an all-reduce
+  std::unique_ptr<SegmentRows> partial;  // that, unless the transport keeps it
+  bool pending_flush = false;            // a peer posts this group only in its root callback
+  bool reduced_this_backward = false;
+
+  // The transport keeps this reduction's rows for an all-reduce, with what was kept before.
+  void note_partial() { partial_parts = parts; }
+  // It adds what was kept to this reduction.
+  void note_merged_partial() {
+    parts.holds_earlier = true;
+    partial_parts = Parts();
+  }
+};
+
 class ParamGroup {
  public:
   // `device`: where it is gathered and reduced. `offload`: what lies in host memory; only transports with streams can
@@ -45,66 +94,86 @@ class ParamGroup {
   ParamGroup(Layout layout, at::Tensor pool, std::vector<Param> params, GroupCalls calls, int replicas,
              at::Device device, Offload offload);
 
+  // --- what it is ---
+  const std::string& name() const { return name_; }  // empty until its unit names it
   // What errors and the ledgers call it, and its smaller world with it.
-  void rename(std::string new_name);
+  void rename(std::string name);
+  const Layout& layout() const { return layout_; }
+  const at::Tensor& pool() const { return pool_; }
+  at::Device device() const { return device_; }
+  Offload offload() const { return offload_; }
+  // Whether the shards that an optimizer steps and their gradients are the host's.
+  bool offloads() const { return offload_ != Offload::nothing; }
+  std::vector<Param>& params() { return params_; }
+  const std::vector<Param>& params() const { return params_; }
+  GroupCalls& calls() { return calls_; }
+  const GroupCalls& calls() const { return calls_; }
+  Gradients& gradients() { return gradients_; }
+  const Gradients& gradients() const { return gradients_; }
 
-  // --- parameters ---
-  void begin_gather();
-  void finish_gather();  // takes the GIL
+  // --- who it belongs to ---
+  void set_unit(const UnitFacts* unit);
+  const UnitFacts& unit() const { return *unit_; }
+  const UnitOptions& options() const { return unit_->options; }
+  // What moves its bytes; the group itself never calls it.
+  void join(std::shared_ptr<Transport> transport, std::shared_ptr<Commons> commons);
+  Transport& transport() const { return *transport_; }
+  uint32_t index() const { return index_; }  // in its transport, the same on every rank
+  void set_index(uint32_t index) { index_ = index; }
+  Counters& counters() const { return commons_->counters; }
+
+  // --- gathering, in the order of the calls ---
+  // Whose slot the next gather fills: its own, whose pool is up to date then, or that of its smaller world.
+  ParamGroup& begin_gather();
+  ParamGroup& gathered_from() const { return *gathered_from_; }
+  // The slot is full: unsharded parameters look at it, and modules register them. Takes the GIL.
+  void fill();
+  bool is_filled() const { return is_filled_; }
   // Gathered parameters whose modules register the sharded ones again (torch.func.functional_call puts back what it
   // found) are registered once more.
   void register_again() const;
-  // Poisons, registers the sharded parameters, gives the slot back.
-  void free();
-  // The same after a forward whose rows are kept in a smaller world, if there is one: until drop_post_forward() the
-  // next gather is from there.
-  void free_after_forward();
+  // Poisons, registers the sharded parameters, or those of the smaller world, from which the next gather is then, until
+  // drop_post_forward(). Takes the GIL.
+  void empty(bool keeps_post_forward);
   void drop_post_forward();
-  void cancel_gather();
+  // Extensions' memory goes; behind it the slot may.
+  void free_extensions();
+
+  GatherSlot& gather() { return gather_; }
+  const GatherSlot& gather() const { return gather_; }
   // For transports: a slot of `ledger` for the next gather, the kept one if there is one; and the end of its use, true
   // when it went back to the ledger.
   const Slot& open_slot(SlotLedger& ledger);
   bool close_slot(SlotLedger& ledger);
-  // `group` has the layout of the smaller world in the compute dtype, a pool and a transport, and no parameters;
-  // `sharded` are the parameters to register meanwhile, over its pool.
+
+  // The smaller world that it may be resharded to after forward. `group` has its layout in the compute dtype, a pool
+  // and no parameters; `sharded` are the parameters to register meanwhile, over its pool.
   void set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded);
+  void clear_post_forward();
+  const std::shared_ptr<ParamGroup>& post_forward() const { return post_forward_; }
+  // From the slot of the group that was gathered -> the pool of the smaller world.
+  const CopyProgram& rows_to_keep();
 
   // --- gradients ---
-  // Called by the hook on the parameter's AccumulateGrad node.
-  void pack_gradient(size_t param);
-  // Gradients that came by another way than the hook (assigned by the user, accumulated before the hook was there).
-  void sweep_gradients();
-  void begin_reduce();
-  bool finish_reduce(bool flush);
-  // The transport has summed this rank's rows of all parameters, flags behind them (see Layout::flagged_segment_bytes),
-  // into `segment`: keeps them for the all-reduce, or runs the hook and attaches. `divisor`: what the sum is still to
-  // be divided by.
-  void take_segment(const at::Tensor& segment, const std::shared_ptr<const Layout>& plan, double divisor);
-  // Makes a reduced gradient visible as `.grad` and runs the sharded parameter's own post-accumulate hooks, whose
-  // exceptions the root keeps.
-  void attach(size_t param, const GradientTarget& target);
-  // All-reduces what take_segment kept, then attaches it. In the same order on every replica.
-  void all_reduce();
-  // The transport keeps this reduction's rows for an all-reduce, with what was kept before.
-  void note_partial() { partial_parts_ = scratch.parts; }
-  // It adds what was kept to this reduction.
-  void note_merged_partial() {
-    scratch.parts.holds_earlier = true;
-    partial_parts_ = Parts();
-  }
-  // Drops what the backward that raised has packed or reduced, and is not in `.grad`. Gradients that earlier backwards
-  // left here stay, unless they are in one sum with it: then Root::lose is told.
-  void abandon_backward();
-  // Drops all gradients that are not in `.grad`.
-  void drop_gradients();
+  // What autograd has accumulated; undefined: nothing.
+  at::Tensor take_gradient(size_t param);
+  // Dense and plain, as transports take it.
+  at::Tensor packable(at::Tensor gradient, size_t param) const;
+  // What autograd has accumulated is dropped.
+  void drop_unpacked();
+  GradientState gradient_state() const { return gradient_state_; }
+  bool is_open() const { return gradient_state_ != GradientState::none; }
+  bool is_posted() const { return gradient_state_ == GradientState::posted; }
+  // Throws where there is no way from the state before.
+  void set_gradient_state(GradientState to);
+  GradientRecord& record() { return record_; }
+  const GradientRecord& record() const { return record_; }
+  bool holds_unreduced() const { return is_open() || record_.partial_parts.backward != 0; }
 
-  // Whether the shards that an optimizer steps and their gradients are the host's.
-  bool offloads() const { return offload != Offload::nothing; }
+  // --- how it is reduced ---
   // Whether the summed rows go through a segment of their own instead of straight into `.grad`.
-  bool is_staged() const { return calls.all_reduce || calls.all_reduce_hook; }
-  bool has_replicas() const { return static_cast<bool>(calls.all_reduce); }
-  bool holds_partial() const { return partial_.defined(); }
-  bool holds_unreduced() const { return scratch.open || partial_parts_.backward != 0; }
+  bool is_staged() const { return calls_.all_reduce || calls_.all_reduce_hook; }
+  bool has_replicas() const { return static_cast<bool>(calls_.all_reduce); }
   // Parameters without a gradient are reduced as zeros, whatever this rank ran and under whichever gradient mode: other
   // ranks may have run something else.
   bool reduces_unused() const;
@@ -115,50 +184,42 @@ class ParamGroup {
   bool averages() const;
   // What a sum over all ranks (replicas too) is divided by.
   double divisor() const;
-
-  const UnitOptions& options() const;
-  Root& root() const;
-
-  std::string name;      // empty until its unit names it
-  uint32_t index = 0;    // in its transport, the same on every rank
-  Unit* unit = nullptr;  // owns this group
-  std::shared_ptr<Transport> transport;
-  Layout layout;
-  at::Tensor pool;
-  at::Device device;
-  Offload offload;
-  std::vector<Param> params;
-  GroupCalls calls;
-  Gradients gradients;
-  GatherSlot gather;
-  Scratch scratch;
-  std::shared_ptr<ParamGroup> post_forward;
+  // What a summing collective divides by beforehand: about the square root of the divisor for fp16, whose sums overflow
+  // early, as upstream does; the rest is divided afterwards.
+  double pre_divisor() const;
 
  private:
   // Throws unless modules register what they were given last, the sharded parameters.
   void check_registered() const;
   PyObject* registered_while_sharded(size_t param) const;
-  void all_reduce(const at::Tensor& partial);
-  void drop_partial();
-  void drop_unpacked();
-  void release_slot();
   void fetch_moved_shards();
-  void attach_accumulator_hooks();
-  const CopyProgram& rows_to_keep(const ParamGroup& source);
-  void attach_segment(const at::Tensor& segment, const Layout& plan, double divisor);
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
+  std::string name_;
+  uint32_t index_ = 0;
+  const UnitFacts* unit_ = nullptr;  // owns this group
+  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<Commons> commons_;
+  Layout layout_;
+  at::Tensor pool_;
+  at::Device device_;
+  Offload offload_;
   int replicas_;
+  std::vector<Param> params_;
+  GroupCalls calls_;
+  Gradients gradients_;
+  GatherSlot gather_;
   bool is_filled_ = false;
   bool holds_post_forward_ = false;
   ParamGroup* gathered_from_ = this;  // whose transport and slot the last gather used
+  std::shared_ptr<ParamGroup> post_forward_;
   std::vector<PyRef> post_forward_params_;
-  std::map<const ParamGroup*, CopyProgram> rows_to_keep_;  // from the slot of the group that was gathered -> its pool
-  at::Tensor partial_;  // a segment, reduced over the shards and not yet over the replicas
-  std::shared_ptr<const Layout> partial_plan_;
-  double partial_divisor_ = 1.0;
-  Parts partial_parts_;
+  std::map<const ParamGroup*, CopyProgram> rows_to_keep_;  // by gathered_from_
+  GradientState gradient_state_ = GradientState::none;
+  GradientRecord record_;
 };
+
+const char* to_string(GradientState state);
 
 // Throws the exception that a collective of `group` left in the interpreter, as `explain` tells it. `operation`:
 // "all-gather".

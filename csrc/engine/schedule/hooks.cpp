@@ -49,7 +49,7 @@ struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
   explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    unit->pre_backward();
+    unit->root->pre_backward(*unit);
     return grads;
   }
 
@@ -113,7 +113,7 @@ UnitCall::UnitCall(std::shared_ptr<Unit> unit)
 void UnitCall::end() {
   token_.reset();
   unit_->backward_position = unit_->root->backward_position(entry_);
-  unit_->post_backward();
+  unit_->root->post_backward(*unit_);
 }
 
 UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
@@ -155,7 +155,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
   if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
   if (unit.phase() == Phase::backward) {
     // A checkpoint inside this unit's backward recomputes it: the hooks of the first forward still stand.
-    unit.unshard();
+    root.unshard(unit);
     cast_inputs(args, kwargs);
   } else {
     if (unit.num_running > 0 && root.is_forward_root(&unit) && root.is_forward_thread() &&
@@ -176,7 +176,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
     if (unit.param_state() == ParamState::unsharded) {
       for (const auto& group : unit.groups) group->register_again();
     }
-    unit.unshard();
+    root.unshard(unit);
     if (first) {
       root.prefetch_forward(unit);
       if (at::GradMode::is_enabled()) {
@@ -265,7 +265,7 @@ void UnitHooks::fail_forward() {
   root.abandon_forward(/*interrupted=*/false, "left its forward, which raised " + text_of(error));
 }
 
-uint64_t& UnitHooks::python_calls() const { return unit_->root->counters.python_calls; }
+uint64_t& UnitHooks::python_calls() const { return unit_->root->counters().python_calls; }
 
 void UnitHooks::move_inputs(py::object& args, py::object& kwargs) const {
   static const std::string name = "FSDP::inputs_to_device";
@@ -351,7 +351,7 @@ void UnitHooks::warn_of_view() {
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
-      if (const auto unit = weak.lock()) unit->pre_backward();
+      if (const auto unit = weak.lock()) unit->root->pre_backward(*unit);
     });
   }
   const py::handle leaf(tensor);

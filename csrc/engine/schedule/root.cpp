@@ -3,13 +3,16 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "core/error.hpp"
+#include "engine/params/gradient_stream.hpp"
 #include "engine/torch/profile_range.hpp"
+#include "engine/torch/transforms.hpp"
 
 namespace fsdp2x {
 
@@ -37,20 +40,20 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
   unit->root = shared_from_this();
   units_.push_back(unit);
   for (size_t i = 0; i < unit->groups.size(); ++i) {
-    unit->groups[i]->transport = transports.at(i);
+    unit->groups[i]->join(transports.at(i), reductions_.commons());
     add_transport(transports[i]);
-    transports[i]->register_group(*unit->groups[i]);
+    transports[i]->register_group(unit->groups[i]);
     if (transports[i]->is_frugal()) {
       is_frugal_ = true;
-      blocks.keep_nothing();
+      blocks().keep_nothing();
     }
   }
 }
 
-void Root::add_post_forward(ParamGroup& group, const std::shared_ptr<Transport>& transport) {
-  group.post_forward->transport = transport;
+void Root::add_post_forward(const ParamGroup& group, const std::shared_ptr<Transport>& transport) {
+  group.post_forward()->join(transport, reductions_.commons());
   add_transport(transport);
-  transport->register_group(*group.post_forward);
+  transport->register_group(group.post_forward());
 }
 
 void Root::add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) {
@@ -72,9 +75,50 @@ std::vector<std::shared_ptr<Unit>> Root::units() const {
   return alive;
 }
 
+// --- parameters ---
+
+void Root::begin_unshard(Unit& unit) { unit.begin_unshard(/*pools_stand_still=*/in_forward() || in_backward()); }
+
+void Root::finish_unshard(Unit& unit) {
+  if (unit.param_state() != ParamState::gathering) return;
+  unit.finish_unshard();
+  for (const auto& group : unit.groups) listen(unit, *group);
+}
+
+void Root::unshard(Unit& unit) {
+  begin_unshard(unit);
+  finish_unshard(unit);
+}
+
+void Root::listen(Unit& unit, ParamGroup& group) {
+  const std::optional<c10::Stream> current = current_stream(group.device());
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    Param& param = group.params()[i];
+    if (!param.unsharded().requires_grad()) continue;
+    // An accumulator belongs to the stream it was made on. A model that has moved to another one gets a new one, unless
+    // a graph that lives has this one, and with it our hook.
+    if (param.accumulator) {
+      if (!current || param.accumulator->input_metadata(0).stream() == *current) continue;
+      if (param.accumulator.use_count() > 1) continue;
+    }
+    const OutsideTransforms outside;
+    const pybind11::gil_scoped_acquire gil;
+    param.accumulator = nullptr;
+    param.accumulator = torch::autograd::impl::grad_accumulator(param.unsharded());
+    auto hook = [weak = unit.weak_from_this(), &group, i](const torch::autograd::variable_list& outputs,
+                                                          const torch::autograd::variable_list&) {
+      if (const auto owner = weak.lock()) owner->root->take_gradient(*owner, group, i);
+      return outputs;
+    };
+    param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
+  }
+}
+
+// --- forward ---
+
 void Root::begin_forward(Unit* unit) {
   const bool recomputes = inside_backward();  // a checkpoint, the whole model
-  if (!recomputes && at::GradMode::is_enabled()) refuse_after_loss();
+  if (!recomputes && at::GradMode::is_enabled()) reductions_.refuse_after_loss();
   forward_root_ = unit;
   forward_thread_ = std::this_thread::get_id();
   this_sequence_.clear();
@@ -99,7 +143,7 @@ void Root::begin_forward(Unit* unit) {
   for (const auto& transport : transports_) transport->begin_forward(after);
   // An optimizer on a stream of its own may still read gradients: then their memory serves this step's reductions,
   // which come behind it, and nobody else.
-  if (!after) blocks.end_loans();
+  if (!after) blocks().end_loans();
 }
 
 void Root::end_forward() {
@@ -167,24 +211,80 @@ void Root::record_forward(Unit& unit) {
   forward_order_.push_back(unit.weak_from_this());
 }
 
+// --- backward ---
+
+void Root::pre_backward(Unit& unit) {
+  begin_backward();
+  if (unit.phase() == Phase::backward) return;
+  guard_.require("run backward of unit", unit.name);
+  const ProfileRange range(unit.ranges.pre_backward);
+  unit.set_phase(Phase::backward);
+  unit.backward_stream = current_stream(unit.device);
+  unit.armed = true;
+  if (unit.options.unshard_in_backward) unshard(unit);
+  prefetch_backward(unit);
+}
+
+void Root::take_gradient(Unit& unit, ParamGroup& group, size_t param) {
+  if (unit.packs_late) return begin_backward();
+  const GradientStream scope(unit.backward_stream, group.params()[param]);
+  pack_gradient(unit, group, param);
+}
+
+void Root::pack_gradient(Unit& unit, ParamGroup& group, size_t param) {
+  at::Tensor gradient = group.take_gradient(param);
+  if (!gradient.defined()) return;
+  const OutsideTransforms outside;
+  begin_backward();
+  reductions_.pack(unit, group, param, group.packable(std::move(gradient), param));
+}
+
+void Root::sweep_gradients(Unit& unit) {
+  for (const auto& group : unit.groups) {
+    for (size_t i = 0; i < group->params().size(); ++i) pack_gradient(unit, *group, i);
+  }
+}
+
+void Root::post_backward(Unit& unit) {
+  unit.set_phase(Phase::reduced);
+  if (!unit.has_params()) return;
+  {
+    const ProfileRange range(unit.ranges.post_backward_reshard);
+    sweep_gradients(unit);
+    if (unit.options.reshard_after_backward) unit.reshard();
+  }
+  if (!unit.options.requires_gradient_sync || unit.has_outstanding_calls()) return reductions_.settle(unit);
+  if (!unit.has_open_gradients()) return;
+  const ProfileRange range(unit.ranges.post_backward_reduce);
+  reduce(unit);
+}
+
+void Root::reduce(Unit& unit) {
+  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
+  // (and an optimizer in its hooks runs) before the next ones are on their way.
+  reductions_.finish_pending();
+  publish(unit.backward_position);
+  for (const auto& group : unit.groups) {
+    if (group->is_open()) reductions_.post(unit.shared_from_this(), *group, forwards_);
+  }
+  if (is_frugal_) reductions_.finish_pending();
+}
+
 void Root::begin_backward() {
   if (in_backward() || !inside_backward()) return;
   if (callback_queued_) abandon_backward();
-  refuse_after_loss();
+  reductions_.refuse_after_loss();
   callback_queued_ = true;
   const auto task = std::make_shared<const Backward>(weak_from_this());
   callback_ = task;
-  for (const auto& shared : shared_groups_) shared->enter_backward(backward_number(), forward_is_alone_);
+  for (const auto& shared : shared_groups_) shared->enter_backward(reductions_.backward_number(), forward_is_alone_);
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (auto root = weak.lock()) root->end_backward();
   });
 }
 
 void Root::drop_raised_reductions() {
-  if (!backward_has_raised()) return;
-  // Of a manual finalization, reductions of earlier backwards go on.
-  std::erase_if(pending_,
-                [this](const Pending& one) { return one.group->scratch.parts.backward == backward_number(); });
+  if (backward_has_raised()) reductions_.forget_pending();
 }
 
 void Root::leave_backward() noexcept {
@@ -193,31 +293,23 @@ void Root::leave_backward() noexcept {
 
 void Root::abandon_backward() {
   drop_raised_reductions();
-  error_of_hook_ = nullptr;
-  for (const auto& unit : units()) unit->abandon_backward();
+  reductions_.forget_error_of_hook();
+  for (const auto& unit : units()) {
+    reductions_.abandon(*unit);
+    unit->abandon_backward();
+  }
   const auto root_unit = std::find_if(units_.begin(), units_.end(), [this](const std::weak_ptr<Unit>& weak) {
     const auto unit = weak.lock();
     return unit && unit.get() == forward_root_ && unit->num_running > 0;
   });
   if (root_unit == units_.end()) forward_root_ = nullptr;
   callback_queued_ = false;
-  ++num_backwards_;
-}
-
-void Root::lose(const std::string& name) { lost_ += (lost_.empty() ? "'" : ", '") + name + "'"; }
-
-void Root::refuse_after_loss() const {
-  if (lost_.empty()) return;
-  throw Error(
-      "fsdp2x: a backward raised while unit " + lost_ +
-      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
-      "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
-      "module and begin the step again.");
+  reductions_.end_backward();
 }
 
 void Root::prefetch(Unit& target) {
-  ++counters.prefetched_gathers;
-  target.begin_unshard();
+  ++counters().prefetched_gathers;
+  begin_unshard(target);
 }
 
 void Root::prefetch_backward(Unit& unit) {
@@ -264,7 +356,7 @@ std::optional<uint64_t> Root::enter() {
 uint64_t Root::backward_position(std::optional<uint64_t> entry) const {
   if (!entry) return progress_ + 1;
   constexpr uint64_t kMaxEntries = (uint64_t{1} << kPositionBits) - 1;
-  return (num_backwards_ << kPositionBits) + kMaxEntries - std::min(*entry, kMaxEntries);
+  return ((reductions_.backward_number() - 1) << kPositionBits) + kMaxEntries - std::min(*entry, kMaxEntries);
 }
 
 void Root::publish(uint64_t position) {
@@ -273,137 +365,71 @@ void Root::publish(uint64_t position) {
   for (const auto& transport : transports_) transport->publish_progress(position);
 }
 
-void Root::reduce(Unit& unit) {
-  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
-  // (and an optimizer in its hooks runs) before the next ones are on their way.
-  finish_pending();
-  publish(unit.backward_position);
-  for (const auto& group : unit.groups) {
-    if (group->scratch.open) post(unit.shared_from_this(), *group);
-  }
-  if (is_frugal_) finish_pending();
-}
-
-void Root::post(const std::shared_ptr<Unit>& unit, ParamGroup& group) {
-  group.begin_reduce();
-  pending_.push_back({unit, &group});
-}
-
-void Root::finish_pending() {
-  for (auto it = pending_.begin(); it != pending_.end();) {
-    ParamGroup& group = *it->group;
-    if (group.scratch.pending_flush || !group.finish_reduce(/*flush=*/false)) {
-      group.scratch.pending_flush = true;
-      ++it;
-    } else {
-      it = pending_.erase(it);
-    }
-  }
-}
-
 void Root::end_backward() {
   static const std::string name = "FSDP::root_post_backward_callback";
   const ProfileRange callback(name);
   const auto alive = units();
-  publish((num_backwards_ + 1) << kPositionBits);
+  publish(reductions_.backward_number() << kPositionBits);
   for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
     // Of a unit whose inputs need no gradient: its post-backward node never ran.
     std::optional<ProfileRange> range;
     if ((*it)->phase() == Phase::backward && (*it)->has_params()) range.emplace((*it)->ranges.post_backward_reshard);
-    (*it)->sweep_gradients();
-    if (!(*it)->options.requires_gradient_sync || manual_finalization) (*it)->settle();
+    sweep_gradients(**it);
+    if (!(*it)->options.requires_gradient_sync || manual_finalization) reductions_.settle(**it);
     if ((*it)->options.reshard_after_backward) (*it)->reshard();
   }
   if (!manual_finalization) flush();
   for (const auto& unit : alive) unit->end_backward();
   callback_queued_ = false;
-  ++num_backwards_;
+  reductions_.end_backward();
   end_pass();
   if (is_last_backward) {
     forward_order_.clear();
     for (const auto& unit : alive) unit->forward_indices.clear();
   }
-  if (!manual_finalization) raise_error_of_hook();
-}
-
-void Root::keep_error_of_hook() {
-  if (!error_of_hook_) error_of_hook_ = std::current_exception();
-}
-
-void Root::raise_error_of_hook() {
-  if (error_of_hook_) std::rethrow_exception(std::exchange(error_of_hook_, nullptr));
+  if (!manual_finalization) reductions_.raise_error_of_hook();
 }
 
 void Root::finalize_backward() {
   if (backward_has_raised()) abandon_backward();
-  refuse_after_loss();
+  reductions_.refuse_after_loss();
   for (const auto& unit : units()) {
-    unit->sweep_gradients();  // of schedules that assign weight gradients by themselves (zero bubble)
+    sweep_gradients(*unit);  // of schedules that assign weight gradients by themselves (zero bubble)
     if (unit->options.reshard_after_backward) unit->reshard();
   }
   flush();
-  raise_error_of_hook();
+  reductions_.raise_error_of_hook();
 }
 
 void Root::flush() {
-  const auto alive = units();
-  // Units whose post-backward node never ran (inputs without gradient), whose calls are still outstanding, or that got
-  // gradients after their reduction.
-  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
-    if (!(*it)->options.requires_gradient_sync) continue;
-    for (const auto& group : (*it)->groups) {
-      const bool is_posted = group->scratch.open && group->scratch.posted;
-      if (is_posted || !(group->scratch.open || group->transport->needs_empty_reduction(*group))) continue;
-      const ProfileRange range((*it)->ranges.post_backward_reduce);
-      post(*it, *group);
-    }
-  }
-  while (!pending_.empty()) {
-    pending_.front().group->finish_reduce(/*flush=*/true);
-    pending_.pop_front();
-  }
-  // Replicas may finish their reductions in different order, so their all-reduces wait for this point and its order.
-  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
-    const UnitOptions& options = (*it)->options;
-    if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
-    for (const auto& group : (*it)->groups) {
-      if (group->transport->has_streams()) continue;
-      if (group->has_replicas() && ((*it)->armed || group->holds_partial())) group->all_reduce();
-    }
-  }
-  for (const auto& unit : alive) {
-    if (unit->options.requires_gradient_sync) unit->armed = false;
-    for (const auto& group : unit->groups) group->scratch.reduced_this_backward = false;
-  }
+  reductions_.flush(units(), forwards_);
   for (const auto& transport : transports_) transport->end_backward();
-  blocks.end_loans();
+  blocks().end_loans();
   for (const auto& transport : transports_) transport->check_collectives();
 }
 
 void Root::reset() {
-  lost_.clear();
-  error_of_hook_ = nullptr;
   for (const auto& unit : units()) unit->reset();
-  pending_.clear();
+  reductions_.reset();
   forward_order_.clear();
   this_sequence_.clear();
   last_sequence_.clear();
   forward_root_ = nullptr;
   callback_queued_ = false;
-  ++num_backwards_;
+  reductions_.end_backward();
   end_pass();
 }
 
 void Root::release_idle() {
   release_unused_gradients();
   for (const auto& transport : transports_) transport->release_idle();
-  blocks.clear();
+  blocks().clear();
 }
 
 void Root::release_unused_gradients() {
   pybind11::gil_scoped_acquire gil;
   for (const auto& unit : units()) {
-    for (const auto& group : unit->groups) group->gradients.release_if_unused(blocks);
+    for (const auto& group : unit->groups) group->gradients().release_if_unused();
   }
 }
 

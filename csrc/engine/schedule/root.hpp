@@ -1,10 +1,9 @@
-// What the units below one root module share: the transports, the block pool, the recorded orders, the pending
-// reductions and the once-per-backward callback.
+// What the units below one root module share: the transports, the recorded orders, the reductions and the
+// once-per-backward callback. Autograd's nodes and the hooks of modules come in here, and everything else is told from
+// here.
 #pragma once
 
 #include <cstdint>
-#include <deque>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,18 +11,10 @@
 #include <vector>
 
 #include "cpu/shm_group.hpp"
+#include "engine/schedule/reductions.hpp"
 #include "engine/schedule/unit.hpp"
 
 namespace fsdp2x {
-
-// Counted since the root was made; read by tests and by describe().
-struct Counters {
-  uint64_t gathers = 0;
-  uint64_t prefetched_gathers = 0;
-  uint64_t reductions = 0;
-  uint64_t parameter_stores = 0;
-  uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores; user hooks are not counted
-};
 
 class Root;
 
@@ -44,11 +35,17 @@ class Root : public std::enable_shared_from_this<Root> {
   // `transports`: one per group of the unit. In the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
   // The smaller world that `group` reshards to after forward.
-  void add_post_forward(ParamGroup& group, const std::shared_ptr<Transport>& transport);
+  void add_post_forward(const ParamGroup& group, const std::shared_ptr<Transport>& transport);
   // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
   void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
+
+  // --- parameters ---
+  void begin_unshard(Unit& unit);
+  // Gradients of its parameters come here from then on.
+  void finish_unshard(Unit& unit);
+  void unshard(Unit& unit);
 
   // --- forward ---
   bool in_forward() const { return forward_root_ != nullptr; }
@@ -57,8 +54,6 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_forward();
   // Numbers the forwards that are not inside a backward.
   uint64_t forward_number() const { return num_forwards_; }
-  // Those of them under grad: on ranks that raised alone and went on, they tell steps apart.
-  cpu::Forwards forwards() const { return forwards_; }
   // Whether this thread began the forward that runs.
   bool is_forward_thread() const;
   // The forward raised, or was interrupted: as if it had not begun. Gradients of earlier backwards stay where they are.
@@ -77,9 +72,8 @@ class Root : public std::enable_shared_from_this<Root> {
   std::optional<uint64_t> enter();
   // Position of that call's reduction among all of this and earlier backwards: grows, the same on every rank.
   uint64_t backward_position(std::optional<uint64_t> entry) const;
-  void begin_backward();  // queues the callback once
-  // Numbers the backwards, from 1: the one that runs, or the next.
-  uint64_t backward_number() const { return num_backwards_ + 1; }
+  void pre_backward(Unit& unit);
+  void post_backward(Unit& unit);
   // Its graph is gone, and its callback never ran.
   bool backward_has_raised() const { return callback_queued_ && callback_.expired(); }
   // Tells the peers that this rank's backward has raised.
@@ -89,19 +83,6 @@ class Root : public std::enable_shared_from_this<Root> {
   // Its reductions hold their units, and those hold this: nothing would be freed when the model goes before another
   // backward comes.
   void drop_raised_reductions();
-  // Gradients of earlier backwards are gone with those of one that raised: every forward and backward raises from now
-  // on, until reset().
-  void lose(const std::string& name);
-  void prefetch_backward(Unit& unit);
-  // The unit's gradients are complete: reduce them, finish what is pending.
-  void reduce(Unit& unit);
-  // Finishes the posted reductions that all ranks have reached.
-  void finish_pending();
-  void end_backward();
-  // Takes the exception that is handled, of a hook that ran behind a gradient. Gradients arrive at another moment on
-  // each rank: raised there, it would keep this rank from reductions that others have posted. The end of the backward,
-  // or finalize_backward(), raises the first one.
-  void keep_error_of_hook();
   // With manual_finalization, once after all backwards: what end_backward leaves undone then.
   void finalize_backward();
   bool in_backward() const { return callback_queued_ && !callback_.expired(); }
@@ -111,8 +92,9 @@ class Root : public std::enable_shared_from_this<Root> {
   // See Transport::release_idle; also the gradient blocks that are free.
   void release_idle();
 
-  BlockPool blocks;
-  Counters counters;
+  Counters& counters() const { return reductions_.commons()->counters; }
+  BlockPool& blocks() const { return reductions_.commons()->blocks; }
+
   bool is_last_backward = true;
   bool manual_finalization = false;
   // Backward gathers ahead, in the recorded order, while the units that are gathered and not yet used take no more than
@@ -121,21 +103,22 @@ class Root : public std::enable_shared_from_this<Root> {
   PyRef post_optimizer_event;  // what the next forward's gathers wait for, once; null: everything enqueued before it
 
  private:
-  // A reduction that is posted and not finished.
-  struct Pending {
-    std::shared_ptr<Unit> unit;
-    ParamGroup* group;
-  };
   void add_transport(const std::shared_ptr<Transport>& transport);
   void end_pass();
   void prefetch(Unit& target);
   void publish(uint64_t position);
-  void post(const std::shared_ptr<Unit>& unit, ParamGroup& group);
-  // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
+  void prefetch_backward(Unit& unit);
+  void begin_backward();  // queues the callback once
+  void end_backward();
+  // A gradient is in the parameter: the hook on its AccumulateGrad node.
+  void take_gradient(Unit& unit, ParamGroup& group, size_t param);
+  void pack_gradient(Unit& unit, ParamGroup& group, size_t param);
+  // Gradients that came by another way than the hook (assigned by the user, accumulated before the hook was there).
+  void sweep_gradients(Unit& unit);
+  void listen(Unit& unit, ParamGroup& group);
+  void reduce(Unit& unit);
   void flush();
   void release_unused_gradients();
-  void refuse_after_loss() const;
-  void raise_error_of_hook();
 
   std::vector<std::weak_ptr<Unit>> units_;
   std::vector<std::shared_ptr<Transport>> transports_;         // one per mesh
@@ -150,16 +133,14 @@ class Root : public std::enable_shared_from_this<Root> {
   std::thread::id forward_thread_;
   bool forward_has_grad_ = false;
   bool forward_is_alone_ = false;  // the last forward, under grad, began when no graph waited for its backward
-  cpu::Forwards forwards_;
-  bool is_frugal_ = false;  // some transport is
+  cpu::Forwards forwards_;         // those under grad: on ranks that raised alone and went on, they tell steps apart
+  bool is_frugal_ = false;         // some transport is
   bool callback_queued_ = false;
   std::weak_ptr<const Backward> callback_;  // lives as long as the graph task that the callback was queued in
-  std::string lost_;                        // names of units, see lose()
-  uint64_t num_backwards_ = 0;
   uint64_t num_entries_ = 0;
   uint64_t progress_ = 0;  // largest position published
-  std::deque<Pending> pending_;
-  std::exception_ptr error_of_hook_;
+  Reductions reductions_;
+  cpu::ProcessGuard guard_;
 };
 
 }  // namespace fsdp2x

@@ -1,4 +1,4 @@
-// A unit: state machines, unshard and reshard of its groups.
+// A unit: state machines, gathers and what becomes of them.
 #include "engine/schedule/unit.hpp"
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,8 +7,8 @@
 #include <set>
 
 #include "core/error.hpp"
-#include "engine/schedule/root.hpp"
-#include "engine/torch/current_stream.hpp"
+#include "engine/torch/transforms.hpp"
+#include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
 
@@ -50,12 +50,8 @@ const char* to_string(Phase phase) {
 
 Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::shared_ptr<ParamGroup>> unit_groups,
            UnitOptions unit_options)
-    : name(std::move(unit_name)),
-      ranges(name),
-      options(std::move(unit_options)),
-      device(unit_device),
-      groups(std::move(unit_groups)) {
-  for (const auto& group : groups) group->unit = this;
+    : UnitFacts(std::move(unit_name), std::move(unit_options)), device(unit_device), groups(std::move(unit_groups)) {
+  for (const auto& group : groups) group->set_unit(this);
   name_groups();
   live_units().insert(this);
 }
@@ -74,7 +70,7 @@ Unit::~Unit() {
 
 void Unit::rename(const std::string& new_name, const std::vector<std::vector<std::string>>& fqns) {
   for (size_t i = 0; i < groups.size(); ++i) {
-    for (size_t j = 0; j < groups[i]->params.size(); ++j) groups[i]->params[j].rename(fqns.at(i).at(j));
+    for (size_t j = 0; j < groups[i]->params().size(); ++j) groups[i]->params()[j].rename(fqns.at(i).at(j));
   }
   name = new_name;
   ranges = RangeNames(name);
@@ -95,16 +91,20 @@ void Unit::set_params(ParamState from, ParamState to) {
   param_state_ = to;
 }
 
-void Unit::begin_unshard() {
+void Unit::begin_unshard(bool pools_stand_still) {
   if (param_state_ != ParamState::sharded || !has_params()) return;
   guard_.require("gather unit", name);
   const ProfileRange range(ranges.all_gather);
   set_params(ParamState::sharded, ParamState::gathering);
   size_t num_begun = 0;
   try {
-    for (; num_begun < groups.size(); ++num_begun) groups[num_begun]->begin_gather();
+    for (; num_begun < groups.size(); ++num_begun) {
+      const OutsideTransforms outside;
+      ParamGroup& source = groups[num_begun]->begin_gather();
+      source.transport().begin_gather(source, pools_stand_still);
+    }
   } catch (...) {
-    for (size_t i = 0; i < num_begun; ++i) groups[i]->cancel_gather();
+    for (size_t i = 0; i < num_begun; ++i) cancel_gather(*groups[i]);
     param_state_ = ParamState::sharded;
     throw;
   }
@@ -114,7 +114,12 @@ void Unit::finish_unshard() {
   if (param_state_ != ParamState::gathering) return;
   const ProfileRange range(ranges.all_gather_copy_out);
   try {
-    for (const auto& group : groups) group->finish_gather();
+    for (const auto& group : groups) {
+      const OutsideTransforms outside;
+      ParamGroup& source = group->gathered_from();
+      source.transport().finish_gather(source);
+      group->fill();
+    }
   } catch (...) {
     cancel_unshard();
     throw;
@@ -122,9 +127,24 @@ void Unit::finish_unshard() {
   set_params(ParamState::gathering, ParamState::unsharded);
 }
 
-void Unit::unshard() {
-  begin_unshard();
-  finish_unshard();
+void Unit::free(ParamGroup& group, bool keeps_rows) {
+  const OutsideTransforms outside;
+  ParamGroup& source = group.gathered_from();
+  if (keeps_rows) {
+    ParamGroup& smaller = *group.post_forward();
+    smaller.transport().write_pool(smaller, group.rows_to_keep(), source.gather().read);
+  }
+  group.empty(keeps_rows);
+  group.free_extensions();
+  source.transport().release_gather(source);
+}
+
+void Unit::cancel_gather(ParamGroup& group) {
+  if (group.is_filled()) return free(group, /*keeps_rows=*/false);  // another group of the unit failed
+  const OutsideTransforms outside;
+  group.free_extensions();
+  ParamGroup& source = group.gathered_from();
+  source.transport().release_gather(source);
 }
 
 void Unit::reshard() {
@@ -132,13 +152,13 @@ void Unit::reshard() {
   drop_post_forward();
   if (param_state_ != ParamState::unsharded) return;
   guard_.require("reshard unit", name);
-  for (const auto& group : groups) group->free();
+  for (const auto& group : groups) free(*group, /*keeps_rows=*/false);
   set_params(ParamState::unsharded, ParamState::sharded);
 }
 
 void Unit::reshard_after_forward() {
   if (param_state_ != ParamState::unsharded) return reshard();
-  for (const auto& group : groups) group->free_after_forward();
+  for (const auto& group : groups) free(*group, /*keeps_rows=*/group->post_forward() != nullptr);
   set_params(ParamState::unsharded, ParamState::sharded);
 }
 
@@ -149,57 +169,44 @@ void Unit::drop_post_forward() {
 
 void Unit::cancel_unshard() {
   guard_.require("reshard unit", name);
-  for (const auto& group : groups) group->cancel_gather();
+  for (const auto& group : groups) cancel_gather(*group);
   set_params(ParamState::gathering, ParamState::sharded);
-}
-
-void Unit::sweep_gradients() {
-  for (const auto& group : groups) group->sweep_gradients();
-}
-
-void Unit::settle() {
-  for (const auto& group : groups) group->transport->settle(*group);
 }
 
 size_t Unit::slot_bytes() const {
   size_t bytes = 0;
-  for (const auto& group : groups) bytes += group->layout.slot_bytes();
+  for (const auto& group : groups) bytes += group->layout().slot_bytes();
   return bytes;
 }
 
-bool Unit::has_open_scratch() const {
-  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->scratch.open; });
+bool Unit::has_open_gradients() const {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->is_open(); });
 }
 
-void Unit::pre_backward() {
-  root->begin_backward();
-  if (phase_ == Phase::backward) return;
-  guard_.require("run backward of unit", name);
-  const ProfileRange range(ranges.pre_backward);
-  phase_ = Phase::backward;
-  backward_stream = current_stream(device);
-  armed = true;
-  if (options.unshard_in_backward) unshard();
-  root->prefetch_backward(*this);
-}
-
-void Unit::post_backward() {
-  phase_ = Phase::reduced;
-  if (!has_params()) return;
-  {
-    const ProfileRange range(ranges.post_backward_reshard);
-    sweep_gradients();
-    if (options.reshard_after_backward) reshard();
+void Unit::set_phase(Phase to) {
+  // Recomputations inside a backward leave its phase alone.
+  if (phase_ == Phase::backward && to == Phase::forward) {
+    throw Error("fsdp2x: unit '" + name + "' cannot become " + to_string(to) + ": it is " + to_string(phase_));
   }
-  if (!options.requires_gradient_sync || has_outstanding_calls()) return settle();
-  if (!has_open_scratch()) return;
-  const ProfileRange range(ranges.post_backward_reduce);
-  root->reduce(*this);
+  phase_ = to;
+}
+
+bool Unit::drop_packed(ParamGroup& group) {
+  const bool was_there = group.transport().abandon_reduce(group);
+  group.set_gradient_state(GradientState::none);
+  group.record().pending_flush = false;
+  return was_there;
+}
+
+void Unit::drop_partial(ParamGroup& group) {
+  group.record().partial = nullptr;
+  group.record().partial_parts = Parts();
+  group.transport().drop_partial(group);
 }
 
 void Unit::end_backward() {
   if (param_state_ == ParamState::gathering) cancel_unshard();
-  phase_ = Phase::idle;
+  set_phase(Phase::idle);
 }
 
 void Unit::abandon_forward(uint64_t number, size_t begin, bool interrupted) {
@@ -208,69 +215,45 @@ void Unit::abandon_forward(uint64_t number, size_t begin, bool interrupted) {
   if (interrupted) num_running = 0;
   if (num_running > 0) return;
   reshard();
-  phase_ = Phase::idle;
+  set_phase(Phase::idle);
 }
 
 void Unit::leave_forward() {
   if (phase_ != Phase::forward || num_running > 0) return;
   reshard();
-  phase_ = Phase::idle;
+  set_phase(Phase::idle);
 }
 
 void Unit::abandon_backward() {
-  for (const auto& group : groups) group->abandon_backward();
   if (num_running > 0) return;
   reshard();
-  phase_ = Phase::idle;
+  set_phase(Phase::idle);
 }
 
 void Unit::reset() {
   guard_.require("reset unit", name);
   if (root) {
-    for (const auto& group : groups) group->drop_gradients();
+    const OutsideTransforms outside;
+    for (const auto& group : groups) {
+      drop_packed(*group);
+      drop_partial(*group);
+      group->record().reduced_this_backward = false;
+      group->drop_unpacked();
+    }
     reshard();
   }
   forward_indices.clear();
   armed = false;
   num_running = 0;
-  phase_ = Phase::idle;
+  set_phase(Phase::idle);
 }
 
 void Unit::forbid_all() {
   for (Unit* unit : live_units()) {
     if (unit->param_state_ != ParamState::unsharded) continue;
     for (const auto& group : unit->groups) {
-      for (Param& param : group->params) param.forbid();
+      for (Param& param : group->params()) param.forbid();
     }
-  }
-}
-
-UnitMove::UnitMove(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), state_(unit_->param_state()) {
-  for (const auto& group : unit_->groups) {
-    if (!group->holds_unreduced()) continue;
-    throw Error("fsdp2x: unit '" + group->name +
-                "' cannot change its transport: it holds gradients that are not reduced yet. End the step with a "
-                "synchronised backward, or call reset_iter_state() on the root module.");
-  }
-  if (state_ == ParamState::unsharded) {
-    const at::NoGradGuard no_grad;
-    for (const auto& group : unit_->groups) {
-      for (const Param& param : group->params) {
-        if (param.has_storage()) before_.emplace_back(param.local(), param.local().detach().clone());
-      }
-    }
-  }
-  unit_->reshard();
-}
-
-void UnitMove::finish() {
-  if (state_ == ParamState::sharded) return;
-  unit_->begin_unshard();
-  if (state_ == ParamState::gathering) return;
-  unit_->finish_unshard();
-  const at::NoGradGuard no_grad;
-  for (const auto& [param, value] : before_) {
-    if (!param.detach().equal(value)) param.detach().copy_(value);
   }
 }
 

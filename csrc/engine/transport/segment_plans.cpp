@@ -30,15 +30,15 @@ bool SegmentPlan::is_pool(const Layout& pool) const {
 }
 
 SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) {
-  std::vector<bool> trainable(group.params.size());
+  std::vector<bool> trainable(group.params().size());
   for (size_t i = 0; i < trainable.size(); ++i) {
-    trainable[i] = group.layout.params()[i].shape.trainable && group.params[i].sharded().requires_grad();
+    trainable[i] = group.layout().params()[i].shape.trainable && group.params()[i].sharded().requires_grad();
   }
   std::pair key(std::move(trainable), pack_below_bytes);
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     SegmentPlan plan;
-    plan.packed = std::make_shared<const Layout>(group.layout.training(key.first));
+    plan.packed = std::make_shared<const Layout>(group.layout().training(key.first));
     plan.layout = plan.packed;
     const std::vector<bool> direct = direct_reductions(*plan.layout, pack_below_bytes);
     std::vector<bool> packs = key.first;
@@ -48,8 +48,8 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) 
       packs[i] = false;
     }
     if (!plan.direct.empty()) {
-      plan.layout = std::make_shared<const Layout>(group.layout.training(key.first, direct));
-      plan.packed = std::make_shared<const Layout>(group.layout.training(packs));
+      plan.layout = std::make_shared<const Layout>(group.layout().training(key.first, direct));
+      plan.packed = std::make_shared<const Layout>(group.layout().training(packs));
     }
     plan.segment_bytes = plan.rows_bytes = plan.packed->flagged_segment_bytes();
     for (const size_t i : plan.direct) {
@@ -61,7 +61,7 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) 
     const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.packed->reduce_segment_bytes()) / element);
     plan.flags_to_segments = {.src_offset = 0,
                               .dst_offset = plan.packed->reduce_segment_bytes(),
-                              .count = group.layout.world(),
+                              .count = group.layout().world(),
                               .piece_numel = flags_numel,
                               .src_stride = 0,
                               .dst_stride = static_cast<int64_t>(plan.segment_bytes / element),

@@ -9,8 +9,6 @@
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
-#include "engine/params/param_group.hpp"
-#include "engine/schedule/root.hpp"
 
 namespace fsdp2x {
 
@@ -31,14 +29,15 @@ ProcessGroupTransport::ProcessGroupTransport(Collectives collectives)
     : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes) {}
 
 ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGroup& group) {
-  return groups_[group.index];
+  return groups_[group.index()];
 }
 
-void ProcessGroupTransport::register_group(ParamGroup& group) {
-  group.index = num_groups_++;
-  PerGroup& mine = per_group(group);
-  mine.group = &group;
-  mine.segments_to_slot = joined(group.layout.segments_to_slot(group.layout.gather_segment_bytes()));
+void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
+  group->set_index(static_cast<uint32_t>(groups_.size()));
+  PerGroup& mine = per_group(*group);
+  mine.group = group.get();
+  mine.filled.assign(group->params().size(), 0);
+  mine.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
 }
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
@@ -59,37 +58,37 @@ void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, cons
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
-  if (!done) throw_collective_error(group, group.calls.explain, operation);
+  if (!done) throw_collective_error(group, group.calls().explain, operation);
 }
 
 void ProcessGroupTransport::open_slot(ParamGroup& group) {
   const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
   if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
-  if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather.slot.bytes);
-  group.gather.write = group.gather.read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
+  if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather().slot.bytes);
+  group.gather().write = group.gather().read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
-void ProcessGroupTransport::begin_gather(ParamGroup& group) {
+void ProcessGroupTransport::begin_gather(ParamGroup& group, bool /*pools_stand_still*/) {
   PerGroup& mine = per_group(group);
   if (group.gathers_alone()) {
     open_slot(group);
-    run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), group.gather.write);
+    run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
     return;
   }
-  const size_t segment = group.layout.gather_segment_bytes();
-  const auto rank = static_cast<size_t>(group.layout.rank());
-  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout.world()), 1));
-  run_copies_on(at::kCPU, group.layout.shard_to_segment(), group.pool.const_data_ptr(),
+  const size_t segment = group.layout().gather_segment_bytes();
+  const auto rank = static_cast<size_t>(group.layout().rank());
+  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
+  run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
   pybind11::gil_scoped_acquire gil;
-  const DType wire = wire_type(group.layout);
+  const DType wire = wire_type(group.layout());
   const PyRef output = PyRef::steal(
-      THPVariable_Wrap(typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout.world()))));
+      THPVariable_Wrap(typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world()))));
   const PyRef input = PyRef::steal(THPVariable_Wrap(typed(mine.gather.memory, wire, rank * segment, segment)));
-  const PyRef& all_gather = group.calls.all_gather ? group.calls.all_gather : collectives_.all_gather;
+  const PyRef& all_gather = group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather;
   mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
-  if (!mine.gather.work) throw_collective_error(group, group.calls.explain, "all-gather");
-  ++group.root().counters.python_calls;
+  if (!mine.gather.work) throw_collective_error(group, group.calls().explain, "all-gather");
+  ++group.counters().python_calls;
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
@@ -97,7 +96,7 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
-  run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather.write);
+  run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather().write);
   give_back(mine.gather.memory);
 }
 
@@ -105,7 +104,7 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   give_back(mine.gather.memory);
-  const int id = group.gather.slot.id;
+  const int id = group.gather().slot.id;
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
 }
 
@@ -113,120 +112,115 @@ std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& 
   return per_group(group).plans.of(group).layout;
 }
 
-void ProcessGroupTransport::open_scratch(ParamGroup& group) {
-  group.root().finish_pending();  // its staging serves this unit, too
+bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
+  return groups_.at(group.index()).plan == nullptr;
+}
+
+void ProcessGroupTransport::make_room(ParamGroup&) {
   for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
+}
+
+void ProcessGroupTransport::open_scratch(ParamGroup& group) {
   PerGroup& mine = per_group(group);
-  mine.plan = &mine.plans.of(group);
-  mine.reduction.memory = take(mine.plan->segment_bytes * static_cast<size_t>(group.layout.world()));
-  if (group.calls.all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
-  group.scratch.data = static_cast<std::byte*>(mine.reduction.memory.data_ptr());
-  std::fill(group.scratch.filled.begin(), group.scratch.filled.end(), uint8_t{0});
-  group.scratch.open = true;
+  if (mine.plan != nullptr) return;
+  SegmentPlan& plan = mine.plans.of(group);
+  mine.reduction.memory = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
+  if (group.calls().all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
+  std::fill(mine.filled.begin(), mine.filled.end(), uint8_t{0});
+  mine.plan = &plan;
   ++num_scratches_;
 }
 
+void ProcessGroupTransport::close_scratch(PerGroup& mine) {
+  give_back(mine.reduced.memory);
+  give_back(mine.reduction.memory);
+  mine.plan = nullptr;
+  --num_scratches_;
+}
+
 void ProcessGroupTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
-  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool().data_ptr());
 }
 
 void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
-  Scratch& scratch = group.scratch;
-  if (!scratch.open) open_scratch(group);
-  SegmentPlan* plan = per_group(group).plan;
-  if (!plan->layout->params()[i].shape.trainable) {
-    throw Error(
-        "fsdp2x: '" + group.params[i].fqn() +
-        "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
-  }
+  open_scratch(group);
+  PerGroup& mine = per_group(group);
+  if (!mine.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
   at::Tensor dense = gradient.contiguous();
   if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
   const DType type = engine_dtype(dense.scalar_type());
-  const auto& copies = plan->copies_of(i, type);
-  if (scratch.filled[i]) {
-    add_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
+  const auto& copies = mine.plan->copies_of(i, type);
+  if (mine.filled[i]) {
+    add_on(at::kCPU, copies, dense.const_data_ptr(), mine.reduction.memory.data_ptr());
   } else {
-    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), scratch.data);
-    scratch.filled[i] = 1;
+    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), mine.reduction.memory.data_ptr());
+    mine.filled[i] = 1;
   }
 }
 
 void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   PerGroup& mine = per_group(group);
-  Scratch& scratch = group.scratch;
   const DType type = group.reduce_type();
   const Layout& layout = *mine.plan->layout;
   const size_t segment = mine.plan->segment_bytes;
-  std::vector<float> flags(scratch.filled.begin(), scratch.filled.end());
+  std::vector<float> flags(mine.filled.begin(), mine.filled.end());
   for (size_t i = 0; i < flags.size(); ++i) {
     if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
   }
   const auto element = static_cast<int64_t>(dtype_bytes(type));
   for (size_t i = 0; i < flags.size(); ++i) {
     const ParamPlace& place = layout.params()[i];
-    if (scratch.filled[i] || !place.shape.trainable) continue;
+    if (mine.filled[i] || !place.shape.trainable) continue;
     typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
         .view({layout.world(), -1})
         .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
         .zero_();
   }
   flags.resize(mine.plan->flags_numel());
-  run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), scratch.data);
+  run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), mine.reduction.memory.data_ptr());
 }
 
-void ProcessGroupTransport::begin_reduce(ParamGroup& group) {
-  if (!group.scratch.open) open_scratch(group);
+void ProcessGroupTransport::begin_reduce(ParamGroup& group, cpu::Forwards) {
+  open_scratch(group);
   PerGroup& mine = per_group(group);
-  group.scratch.posted = true;
   fill_gaps(group);
-  const int world = group.layout.world();
+  const int world = group.layout().world();
   if (world == 1) return;
   const DType type = group.reduce_type();
   const size_t segment = mine.plan->segment_bytes;
   const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
-  if (const double before = pre_divisor(group); before != 1.0) input.div_(before);
+  if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
   mine.reduced.memory = take(segment);
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(typed(mine.reduced.memory, type, 0, segment)));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  const PyRef& reduce_scatter = group.calls.reduce_scatter ? group.calls.reduce_scatter : collectives_.reduce_scatter;
+  const PyRef& reduce_scatter =
+      group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter;
   mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),
                                                                 group.averages() ? Py_True : Py_False, nullptr));
-  if (!mine.reduced.work) throw_collective_error(group, group.calls.explain, "reduction");
-  ++group.root().counters.python_calls;
+  if (!mine.reduced.work) throw_collective_error(group, group.calls().explain, "reduction");
+  ++group.counters().python_calls;
 }
 
-bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const {
-  return group.reduces_unused() && !group.scratch.reduced_this_backward;
-}
+bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const { return group.reduces_unused(); }
 
-bool ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
-  if (!group.scratch.posted) return true;
+Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
   PerGroup& mine = per_group(group);
   wait(group, mine.reduced, "reduction");
-  const bool alone = group.layout.world() == 1;
-  const double before = alone ? 1.0 : pre_divisor(group);
-  // Copies that outlive abandon_reduce, which gives the staging back: the user's hooks run in take_segment.
-  const std::shared_ptr<const Layout> plan = mine.plan->layout;
-  Staging segment = std::exchange(alone ? mine.reduction : mine.reduced, Staging());
-  abandon_reduce(group);
-  group.scratch.reduced_this_backward = true;
-  group.take_segment(segment.memory, plan, group.averages() ? 1.0 : group.divisor() / before);
-  give_back(segment.memory);
-  return true;
+  const bool alone = group.layout().world() == 1;
+  const double before = alone ? 1.0 : group.pre_divisor();
+  Finished finished;
+  finished.rows = std::make_unique<SegmentRows>((alone ? mine.reduction : mine.reduced).memory, mine.plan->layout,
+                                                group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
+  close_scratch(mine);
+  return finished;
 }
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
-  if (!scratch.open) return false;
   PerGroup& mine = per_group(group);
+  if (mine.plan == nullptr) return false;
   wait(group, mine.reduced, "reduction");
-  give_back(mine.reduced.memory);
-  give_back(mine.reduction.memory);
-  scratch.open = scratch.posted = scratch.pending_flush = false;
-  scratch.data = nullptr;
-  mine.plan = nullptr;
-  --num_scratches_;
+  close_scratch(mine);
   return true;
 }
 

@@ -29,15 +29,17 @@ class ProcessGroupTransport final : public Transport {
 
   const char* name() const override { return "process_group"; }
   bool is_frugal() const override { return true; }
-  void register_group(ParamGroup& group) override;
-  void begin_gather(ParamGroup& group) override;
+  void register_group(const std::shared_ptr<ParamGroup>& group) override;
+  void begin_gather(ParamGroup& group, bool pools_stand_still) override;
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
+  void make_room(ParamGroup& group) override;
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(ParamGroup& group) override;
+  void begin_reduce(ParamGroup& group, cpu::Forwards forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
-  bool finish_reduce(ParamGroup& group, bool flush) override;
+  Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t) override {}
@@ -57,10 +59,12 @@ class ProcessGroupTransport final : public Transport {
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
     SegmentPlans plans;
-    SegmentPlan* plan = nullptr;  // of the open scratch
+    SegmentPlan* plan = nullptr;  // of what is packed; null: nothing is
+    std::vector<uint8_t> filled;  // by parameter: whether it is packed
   };
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
+  void close_scratch(PerGroup& mine);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
@@ -70,7 +74,6 @@ class ProcessGroupTransport final : public Transport {
   Collectives collectives_;
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
-  uint32_t num_groups_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
   size_t memory_bytes_ = 0;  // of what was taken and not freed

@@ -13,24 +13,38 @@
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
-#include "engine/params/param_group.hpp"
-#include "engine/schedule/root.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {
 
+// The rows of a reduction that all ranks have posted: writing them is the sum over their scratches.
+class SummedRows final : public ReducedRows {
+ public:
+  SummedRows(SharedMemoryTransport& transport, ParamGroup& group, SharedMemoryTransport::Sources sources);
+  ~SummedRows() override;
+  std::vector<uint8_t> wanted() override;
+  void run_hook(const PyRef&) override;
+  void write(const GradientTargets& targets) override;
+
+ private:
+  SharedMemoryTransport& transport_;
+  ParamGroup& group_;
+  SharedMemoryTransport::Sources sources_;
+  bool is_read_ = false;
+};
+
 namespace {
 
 cpu::GatherPost post_of(const ParamGroup& group) {
-  return {group.gather.sequence, group.index, static_cast<uint32_t>(group.gather.slot.id), group.gather.slot.offset,
-          group.layout.slot_bytes()};
+  return {group.gather().sequence, group.index(), static_cast<uint32_t>(group.gather().slot.id),
+          group.gather().slot.offset, group.layout().slot_bytes()};
 }
 
 // Ranks must mean the same thing by unit number n: its layout is compared through this number.
 uint64_t tag_of(const ParamGroup& group) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
-  for (const ParamPlace& place : group.layout.params()) {
+  for (const ParamPlace& place : group.layout().params()) {
     for (const int64_t value :
          {place.shape.outer, place.shape.dim, place.shape.inner, static_cast<int64_t>(place.shape.reduce)}) {
       tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
@@ -60,10 +74,10 @@ SharedMemoryTransport::SharedMemoryTransport(std::shared_ptr<cpu::ShmGroup> grou
 
 SharedMemoryTransport::~SharedMemoryTransport() = default;
 
-void SharedMemoryTransport::register_group(ParamGroup& group) {
-  group.index = num_groups_++;
-  if (group_) group_->set_unit_name(group.index, group.name);
-  if (epochs_.size() <= group.index) epochs_.resize(group.index + 1, 0);
+void SharedMemoryTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
+  group->set_index(static_cast<uint32_t>(scratches_.size()));
+  scratches_.emplace_back().filled.assign(group->params().size(), kNotPacked);
+  if (group_) group_->set_unit_name(group->index(), group->name());
 }
 
 std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory, const Slot& slot) {
@@ -76,9 +90,9 @@ std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory
   return static_cast<std::byte*>(memory[id].data_ptr());
 }
 
-void SharedMemoryTransport::begin_gather(ParamGroup& group) {
+void SharedMemoryTransport::begin_gather(ParamGroup& group, bool /*pools_stand_still*/) {
   if (group_ && gathers_.exchange(true)) {
-    throw Error("fsdp2x: unit '" + group.name +
+    throw Error("fsdp2x: unit '" + group.name() +
                 "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
                 "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
   }
@@ -88,12 +102,12 @@ void SharedMemoryTransport::begin_gather(ParamGroup& group) {
   } catch (const std::bad_alloc& error) {
     // Peers wait for a gather that this rank does not post.
     if (!group_) throw;
-    group_->give_up("the all-gather of unit '" + group.name + "' failed (" + error.what() + ")");
+    group_->give_up("the all-gather of unit '" + group.name() + "' failed (" + error.what() + ")");
   }
 }
 
 void SharedMemoryTransport::post_rows(ParamGroup& group) {
-  GatherSlot& gather = group.gather;
+  GatherSlot& gather = group.gather();
   group.open_slot(gather_ledger_);
   gather.sequence = ++gather_sequence_;
   // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
@@ -107,7 +121,7 @@ void SharedMemoryTransport::post_rows(ParamGroup& group) {
     gather.read = window.isolated;
     group_->acquire_slot(post_of(group), gather.slot.num_uses);
   }
-  run_copies_on(at::kCPU, group.layout.shard_to_slot(), group.pool.const_data_ptr(), gather.write);
+  run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), gather.write);
   if (group_) group_->post_gather(post_of(group));
 }
 
@@ -123,9 +137,10 @@ void SharedMemoryTransport::finish_gather(ParamGroup& group) {
 }
 
 void SharedMemoryTransport::release_gather(ParamGroup& group) {
-  const Slot& slot = group.gather.slot;
+  const Slot& slot = group.gather().slot;
   if (group_) {
-    group_->discard_private_pages(group.gather.read, group.layout.slot_bytes());  // what users wrote to the parameters
+    group_->discard_private_pages(group.gather().read,
+                                  group.layout().slot_bytes());  // what users wrote to the parameters
     group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
   }
   group.close_slot(gather_ledger_);
@@ -140,41 +155,45 @@ void SharedMemoryTransport::sweep_closing() {
   }
 }
 
-void SharedMemoryTransport::open_scratch(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
-  if (scratch.open) return;
-  // One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
-  // about that close anyway, since they gather together.
-  group.root().finish_pending();
+// One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
+// about that close anyway, since they gather together.
+bool SharedMemoryTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
+  return scratches_[group.index()].data == nullptr;
+}
+
+void SharedMemoryTransport::make_room(ParamGroup&) {
   sweep_closing();
-  if (!closing_.empty()) {
-    const ReleaseGil released;
-    const Closing last = closing_.back();
-    group_->wait_consumed_in_order(last.group, last.epoch, last.position);
-    sweep_closing();
-  }
+  if (closing_.empty()) return;
+  const ReleaseGil released;
+  const Closing last = closing_.back();
+  group_->wait_consumed_in_order(last.group, last.epoch, last.position);
+  sweep_closing();
+}
+
+void SharedMemoryTransport::open_scratch(ParamGroup& group) {
+  Scratch& scratch = scratch_of(group);
+  if (scratch.data != nullptr) return;
   // Without a reduction at the end of this backward, the next one adds to what is packed.
   acquire_scratch(group, /*wide=*/!group.options().requires_gradient_sync);
   std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{kNotPacked});
-  scratch.open = true;
 }
 
 void SharedMemoryTransport::acquire_scratch(ParamGroup& group, bool wide) {
-  Scratch& scratch = group.scratch;
+  Scratch& scratch = scratch_of(group);
   scratch.wide = wide;
-  scratch.slot =
-      scratch_ledger_.acquire(wide ? group.layout.wide_scratch_bytes() : group.layout.scratch_bytes(), group.name);
+  scratch.slot = scratch_ledger_.acquire(wide ? group.layout().wide_scratch_bytes() : group.layout().scratch_bytes(),
+                                         group.name());
   scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
                         : private_memory(scratch_memory_, scratch.slot);
 }
 
 void SharedMemoryTransport::widen_scratch(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
+  Scratch& scratch = scratch_of(group);
   const Scratch narrow = scratch;
   acquire_scratch(group, /*wide=*/true);
-  for (size_t i = 0; i < group.params.size(); ++i) {
+  for (size_t i = 0; i < group.params().size(); ++i) {
     if (!scratch.filled[i]) continue;
-    const ParamShape& shape = group.layout.params()[i].shape;
+    const ParamShape& shape = group.layout().params()[i].shape;
     const PackedGradient from = packed_gradient(group, i, narrow.data, narrow.filled[i]);
     scratch.filled[i] = kPackedWide;
     const PackedGradient to = packed_gradient(group, i, scratch.data, scratch.filled[i]);
@@ -185,19 +204,19 @@ void SharedMemoryTransport::widen_scratch(ParamGroup& group) {
 
 SharedMemoryTransport::PackedGradient SharedMemoryTransport::packed_gradient(const ParamGroup& group, size_t i,
                                                                              std::byte* scratch, uint8_t how) {
-  const ParamPlace& place = group.layout.params()[i];
+  const ParamPlace& place = group.layout().params()[i];
   if (how == kPackedWide) return {place.shape.reduce, scratch + place.wide_scratch_offset};
   return {place.shape.packed(), scratch + place.scratch_offset};
 }
 
 void SharedMemoryTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
-  run_copies_on(at::kCPU, rows.copies, slot, group.pool.data_ptr());
+  run_copies_on(at::kCPU, rows.copies, slot, group.pool().data_ptr());
 }
 
 void SharedMemoryTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
-  Scratch& scratch = group.scratch;
-  const ParamPlace& place = group.layout.params()[i];
+  Scratch& scratch = scratch_of(group);
+  const ParamPlace& place = group.layout().params()[i];
   DType type = engine_dtype(gradient.scalar_type());
   at::Tensor dense = gradient.contiguous();
   if (type == DType::byte) {
@@ -217,36 +236,35 @@ void SharedMemoryTransport::pack(ParamGroup& group, size_t i, const at::Tensor& 
   });
 }
 
-void SharedMemoryTransport::begin_reduce(ParamGroup& group) {
-  if (!group.scratch.open) open_scratch(group);
-  Scratch& scratch = group.scratch;
+void SharedMemoryTransport::begin_reduce(ParamGroup& group, cpu::Forwards forwards) {
+  open_scratch(group);
   if (group.options().reduce_unused_params) fill_unused(group);
   predivide(group);
-  scratch.posted = true;
-  scratch.pending_flush = false;
-  scratch.epoch = ++epochs_[group.index];
+  Scratch& scratch = scratch_of(group);
+  ++scratch.epoch;
   if (!group_) return;
   std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
-  group_->post_reduction(group.index, scratch.epoch, tag_of(group), scratch.slot.offset, group.root().forwards());
+  group_->post_reduction(group.index(), scratch.epoch, tag_of(group), scratch.slot.offset, forwards);
 }
 
-double SharedMemoryTransport::before_sum(const ParamGroup& group) const { return group_ ? pre_divisor(group) : 1.0; }
+double SharedMemoryTransport::before_sum(const ParamGroup& group) const { return group_ ? group.pre_divisor() : 1.0; }
 
 void SharedMemoryTransport::predivide(ParamGroup& group) {
   const double before = before_sum(group);
   if (before == 1.0) return;
-  for (size_t i = 0; i < group.params.size(); ++i) {
-    if (!group.scratch.filled[i]) continue;
-    const PackedGradient packed = packed_gradient(group, i, group.scratch.data, group.scratch.filled[i]);
-    cpu::divide(packed.type, packed.data, group.layout.params()[i].shape.numel(), before);
+  const Scratch& scratch = scratch_of(group);
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    if (!scratch.filled[i]) continue;
+    const PackedGradient packed = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    cpu::divide(packed.type, packed.data, group.layout().params()[i].shape.numel(), before);
   }
 }
 
 void SharedMemoryTransport::fill_unused(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
-  for (size_t i = 0; i < group.params.size(); ++i) {
-    const ParamPlace& place = group.layout.params()[i];
-    if (scratch.filled[i] || !place.shape.trainable || !group.params[i].sharded().requires_grad()) continue;
+  Scratch& scratch = scratch_of(group);
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    const ParamPlace& place = group.layout().params()[i];
+    if (scratch.filled[i] || !place.shape.trainable || !group.params()[i].sharded().requires_grad()) continue;
     scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
     const PackedGradient packed = packed_gradient(group, i, scratch.data, scratch.filled[i]);
     std::memset(packed.data, 0, static_cast<size_t>(place.shape.numel()) * dtype_bytes(packed.type));
@@ -254,41 +272,38 @@ void SharedMemoryTransport::fill_unused(ParamGroup& group) {
 }
 
 bool SharedMemoryTransport::needs_empty_reduction(const ParamGroup& group) const {
-  if (group.scratch.reduced_this_backward) return false;
-  return group.reduces_unused() || (group_ && group.unit->armed);
+  return group.reduces_unused() || (group_ && group.unit().armed);
 }
 
-bool SharedMemoryTransport::finish_reduce(ParamGroup& group, bool flush) {
-  Scratch& scratch = group.scratch;
-  if (!scratch.posted) return true;
+Transport::Finished SharedMemoryTransport::finish_reduce(ParamGroup& group, bool flush) {
   if (group_) {
     const ReleaseGil released;
-    const cpu::Joined joined =
-        group_->join_reduction(group.index, scratch.epoch, tag_of(group), group.unit->backward_position, flush);
-    if (joined == cpu::Joined::later) return false;
+    const cpu::Joined joined = group_->join_reduction(group.index(), scratch_of(group).epoch, tag_of(group),
+                                                      group.unit().backward_position, flush);
+    if (joined == cpu::Joined::later) return {.is_later = true, .rows = nullptr};
   }
+  Finished finished;
   if (group.is_staged()) {
-    sum_into_segment(group);
+    finished.rows = sum_into_segment(group);
   } else {
-    sum(group);
+    finished.rows = std::make_unique<SummedRows>(*this, group, sources_of(group));
   }
-  close_scratch(group);
-  scratch.reduced_this_backward = true;
-  return true;
+  return finished;
 }
 
-SharedMemoryTransport::Sources SharedMemoryTransport::sources_of(ParamGroup& group) {
-  const int world = group.layout.world();
-  Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), group.scratch.data), {}};
+SharedMemoryTransport::Sources SharedMemoryTransport::sources_of(const ParamGroup& group) {
+  Scratch& own = scratch_of(group);
+  const int world = group.layout().world();
+  Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), own.data), {}};
   const size_t page = cpu::ShmGroup::page_bytes();
-  const size_t bytes = (group.layout.wide_scratch_bytes() + page - 1) / page * page;
+  const size_t bytes = (group.layout().wide_scratch_bytes() + page - 1) / page * page;
   for (int r = 0; group_ && r < world; ++r) {
     if (r == group_->rank()) continue;
     sources.scratches[static_cast<size_t>(r)] =
-        group_->scratch_window(r, group_->peer_scratch_offset(group.index, r), bytes);
+        group_->scratch_window(r, group_->peer_scratch_offset(group.index(), r), bytes);
   }
   for (std::byte* scratch : sources.scratches) {
-    sources.filled.push_back(group_ ? reinterpret_cast<const uint8_t*>(scratch) : group.scratch.filled.data());
+    sources.filled.push_back(group_ ? reinterpret_cast<const uint8_t*>(scratch) : own.filled.data());
   }
   return sources;
 }
@@ -300,7 +315,7 @@ bool SharedMemoryTransport::Sources::any_filled(size_t param) const {
 
 void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sources, size_t i,
                                      cpu::ReducePiece piece) {
-  const ParamPlace& place = group.layout.params()[i];
+  const ParamPlace& place = group.layout().params()[i];
   if (place.shard_numel == 0) return;
   const auto first_row = static_cast<size_t>(place.rows.begin * place.shape.inner);
   piece.src_type = place.shape.reduce;
@@ -323,7 +338,7 @@ void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sou
 
 void SharedMemoryTransport::begin_rows(const ParamGroup& group, const Sources& sources) {
   pieces_.clear();
-  pointers_.resize(group.params.size() * sources.scratches.size());
+  pointers_.resize(group.params().size() * sources.scratches.size());
   types_.resize(pointers_.size());
 }
 
@@ -334,90 +349,89 @@ void SharedMemoryTransport::sum_rows() {
   for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(pieces_[i], begin, end); });
 }
 
-void SharedMemoryTransport::sum(ParamGroup& group) {
-  const Sources sources = sources_of(group);
-  const size_t num_params = group.params.size();
-  std::vector<GradientTarget> targets(num_params);
-  {
-    pybind11::gil_scoped_acquire gil;
-    for (size_t i = 0; i < num_params; ++i) {
-      if (sources.any_filled(i)) targets[i] = group.gradients.prepare(i, group.root().blocks);
-    }
-  }
+void SharedMemoryTransport::sum_into(const ParamGroup& group, const Sources& sources, const GradientTargets& targets) {
   begin_rows(group, sources);
-  for (size_t i = 0; i < num_params; ++i) {
-    if (!sources.any_filled(i)) continue;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
     cpu::ReducePiece piece;
-    piece.dst_type = group.layout.params()[i].shape.orig;
-    piece.dst = targets[i].data;
+    piece.dst_type = group.layout().params()[i].shape.orig;
+    piece.dst = targets[i]->data;
     piece.divisor = group.divisor() / before_sum(group);
     piece.round = true;
-    piece.accumulate = targets[i].accumulate;
+    piece.accumulate = targets[i]->accumulate;
     add_rows(group, sources, i, piece);
   }
   sum_rows();
-  std::vector<size_t> summed;
-  for (size_t i = 0; i < num_params; ++i) {
-    if (sources.any_filled(i)) summed.push_back(i);
-  }
-  consume(group);  // before users' hooks, which may raise
-  pybind11::gil_scoped_acquire gil;
-  for (const size_t i : summed) group.attach(i, targets[i]);
-  group.gradients.release_if_unused(group.root().blocks);
 }
 
-void SharedMemoryTransport::sum_into_segment(ParamGroup& group) {
+std::unique_ptr<ReducedRows> SharedMemoryTransport::sum_into_segment(ParamGroup& group) {
   const Sources sources = sources_of(group);
   const DType type = group.reduce_type();
-  const at::Tensor segment = at::zeros({static_cast<int64_t>(group.layout.flagged_segment_bytes())}, at::kByte);
-  auto* const data = static_cast<std::byte*>(segment.data_ptr());
-  auto* flags = data + group.layout.reduce_segment_bytes();
+  const double divisor = group.averages() ? 1.0 : group.divisor() / before_sum(group);
+  auto segment = SegmentRows::zeros(segment_layout(group), type, divisor);
+  auto* const data = static_cast<std::byte*>(segment->values().data_ptr());
+  auto* flags = data + group.layout().reduce_segment_bytes();
   begin_rows(group, sources);
-  for (size_t i = 0; i < group.params.size(); ++i, flags += dtype_bytes(type)) {
-    const ParamPlace& place = group.layout.params()[i];
+  for (size_t i = 0; i < group.params().size(); ++i, flags += dtype_bytes(type)) {
+    const ParamPlace& place = group.layout().params()[i];
     if (!place.shape.trainable) continue;
     const float flag = sources.any_filled(i) ? 1.0F : 0.0F;
     cpu::cast_copy(type, flags, DType::f32, &flag, 1);
     cpu::ReducePiece piece;
     piece.dst_type = type;
     piece.dst = data + place.reduce_segment_offset;
-    if (group.averages()) piece.divisor = static_cast<double>(group.layout.world());
+    if (group.averages()) piece.divisor = static_cast<double>(group.layout().world());
     add_rows(group, sources, i, piece);  // without sources: zeros
   }
   sum_rows();
-  consume(group);
-  group.take_segment(segment, segment_layout(group), group.averages() ? 1.0 : group.divisor() / before_sum(group));
+  close_scratch(group);
+  return segment;
 }
 
-void SharedMemoryTransport::consume(ParamGroup& group) {
-  if (group_) group_->consume_reduction(group.index, group.scratch.epoch);
+SummedRows::SummedRows(SharedMemoryTransport& transport, ParamGroup& group, SharedMemoryTransport::Sources sources)
+    : transport_(transport), group_(group), sources_(std::move(sources)) {}
+
+SummedRows::~SummedRows() {
+  if (!is_read_) transport_.close_scratch(group_);
+}
+
+std::vector<uint8_t> SummedRows::wanted() {
+  std::vector<uint8_t> wanted(group_.params().size());
+  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = sources_.any_filled(i) ? 1 : 0;
+  return wanted;
+}
+
+void SummedRows::run_hook(const PyRef&) {}  // a group with a hook is staged
+
+void SummedRows::write(const GradientTargets& targets) {
+  transport_.sum_into(group_, sources_, targets);
+  is_read_ = true;  // before users' hooks, which may raise
+  transport_.close_scratch(group_);
 }
 
 std::shared_ptr<const Layout> SharedMemoryTransport::segment_layout(ParamGroup& group) {
-  return {std::shared_ptr<const Layout>(), &group.layout};  // lives as long as the group
+  return {std::shared_ptr<const Layout>(), &group.layout()};  // lives as long as the group
 }
 
 void SharedMemoryTransport::close_scratch(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
+  Scratch& scratch = scratch_of(group);
   if (group_) {
-    closing_.push_back({group.index, scratch.epoch, scratch.slot.id, group.unit->backward_position});
+    group_->consume_reduction(group.index(), scratch.epoch);
+    closing_.push_back({group.index(), scratch.epoch, scratch.slot.id, group.unit().backward_position});
   } else {
     scratch_ledger_.release(scratch.slot.id);
   }
-  scratch.open = scratch.posted = scratch.pending_flush = false;
   scratch.data = nullptr;
 }
 
 bool SharedMemoryTransport::abandon_reduce(ParamGroup& group) {
-  Scratch& scratch = group.scratch;
-  if (!scratch.open) return false;
-  if (scratch.posted && group_) {
-    group_->consume_reduction(group.index, scratch.epoch);
+  Scratch& scratch = scratch_of(group);
+  if (scratch.data == nullptr) return false;
+  if (group.is_posted()) {
     close_scratch(group);
     return true;
   }
   scratch_ledger_.release(scratch.slot.id);
-  scratch.open = scratch.posted = scratch.pending_flush = false;
   scratch.data = nullptr;
   return true;
 }

@@ -21,27 +21,41 @@ class SharedMemoryTransport final : public Transport {
 
   const char* name() const override { return group_ ? "shm" : "local"; }
   std::shared_ptr<cpu::ShmGroup> shared_group() const override { return group_; }
-  void register_group(ParamGroup& group) override;
-  void begin_gather(ParamGroup& group) override;
+  void register_group(const std::shared_ptr<ParamGroup>& group) override;
+  void begin_gather(ParamGroup& group, bool pools_stand_still) override;
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
+  void make_room(ParamGroup& group) override;
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
-  void begin_reduce(ParamGroup& group) override;
+  void begin_reduce(ParamGroup& group, cpu::Forwards forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
-  bool finish_reduce(ParamGroup& group, bool flush) override;
+  Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t position) override;
   TransportStats stats() const override;
 
  private:
+  friend class SummedRows;
+  // How a gradient lies in a scratch: not at all, in ParamShape::packed(), in the reduce dtype of a wide scratch.
+  enum Packed : uint8_t { kNotPacked = 0, kPacked = 1, kPackedWide = 2 };
+  // A group's packed gradients, from the first pack until the reduction is finished.
+  struct Scratch {
+    Slot slot;
+    std::byte* data = nullptr;    // null: none
+    std::vector<uint8_t> filled;  // by parameter, see Packed
+    bool wide = false;            // everything is in the reduce dtype
+    uint64_t epoch = 0;           // of the last reduction that was posted
+  };
   struct Closing {  // a scratch some peer may still read
     uint32_t group;
     uint64_t epoch;
     int slot;
     uint64_t position;
   };
+  Scratch& scratch_of(const ParamGroup& group) { return scratches_[group.index()]; }
   void post_rows(ParamGroup& group);
   void open_scratch(ParamGroup& group);
   void acquire_scratch(ParamGroup& group, bool wide);
@@ -52,6 +66,7 @@ class SharedMemoryTransport final : public Transport {
   };
   // Where `param` lies in a scratch of this or another rank that packed it so.
   static PackedGradient packed_gradient(const ParamGroup& group, size_t param, std::byte* scratch, uint8_t how);
+  // The peers may have this rank's scratch, and this rank has read theirs.
   void close_scratch(ParamGroup& group);
   void sweep_closing();
   // The scratches of all ranks and, per rank, which parameters are in them.
@@ -60,16 +75,15 @@ class SharedMemoryTransport final : public Transport {
     std::vector<const uint8_t*> filled;
     bool any_filled(size_t param) const;
   };
-  Sources sources_of(ParamGroup& group);
+  Sources sources_of(const ParamGroup& group);
   // Sums of this rank's rows: begun, one piece added for a parameter (completed with its sources), all run.
   void begin_rows(const ParamGroup& group, const Sources& sources);
   void add_rows(const ParamGroup& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
   void sum_rows();
-  void sum(ParamGroup& group);               // straight into `.grad`
-  void sum_into_segment(ParamGroup& group);  // for groups that are staged
-  void consume(ParamGroup& group);
-  static void fill_unused(ParamGroup& group);  // zeros for parameters without a gradient
-  void predivide(ParamGroup& group);           // see pre_divisor
+  void sum_into(const ParamGroup& group, const Sources& sources, const GradientTargets& targets);
+  std::unique_ptr<ReducedRows> sum_into_segment(ParamGroup& group);  // for groups that are staged
+  void fill_unused(ParamGroup& group);                               // zeros for parameters without a gradient
+  void predivide(ParamGroup& group);                                 // see ParamGroup::pre_divisor
   double before_sum(const ParamGroup& group) const;
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
@@ -82,8 +96,7 @@ class SharedMemoryTransport final : public Transport {
   size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
   std::atomic<bool> gathers_ = false;  // some thread does
-  std::vector<uint64_t> epochs_;       // reductions posted, per group
-  uint32_t num_groups_ = 0;
+  std::vector<Scratch> scratches_;     // by group
   // Reused by every reduction.
   std::vector<cpu::ReducePiece> pieces_;
   std::vector<const void*> pointers_;

@@ -1,0 +1,56 @@
+// Reduced rows in memory of the CPU.
+#include "engine/params/reduced_rows.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "engine/memory/device_copy.hpp"
+#include "engine/memory/storage.hpp"
+
+namespace fsdp2x {
+
+SegmentRows::SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor)
+    : memory_(std::move(segment)), layout_(std::move(layout)), type_(type), divisor_(divisor) {}
+
+std::unique_ptr<SegmentRows> SegmentRows::zeros(std::shared_ptr<const Layout> layout, DType type, double divisor) {
+  const auto bytes = static_cast<int64_t>(layout->flagged_segment_bytes());
+  return std::make_unique<SegmentRows>(at::zeros({bytes}, at::kByte), std::move(layout), type, divisor);
+}
+
+at::Tensor SegmentRows::values() const { return typed(memory_, type_, 0, layout_->flagged_segment_bytes()); }
+
+bool SegmentRows::add(const SegmentRows& other) {
+  if (layout_->flagged_segment_bytes() != other.layout_->flagged_segment_bytes()) return false;
+  values().add_(other.values());
+  return true;
+}
+
+std::vector<uint8_t> SegmentRows::wanted() {
+  const size_t num = layout_->params().size();
+  const at::Tensor flags =
+      typed(memory_, type_, layout_->reduce_segment_bytes(), num * dtype_bytes(type_)).to(at::kFloat);
+  std::vector<uint8_t> wanted(num);
+  for (size_t i = 0; i < num; ++i) wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  return wanted;
+}
+
+void SegmentRows::run_hook(const PyRef& hook) {
+  call_hook(hook, typed(memory_, type_, 0, layout_->reduce_segment_bytes()));
+}
+
+void SegmentRows::write(const GradientTargets& targets) {
+  const auto* const rows = static_cast<const std::byte*>(memory_.const_data_ptr());
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = layout_->params()[i];
+    scale_into(at::kCPU, place.shape.orig, targets[i]->data, type_, rows + place.reduce_segment_offset,
+               place.shard_numel, divisor_, targets[i]->accumulate);
+  }
+}
+
+void call_hook(const PyRef& hook, const at::Tensor& rows) {
+  const PyRef object = PyRef::steal(THPVariable_Wrap(rows));
+  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(hook.get(), object.get(), nullptr));
+  if (!done) throw_python_error();
+}
+
+}  // namespace fsdp2x

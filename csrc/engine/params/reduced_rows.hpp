@@ -1,0 +1,68 @@
+// What a reduction has come to: this rank's rows, on their way to `.grad`.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/params/gradients.hpp"
+#include "engine/torch/py_ref.hpp"
+
+namespace fsdp2x {
+
+class SegmentRows;
+
+// A transport returns it, the root writes it once or drops it. What it holds of the transport goes back with it.
+class ReducedRows {
+ public:
+  ReducedRows() = default;
+  virtual ~ReducedRows() = default;
+  ReducedRows(const ReducedRows&) = delete;
+  ReducedRows& operator=(const ReducedRows&) = delete;
+
+  // By parameter: whether any rank has a gradient of it.
+  virtual std::vector<uint8_t> wanted() = 0;
+  // The user's, on what was summed. Needs the GIL, and so do the next three.
+  virtual void run_hook(const PyRef& hook) = 0;
+  // Of a group whose gradients are the host's: begins to bring the rows there.
+  virtual std::unique_ptr<ReducedRows> to_host() { return nullptr; }
+  // Once. Until the rows are gone, the current stream is the one on which the gradients are complete.
+  virtual void write(const GradientTargets& targets) = 0;
+  // The block of the gradients was given back right behind that.
+  virtual void note_block_given_back() {}
+  // Rows that may be all-reduced before they are written; null: these are not.
+  virtual SegmentRows* segment() { return nullptr; }
+};
+
+// In memory of the CPU: a segment, the flags of its parameters behind the rows.
+class SegmentRows final : public ReducedRows {
+ public:
+  // `layout`: of the segment, see Layout::flagged_segment_bytes. `divisor`: what the sum is still to be divided by.
+  SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor);
+  // No gradient.
+  static std::unique_ptr<SegmentRows> zeros(std::shared_ptr<const Layout> layout, DType type, double divisor);
+
+  // Rows and flags.
+  at::Tensor values() const;
+  // False: the segments differ.
+  bool add(const SegmentRows& other);
+
+  std::vector<uint8_t> wanted() override;
+  void run_hook(const PyRef& hook) override;
+  void write(const GradientTargets& targets) override;
+  SegmentRows* segment() override { return this; }
+
+ private:
+  at::Tensor memory_;
+  std::shared_ptr<const Layout> layout_;
+  DType type_;
+  double divisor_;
+};
+
+// Calls `hook` with `rows`; throws what it raises.
+void call_hook(const PyRef& hook, const at::Tensor& rows);
+
+}  // namespace fsdp2x

@@ -1,0 +1,43 @@
+// What the groups of a unit and their transports read of it.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "engine/torch/profile_range.hpp"
+
+namespace fsdp2x {
+
+// What the user's setters change; read at each use.
+struct UnitOptions {
+  bool reshard_after_forward = true;
+  bool reshard_without_grad = false;  // after a forward without grad, though the line above says no
+  bool reshard_after_backward = true;
+  bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+  bool reduce_unused_params = false;
+  bool unshard_in_backward = true;
+  bool keep_unsharded_storage = false;  // the same memory at every unshard
+  bool cast_forward_inputs = true;
+  std::optional<at::ScalarType> param_dtype;   // inputs are cast to it
+  std::optional<at::ScalarType> output_dtype;  // outputs are cast to it
+  std::optional<double> divide_factor;         // null: the number of ranks
+  bool force_sum_reduction = false;            // sum on the wire, divide afterwards
+};
+
+struct UnitFacts {
+  UnitFacts(std::string unit_name, UnitOptions unit_options)
+      : name(std::move(unit_name)), ranges(name), options(std::move(unit_options)) {}
+
+  std::string name;
+  RangeNames ranges;
+  UnitOptions options;
+  bool armed = false;              // took part in a forward under grad since its last synchronised backward
+  uint64_t backward_position = 0;  // see Root::backward_position
+};
+
+}  // namespace fsdp2x

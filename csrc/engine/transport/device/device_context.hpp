@@ -1,0 +1,69 @@
+// What the parts of the device transport share: the collectives of the process groups, the lanes and how they follow
+// each other, and the memory that is counted.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/torch/py_ref.hpp"
+#include "engine/transport/device/device_buffers.hpp"
+
+namespace fsdp2x {
+
+// Python callables of the process groups. All are ordered by the current stream and return when they are enqueued.
+struct DeviceCollectives {
+  PyRef all_gather;        // (output, input)
+  PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
+  PyRef reduce_scatter;    // (output, input, average: bool), or lists of outputs and inputs: in one launch
+  PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
+  PyRef check;  // (): raises when one of them has failed on the device; null: the host is told in another way
+};
+
+class DeviceContext {
+ public:
+  DeviceContext(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer);
+
+  const DeviceCollectives& collectives() const { return collectives_; }
+  DeviceLayer& layer() const { return *layer_; }
+
+  // Memory to lend. `tally`: it is counted with what comes and goes.
+  std::unique_ptr<DeviceBuffers> make_buffers(const std::string& name, bool tallied = true);
+  const std::vector<DeviceBuffers*>& all_buffers() const { return all_buffers_; }
+  MemoryTally& tally() { return tally_; }
+  const MemoryTally& tally() const { return tally_; }
+  // Whether memory is kept for the next borrower: where it is dear.
+  bool keeps() const { return static_cast<bool>(collectives_.allocate); }
+
+  // Work that `lane` is given next comes after everything that `other` has been given.
+  void follow(Lane lane, Lane other);
+  void follow_compute(Lane lane) { follow(lane, Lane::compute); }
+  void join(Lane lane) { follow(Lane::compute, lane); }
+  void host_waits_for(Lane lane);
+
+  // A block of gradients was given back behind the work of `lane`: of gradients that hooks took at once, as an
+  // optimizer in backward does. Who takes such a block next in this backward may be on another lane.
+  void note_freed_block(Lane lane) { lanes_with_freed_blocks_[static_cast<size_t>(lane)] = true; }
+  // `lane` is given a block of gradients next, and others may have used it last.
+  void follow_blocks(Lane lane);
+  void forget_freed_blocks() { lanes_with_freed_blocks_.fill(false); }
+
+  // For records.
+  void note_rows(const char* operation, const std::string& subject, const at::Tensor& input, const at::Tensor& output);
+
+ private:
+  at::Tensor allocate(size_t bytes);
+
+  DeviceCollectives collectives_;
+  std::shared_ptr<DeviceLayer> layer_;
+  MemoryTally tally_;  // of what comes and goes, slots aside
+  std::vector<DeviceBuffers*> all_buffers_;
+  std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
+  std::array<bool, kNumLanes> lanes_with_freed_blocks_{};
+};
+
+std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors);
+
+}  // namespace fsdp2x

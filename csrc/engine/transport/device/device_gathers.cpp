@@ -1,0 +1,220 @@
+// Gathers of the device transport.
+#include "engine/transport/device/device_gathers.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+namespace fsdp2x {
+
+namespace {
+
+PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
+  return PyRef::steal(THPVariable_Wrap(memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes))));
+}
+
+void append(const PyRef& list, const PyRef& item) {
+  if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
+}
+
+}  // namespace
+
+DeviceGathers::DeviceGathers(DeviceContext& context, HostShards& host_shards, size_t pack_below_bytes)
+    : context_(context),
+      host_shards_(host_shards),
+      pack_below_bytes_(context.collectives().all_gather_group ? pack_below_bytes : kPackEverything),
+      slots_(context.make_buffers("slot", /*tallied=*/false)),
+      staging_(context.make_buffers("staging")) {}
+
+void DeviceGathers::register_group(ParamGroup& group) {
+  PerGroup& mine = groups_.emplace_back();
+  mine.plan = Plan(plan_gather(group.layout(), pack_below_bytes_));
+  mine.own_rows = CopyProgram(group.layout().shard_to_slot());
+  mine.pool_event = context_.layer().make_event(group.name() + ".pool");
+}
+
+void DeviceGathers::set_keeps(bool keeps) {
+  slots_->set_keeps(keeps);
+  staging_->set_keeps(keeps);
+}
+
+bool DeviceGathers::is_running(const ParamGroup& group) const {
+  return group.gather().slot.id >= 0 && !groups_[group.index()].is_finished;
+}
+
+void DeviceGathers::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
+  context_.layer().copy(rows, slot, group.pool().data_ptr());
+  context_.layer().record(*per_group(group).pool_event, Lane::compute);
+}
+
+void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
+  try {
+    enqueue(group, pools_stand_still);
+  } catch (...) {
+    release(group);
+    throw;
+  }
+}
+
+void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
+  PerGroup& mine = per_group(group);
+  // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
+  mine.in_one_piece = static_cast<bool>(group.calls().all_gather);
+  mine.is_finished = false;
+  if (mine.in_one_piece && !mine.packed && !mine.plan.direct.empty()) {
+    mine.packed.emplace(plan_gather(group.layout(), kPackEverything));
+  }
+  const Plan& gather = mine.running();
+  const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
+  const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
+
+  bool is_new = false;
+  bool staging_is_new = false;
+  const int kept = group.gather().kept.id;
+  const int id =
+      kept >= 0 ? kept : slots_->acquire(std::max<size_t>(group.layout().slot_bytes(), 1), group.name(), &is_new);
+  DeviceBuffer& slot = (*slots_)[id];
+  group.gather().slot.id = id;
+  group.gather().write = group.gather().read = slot.data();
+  const auto world = static_cast<size_t>(group.layout().world());
+  const auto* pool = static_cast<const std::byte*>(group.pool().const_data_ptr());
+  const HostShards::Upload uploaded = host_shards_.open(group, pools_stand_still);
+  if (uploaded.buffer != nullptr) pool = uploaded.buffer->data();
+  DeviceBuffer* staging = nullptr;
+  if (!group.gathers_alone() && gather.segment_bytes > 0) {
+    mine.staging = staging_->acquire(gather.segment_bytes * world, group.name(), &staging_is_new);
+    staging = &(*staging_)[mine.staging];
+  }
+  if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) context_.follow_compute(copy_lane);
+  context_.layer().wait(copy_lane, *mine.pool_event);
+  context_.layer().wait(copy_lane, *slot.free);
+  if (staging != nullptr) context_.layer().wait(copy_lane, *staging->free);
+  if (uploaded.buffer != nullptr) host_shards_.upload(group, uploaded, copy_lane);
+  {
+    const LaneScope scope(context_.layer(), copy_lane);
+    if (group.gathers_alone()) {
+      context_.layer().copy(mine.own_rows, pool, slot.data());
+    } else {
+      if (!gather.to_slot.empty()) context_.layer().copy(gather.to_slot, pool, slot.data());
+      if (staging != nullptr) {
+        const size_t own = static_cast<size_t>(group.layout().rank()) * gather.segment_bytes;
+        context_.layer().copy(gather.to_segment, pool, staging->data() + own);
+      }
+    }
+  }
+  context_.layer().record(*slot.ready, copy_lane);
+  if (uploaded.buffer != nullptr) {
+    context_.layer().record(*uploaded.buffer->free, copy_lane);
+    if (!pools_stand_still) context_.host_waits_for(copy_lane);  // the user may write to the shards next
+  }
+  if (group.gathers_alone()) return;
+  context_.layer().wait(gather_lane, *slot.ready);
+  {
+    const LaneScope scope(context_.layer(), gather_lane);
+    call_all_gather(group, mine, slot, staging);
+    if (staging != nullptr) context_.layer().copy(gather.copy_out, staging->data(), slot.data());
+  }
+  context_.layer().record(*slot.ready, gather_lane);
+  if (staging != nullptr) context_.layer().record(*staging->free, gather_lane);
+}
+
+void DeviceGathers::close(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.staging >= 0) staging_->release(std::exchange(mine.staging, -1), /*has_waited=*/true);
+  host_shards_.close(group);
+}
+
+DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, const PerGroup& mine,
+                                                     const DeviceBuffer& slot, const DeviceBuffer* staging) {
+  const Plan& plan = mine.running();
+  const auto world = static_cast<size_t>(group.layout().world());
+  const auto rank = static_cast<size_t>(group.layout().rank());
+  TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};
+  for (const DirectGather& one : plan.direct) {
+    append(lists.first, bytes_of(slot.memory, one.slot_offset, world * one.chunk_bytes));
+    append(lists.second, bytes_of(slot.memory, one.slot_offset + rank * one.chunk_bytes, one.chunk_bytes));
+  }
+  if (staging != nullptr) {
+    append(lists.first, bytes_of(staging->memory, 0, world * plan.segment_bytes));
+    append(lists.second, bytes_of(staging->memory, rank * plan.segment_bytes, plan.segment_bytes));
+  }
+  return lists;
+}
+
+void DeviceGathers::call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
+  pybind11::gil_scoped_acquire gil;
+  const std::pair key(group.gather().slot.id, mine.staging);
+  TensorLists once;  // a user's collective may keep what it is given
+  if (mine.in_one_piece) {
+    once = make_lists(group, mine, slot, staging);
+  } else if (!mine.lists.contains(key)) {
+    mine.lists.emplace(key, make_lists(group, mine, slot, staging));
+  }
+  const TensorLists& lists = mine.in_one_piece ? once : mine.lists.at(key);
+  PyRef done;
+  if (PyList_GET_SIZE(lists.first.get()) == 1) {
+    PyObject* const output = PyList_GET_ITEM(lists.first.get(), 0);
+    PyObject* const input = PyList_GET_ITEM(lists.second.get(), 0);
+    const PyRef& all_gather = group.calls().all_gather ? group.calls().all_gather : context_.collectives().all_gather;
+    done = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output, input, nullptr));
+  } else {
+    done = PyRef::steal(PyObject_CallFunctionObjArgs(context_.collectives().all_gather_group.get(), lists.first.get(),
+                                                     lists.second.get(), nullptr));
+  }
+  if (!done) throw_collective_error(group, group.calls().explain, "all-gather");
+  ++group.counters().python_calls;
+  note_all_gather(group, lists);
+}
+
+void DeviceGathers::note_all_gather(const ParamGroup& group, const TensorLists& lists) {
+  if (!context_.layer().is_recorder()) return;
+  const auto ranges = [](const PyRef& list) {
+    std::vector<MemoryRange> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list.get(), i));
+      found.push_back({tensor.const_data_ptr(), tensor.nbytes()});
+    }
+    return found;
+  };
+  context_.layer().note("all_gather", group.name(), ranges(lists.second), ranges(lists.first));
+}
+
+void DeviceGathers::finish(ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  DeviceBuffer& slot = (*slots_)[group.gather().slot.id];
+  context_.layer().wait(Lane::compute, *slot.ready);
+  close(group);
+  mine.is_finished = true;
+  note_use(group, slot);
+}
+
+void DeviceGathers::note_use(const ParamGroup& group, const DeviceBuffer& slot) {
+  if (context_.layer().is_recorder())
+    context_.layer().note("use", group.name(), {{slot.data(), group.layout().slot_bytes()}}, {});
+}
+
+void DeviceGathers::release(ParamGroup& group) {
+  const int id = group.gather().slot.id;
+  PerGroup& mine = per_group(group);
+  if (id < 0) {  // an exception came before there was one
+    context_.join(Lane::copy_in);
+    return close(group);
+  }
+  DeviceBuffer& slot = (*slots_)[id];
+  if (mine.is_finished) {
+    note_use(group, slot);
+  } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
+    context_.layer().wait(Lane::compute, *slot.ready);
+    close(group);
+  }
+  context_.layer().record(*slot.free, Lane::compute);
+  group.gather() = GatherSlot();
+  if (group.options().keep_unsharded_storage) {
+    group.gather().kept.id = id;
+  } else {
+    slots_->release(id, /*has_waited=*/true);
+  }
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,78 @@
+// Gathers of the device transport: slots, staging, and the all-gathers into them.
+//
+//   compute   .. use of slot | free ............................ wait ready | use of slot ..
+//   copy_in            wait for the compute lane | cast own rows | copied
+//   gather                              wait copied | all-gathers in one launch, copy-out | ready
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/gather_plan.hpp"
+#include "engine/params/param_group.hpp"
+#include "engine/transport/device/device_context.hpp"
+#include "engine/transport/device/host_shards.hpp"
+
+namespace fsdp2x {
+
+class DeviceGathers {
+ public:
+  DeviceGathers(DeviceContext& context, HostShards& host_shards, size_t pack_below_bytes);
+
+  void register_group(ParamGroup& group);
+  // Gathers that follow an event alone cannot have memory that the compute lane has just given back.
+  void set_keeps(bool keeps);
+  void begin(ParamGroup& group, bool pools_stand_still);
+  void finish(ParamGroup& group);
+  void release(ParamGroup& group);
+  void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot);
+  // Whether a gather of the group is on its way.
+  bool is_running(const ParamGroup& group) const;
+  DeviceBuffers& slots() const { return *slots_; }
+
+ private:
+  using TensorLists = std::pair<PyRef, PyRef>;  // outputs, inputs
+  struct Plan {
+    Plan() = default;
+    explicit Plan(GatherPlan plan)
+        : direct(std::move(plan.direct)),
+          segment_bytes(plan.segment_bytes),
+          to_slot(std::move(plan.shard_to_slot)),
+          to_segment(std::move(plan.shard_to_segment)),
+          copy_out(std::move(plan.staging_to_slot)) {}
+    std::vector<DirectGather> direct;
+    size_t segment_bytes = 0;  // of one rank in the staging; 0: nothing is packed
+    CopyProgram to_slot, to_segment, copy_out;
+  };
+  struct PerGroup {
+    const Plan& running() const { return in_one_piece && packed ? *packed : plan; }
+    Plan plan;
+    std::optional<Plan> packed;                        // for collectives that gather in one piece, made for the first
+    CopyProgram own_rows;                              // one rank alone: its pool -> the slot
+    std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
+    std::unique_ptr<DeviceEvent> pool_event;           // the pool was written, by the compute lane
+    bool in_one_piece = false;                         // of the running gather
+    int staging = -1;                                  // likewise, in staging_
+    bool is_finished = false;                          // the compute lane has waited for it
+  };
+  PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
+  void enqueue(ParamGroup& group, bool pools_stand_still);
+  void call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
+  static TensorLists make_lists(const ParamGroup& group, const PerGroup& mine, const DeviceBuffer& slot,
+                                const DeviceBuffer* staging);
+  // Gives back what a gather needed besides its slot; the compute lane has waited for it.
+  void close(const ParamGroup& group);
+  void note_use(const ParamGroup& group, const DeviceBuffer& slot);
+  void note_all_gather(const ParamGroup& group, const TensorLists& lists);
+
+  DeviceContext& context_;
+  HostShards& host_shards_;
+  size_t pack_below_bytes_;
+  std::unique_ptr<DeviceBuffers> slots_, staging_;
+  std::vector<PerGroup> groups_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,193 @@
+// Packing of the device transport.
+#include "engine/transport/device/device_packing.hpp"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/memory/device_copy.hpp"
+#include "engine/memory/storage.hpp"
+#include "engine/transport/transport.hpp"
+
+namespace fsdp2x {
+
+DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory, size_t pack_below_bytes)
+    : context_(context), memory_(memory), pack_below_bytes_(pack_below_bytes) {}
+
+void DevicePacking::register_group(const ParamGroup& group) {
+  PerGroup& mine = groups_.emplace_back();
+  mine.held.resize(group.params().size());
+  mine.filled.assign(group.params().size(), 0);
+}
+
+SegmentPlan& DevicePacking::plan_of(const ParamGroup& group) {
+  // Users read what they reduce, and what they are shown behind it, in one piece; fp16 is divided in place beforehand.
+  const bool is_plain = !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !group.offloads();
+  const bool packs = !is_plain || group.layout().world() == 1 || group.reduce_type() == DType::f16;
+  return per_group(group).plans.of(group, packs ? kPackEverything : pack_below_bytes_);
+}
+
+void DevicePacking::open(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.plan != nullptr) return;
+  mine.plan = &plan_of(group);
+  std::fill(mine.filled.begin(), mine.filled.end(), uint8_t{0});
+  ++num_open_;
+}
+
+void DevicePacking::close(PerGroup& mine) {
+  std::fill(mine.held.begin(), mine.held.end(), at::Tensor());
+  mine.sums.clear();
+  mine.buffer = -1;
+  mine.plan = nullptr;
+  --num_open_;
+}
+
+bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> param) {
+  const PerGroup& mine = per_group(group);
+  if (mine.buffer >= 0) return false;
+  if (param && !mine.held[*param].defined()) return false;  // it is only held
+  const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
+  // Gradients that are not packed take memory as long as if they were.
+  return memory_.needs_room(group, plan.rows_bytes * static_cast<size_t>(group.layout().world()));
+}
+
+void DevicePacking::make_room(const ParamGroup& group) {
+  const PerGroup& mine = per_group(group);
+  const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
+  memory_.make_room(group, plan.rows_bytes * static_cast<size_t>(group.layout().world()));
+}
+
+void DevicePacking::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
+  open(group);
+  PerGroup& mine = per_group(group);
+  if (!mine.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
+  if (mine.held[i].defined()) pack_held(group, /*for_reduction=*/false);  // the second one is added
+  mine.held[i] = gradient;
+}
+
+void DevicePacking::settle(ParamGroup& group) {
+  if (per_group(group).plan != nullptr) pack_held(group, /*for_reduction=*/false);
+}
+
+DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
+  open(group);
+  PerGroup& mine = per_group(group);
+  Packed packed;
+  packed.plan = mine.plan;
+  packed.gradients = take_direct(group);
+  packed.memory = pack_held(group, /*for_reduction=*/true);
+  packed.buffer = mine.buffer;
+  packed.wanted = flags_of(group);
+  for (size_t i = 0; i < packed.wanted.size(); ++i) {
+    if (mine.plan->layout->params()[i].shape.trainable && !packed.wanted[i]) packed.is_certain = is_alone(group);
+  }
+  close(mine);
+  return packed;
+}
+
+bool DevicePacking::drop(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.plan == nullptr) return false;
+  if (mine.buffer >= 0) memory_.give_back_buffer(mine.buffer);
+  close(mine);
+  return true;
+}
+
+void DevicePacking::open_buffer(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.buffer >= 0) return;
+  mine.buffer = memory_.take_buffer(group, mine.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
+  // The user sees what lies between the rows.
+  if (group.calls().all_reduce_hook) memory_.buffer(mine.buffer).memory.zero_();
+}
+
+at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
+  const PerGroup& mine = per_group(group);
+  const bool is_plain = is_alone(group) && !group.calls().reduce_scatter && !group.calls().all_reduce_hook;
+  const bool is_whole = group.averages() || group.divisor() == 1.0;
+  // What is in a buffer already came without gradient sync: it is added to there.
+  if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
+  if (!mine.plan->is_pool(group.layout())) return {};
+  pybind11::gil_scoped_acquire gil;
+  const auto pool = group.gradients().take_pool();
+  if (!pool) return {};
+  context_.follow_blocks(Lane::compute);
+  return *pool;
+}
+
+at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
+  PerGroup& mine = per_group(group);
+  if (!for_reduction) add_to_sums(group);
+  const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
+  if (!has_held && !for_reduction) return {};
+  const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
+  if (!pool.defined()) open_buffer(group);
+  const at::Tensor target = pool.defined() ? pool : memory_.buffer(mine.buffer).memory;
+  const Layout& layout = *mine.plan->packed;
+  std::vector<PackItem> items;
+  std::vector<at::Tensor> alive;
+  for (size_t i = 0; i < mine.held.size(); ++i) {
+    uint8_t& filled = mine.filled[i];
+    if (!mine.held[i].defined()) {
+      if (for_reduction && !filled && layout.params()[i].shape.trainable) items.push_back({.param = i});
+      continue;
+    }
+    at::Tensor dense = std::exchange(mine.held[i], at::Tensor()).contiguous();
+    if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
+    items.push_back({i, engine_dtype(dense.scalar_type()), dense.const_data_ptr(), dense.nbytes(), filled != 0});
+    filled = 1;
+    alive.push_back(std::move(dense));
+  }
+  if (!items.empty() || for_reduction) context_.layer().pack(*mine.plan, items, flags_of(group), target);
+  return target;
+}
+
+void DevicePacking::add_to_sums(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  for (const size_t i : mine.plan->direct) {
+    if (!mine.held[i].defined()) continue;
+    const at::Tensor gradient = std::exchange(mine.held[i], at::Tensor()).reshape(-1);
+    mine.filled[i] = 1;
+    if (mine.sums.contains(i)) {
+      context_.layer().add(mine.sums.at(i), gradient);
+    } else {  // a copy: whoever else has the gradient may write to it behind this backward
+      mine.sums.emplace(i, gradient.to(torch_dtype(group.reduce_type()), /*non_blocking=*/false, /*copy=*/true));
+    }
+  }
+}
+
+std::vector<at::Tensor> DevicePacking::take_direct(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  DeviceLayer& layer = context_.layer();
+  const at::ScalarType type = torch_dtype(group.reduce_type());
+  std::vector<at::Tensor> taken;
+  for (const size_t i : mine.plan->direct) {
+    if (mine.sums.contains(i)) {
+      add_to_sums(group);
+      taken.push_back(std::move(mine.sums.extract(i).mapped()));
+    } else if (mine.held[i].defined()) {
+      taken.push_back(std::exchange(mine.held[i], at::Tensor()).contiguous().view(-1).to(type));
+      mine.filled[i] = 1;
+    } else {
+      const int64_t numel = mine.plan->layout->params()[i].shape.numel();
+      taken.push_back(at::zeros({numel}, at::TensorOptions().dtype(type).device(layer.device())));
+    }
+  }
+  // Of memory that autograd has taken, in the order of this stream, the past was judged when it was given back.
+  if (layer.is_recorder() && !taken.empty()) layer.note("take", "gradients", {}, ranges_of(taken));
+  return taken;
+}
+
+std::vector<uint8_t> DevicePacking::flags_of(const ParamGroup& group) {
+  const PerGroup& mine = per_group(group);
+  std::vector<uint8_t> flags = mine.filled;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    const bool is_trainable = mine.plan->layout->params()[i].shape.trainable;
+    if (is_trainable && group.options().reduce_unused_params) flags[i] = 1;
+  }
+  return flags;
+}
+
+}  // namespace fsdp2x

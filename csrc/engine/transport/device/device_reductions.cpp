@@ -1,0 +1,305 @@
+// Reductions of the device transport.
+#include "engine/transport/device/device_reductions.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <utility>
+
+#include "engine/memory/storage.hpp"
+#include "engine/transport/transport.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// For Python, with the GIL.
+PyRef one_or_list(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) return PyRef::steal(THPVariable_Wrap(tensors[0]));
+  PyRef list = PyRef::steal(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]));
+  }
+  return list;
+}
+
+}  // namespace
+
+DeviceReductions::DeviceReductions(DeviceContext& context, ReduceMemory& memory, HostShards& host_shards)
+    : context_(context), memory_(memory), host_shards_(host_shards) {}
+
+// --- the collective ---
+
+at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
+  PerGroup& mine = per_group(group);
+  const size_t bytes = running.plan->rows_bytes;
+  const bool is_plain =
+      !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() && !group.offloads();
+  const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
+  if (is_plain && stays && group.layout().world() > 1 && running.plan->is_pool(group.layout())) {
+    pybind11::gil_scoped_acquire gil;
+    if (const auto pool = group.gradients().take_pool()) {
+      context_.follow_blocks(Lane::reduce);
+      return pool->narrow(0, 0, static_cast<int64_t>(bytes));
+    }
+  }
+  bool is_new = false;
+  running.segment = memory_.take_segment(group, bytes, &is_new);
+  return memory_.segment(running.segment).memory.narrow(0, 0, static_cast<int64_t>(bytes));
+}
+
+void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
+  PerGroup& mine = per_group(group);
+  DeviceLayer& layer = context_.layer();
+  const SegmentPlan& plan = *packed.plan;
+  const auto segment_bytes = static_cast<int64_t>(plan.segment_bytes);
+  Reduction running;
+  running.plan = packed.plan;
+  running.wanted = std::move(packed.wanted);
+  running.is_certain = packed.is_certain;
+  if (packed.buffer < 0) {  // in the gradient pool
+    running.rows = packed.memory.narrow(0, 0, segment_bytes);
+    running.lane = Lane::compute;
+    mine.running = std::move(running);
+    return;
+  }
+  mine.unsent = packed.buffer;
+  const int world = group.layout().world();
+  const at::Tensor input =
+      typed(packed.memory, group.reduce_type(), 0, plan.segment_bytes * static_cast<size_t>(world));
+  running.divisor = group.averages() ? 1.0 : group.divisor();
+  if (world > 1 && group.reduce_type() == DType::f16) {
+    const double before = group.pre_divisor();
+    if (before != 1.0) layer.divide(input, before);
+    running.divisor /= before;
+  }
+  if (world == 1) {
+    running.rows = packed.memory.narrow(0, 0, segment_bytes);
+    running.buffer = packed.buffer;
+  } else {
+    running.rows = rows_for(group, running);  // memory that is new is so in the order of the compute lane
+  }
+  // A user's collective may allocate and copy as it likes.
+  running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
+  mine.running = running;  // should a collective raise, drop() gives back what it has
+  if (running.lane != Lane::compute) context_.follow_compute(running.lane);
+  if (running.segment >= 0) layer.wait(running.lane, *memory_.segment(running.segment).free);
+  if (world > 1) {
+    const LaneScope scope(layer, running.lane);
+    call_reduce_scatter(group, running, input, packed.gradients);
+  }
+  running.number = memory_.begin(std::exchange(mine.unsent, -1), std::move(packed.gradients), running.lane);
+  if (group.has_replicas()) {
+    reduce_over_replicas(group, running);
+  } else if (group.calls().all_reduce_hook) {
+    context_.follow(Lane::all_reduce, running.lane);
+    running.lane = Lane::all_reduce;
+  }
+  mine.running = std::move(running);
+}
+
+void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& packed,
+                                           const std::vector<at::Tensor>& gradients) {
+  const ProfileRange range(group.unit().ranges.reduce_scatter);
+  const DType type = group.reduce_type();
+  const SegmentPlan& plan = *running.plan;
+  std::vector<at::Tensor> outputs{typed(running.rows, type, 0, plan.segment_bytes)};
+  std::vector<at::Tensor> inputs{packed};
+  for (size_t i = 0; i < plan.direct.size(); ++i) {
+    const ParamPlace& place = plan.layout->params()[plan.direct[i]];
+    const int64_t block_numel = place.shape.dim * place.shape.inner;
+    const auto bytes = static_cast<size_t>(place.rows.size() * place.shape.inner) * dtype_bytes(type);
+    for (int64_t block = 0; block < place.shape.outer; ++block) {
+      const size_t offset = place.reduce_segment_offset + static_cast<size_t>(block) * bytes;
+      outputs.push_back(typed(running.rows, type, offset, bytes));
+      inputs.push_back(gradients[i].narrow(0, block * block_numel, block_numel));
+    }
+  }
+  pybind11::gil_scoped_acquire gil;
+  const PyRef py_output = one_or_list(outputs);
+  const PyRef py_input = one_or_list(inputs);
+  const bool is_custom = static_cast<bool>(group.calls().reduce_scatter);
+  const bool is_separate = static_cast<bool>(group.calls().separate_reduce_scatter);
+  const PyRef& function = is_custom     ? group.calls().reduce_scatter
+                          : is_separate ? group.calls().separate_reduce_scatter
+                                        : context_.collectives().reduce_scatter;
+  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
+                                                               group.averages() ? Py_True : Py_False, nullptr));
+  if (!done) throw_collective_error(group, group.calls().explain, "reduction");
+  ++group.counters().python_calls;
+  if (!context_.layer().is_recorder()) return;
+  context_.layer().note(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(),
+                        ranges_of(inputs), ranges_of(outputs));
+}
+
+void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& running) {
+  PerGroup& mine = per_group(group);
+  const DType type = group.reduce_type();
+  const at::Tensor rows = typed(running.rows, type, 0, running.rows.nbytes());
+  if (mine.partial >= 0) {
+    DeviceBuffer& partial = memory_.segment(mine.partial);
+    if (mine.partial_plan != running.plan->layout) {
+      throw_frozen_while_partial(group);
+    }
+    const LaneScope scope(context_.layer(), running.lane);
+    context_.layer().add(rows, typed(partial.memory, type, 0, rows.nbytes()));
+    memory_.retire_segment(std::exchange(mine.partial, -1), running.number, running.lane);
+    group.record().note_merged_partial();
+  }
+  if (!group.options().requires_all_reduce) {
+    keep_partial(group, running);
+    return;
+  }
+  const ProfileRange range(group.unit().ranges.all_reduce);
+  context_.follow(Lane::all_reduce, running.lane);
+  running.lane = Lane::all_reduce;
+  const LaneScope scope(context_.layer(), running.lane);
+  pybind11::gil_scoped_acquire gil;
+  const PyRef tensor = PyRef::steal(THPVariable_Wrap(rows));
+  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls().all_reduce.get(), tensor.get(),
+                                                               group.averages() ? Py_True : Py_False, nullptr));
+  if (!done) throw_collective_error(group, group.calls().explain_all_reduce, "all-reduce");
+  ++group.counters().python_calls;
+  context_.note_rows("all_reduce", group.name(), rows, rows);
+}
+
+void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
+  PerGroup& mine = per_group(group);
+  if (running.segment < 0) {  // one rank: what was packed is what stays
+    bool is_new = false;
+    const auto bytes = running.rows.nbytes();
+    running.segment = memory_.take_segment(group, bytes, &is_new);
+    DeviceBuffer& segment = memory_.segment(running.segment);
+    if (is_new) context_.follow_compute(running.lane);
+    context_.layer().wait(running.lane, *segment.free);
+    const DType type = group.reduce_type();
+    const LaneScope scope(context_.layer(), running.lane);
+    context_.layer().assign(typed(segment.memory, type, 0, bytes), typed(running.rows, type, 0, bytes));
+    context_.layer().record(*memory_.buffer(running.buffer).free, running.lane);
+  }
+  mine.partial = std::exchange(running.segment, -1);
+  mine.partial_plan = running.plan->layout;
+  context_.layer().record(*memory_.segment(mine.partial).ready, running.lane);
+  group.record().note_partial();
+  running = Reduction();
+}
+
+// --- its rows ---
+
+// They are written where the last collective left them.
+class DeviceRows final : public ReducedRows {
+ public:
+  DeviceRows(DeviceReductions& reductions, ParamGroup& group, DeviceReductions::Reduction reduction)
+      : reductions_(reductions), group_(group), reduction_(std::move(reduction)) {}
+  ~DeviceRows() override { retire(reduction_.lane); }
+  std::vector<uint8_t> wanted() override { return reduction_.wanted; }
+  void run_hook(const PyRef& hook) override;
+  std::unique_ptr<ReducedRows> to_host() override;
+  void write(const GradientTargets& targets) override;
+  void note_block_given_back() override { reductions_.context_.note_freed_block(reduction_.lane); }
+
+ private:
+  // No lane but `lane` is given work with the rows any more.
+  void retire(Lane lane);
+
+  DeviceReductions& reductions_;
+  ParamGroup& group_;
+  DeviceReductions::Reduction reduction_;
+  std::optional<LaneScope> scope_;  // users' hooks run where the gradient is complete
+};
+
+void DeviceRows::retire(Lane lane) {
+  if (reduction_.segment < 0) return;
+  reductions_.memory_.retire_segment(std::exchange(reduction_.segment, -1), reduction_.number, lane);
+}
+
+void DeviceRows::run_hook(const PyRef& hook) {
+  const LaneScope scope(reductions_.context_.layer(), reduction_.lane);
+  const at::Tensor rows =
+      typed(reduction_.rows, group_.reduce_type(), 0, reduction_.plan->layout->reduce_segment_bytes());
+  call_hook(hook, rows);
+  reductions_.context_.note_rows("hook", group_.name(), rows, rows);
+}
+
+std::unique_ptr<ReducedRows> DeviceRows::to_host() {
+  auto rows = reductions_.host_shards_.download(group_, reduction_.rows, *reduction_.plan, std::move(reduction_.wanted),
+                                                reduction_.divisor, reduction_.lane);
+  retire(Lane::copy_out);
+  if (reduction_.buffer >= 0) {
+    reductions_.context_.layer().record(*reductions_.memory_.buffer(reduction_.buffer).free, Lane::copy_out);
+  }
+  return rows;
+}
+
+void DeviceRows::write(const GradientTargets& targets) {
+  DeviceContext& context = reductions_.context_;
+  DeviceLayer& layer = context.layer();
+  const DType type = group_.reduce_type();
+  std::vector<RowItem> items;
+  auto* const rows = static_cast<std::byte*>(reduction_.rows.data_ptr());
+  bool is_new = false;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = reduction_.plan->layout->params()[i];
+    const GradientTarget& target = *targets[i];
+    is_new = is_new || target.is_new;
+    // It was taken in the order of the compute lane, and must not go back before that has waited for this one.
+    if (target.foreign.defined()) reductions_.foreign_sums_.push_back(target.foreign);
+    const bool is_in_place = rows + place.reduce_segment_offset == target.data;
+    if (place.shard_numel == 0 || (is_in_place && reduction_.divisor == 1.0)) continue;
+    if (is_in_place) {
+      const LaneScope scope(layer, reduction_.lane);
+      const auto bytes = static_cast<size_t>(place.shard_numel) * dtype_bytes(type);
+      layer.divide(typed(reduction_.rows, type, place.reduce_segment_offset, bytes), reduction_.divisor);
+      continue;
+    }
+    items.push_back({i, target.data, target.accumulate});
+  }
+  if (is_new) context.follow_blocks(reduction_.lane);
+  if (is_new && reduction_.lane != Lane::compute) context.follow_compute(reduction_.lane);
+  scope_.emplace(layer, reduction_.lane);
+  if (!items.empty()) layer.write_rows(*reduction_.plan, items, reduction_.rows, reduction_.divisor);
+  retire(reduction_.lane);
+  if (reduction_.buffer >= 0) {
+    layer.record(*reductions_.memory_.buffer(reduction_.buffer).free, reduction_.lane);
+  }
+}
+
+void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
+  const LaneScope scope(context_.layer(), running.lane);
+  const DType type = group.reduce_type();
+  const size_t num = running.wanted.size();
+  const at::Tensor flags =
+      typed(running.rows, type, running.plan->layout->reduce_segment_bytes(), num * dtype_bytes(type))
+          .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+  context_.note_rows("read flags", group.name(), running.rows, at::Tensor());
+  for (size_t i = 0; i < num; ++i) running.wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+}
+
+std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {
+  Reduction running = std::exchange(per_group(group).running, Reduction());
+  if (!running.rows.defined()) return nullptr;
+  if (!running.is_certain) read_flags(group, running);
+  return std::make_unique<DeviceRows>(*this, group, std::move(running));
+}
+
+void DeviceReductions::drop(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (group.is_posted()) context_.join(mine.running.lane);  // it writes to memory that may be freed next
+  if (mine.running.segment >= 0) memory_.give_back_segment(mine.running.segment, mine.running.lane);
+  if (mine.unsent >= 0) memory_.give_back_buffer(std::exchange(mine.unsent, -1));
+  mine.running = Reduction();
+}
+
+void DeviceReductions::drop_partial(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.partial >= 0) memory_.give_back_segment(std::exchange(mine.partial, -1), Lane::reduce);
+}
+
+void DeviceReductions::end() {
+  memory_.end();
+  foreign_sums_.clear();
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,166 @@
+// Shards to the device, reduced rows to the host.
+#include "engine/transport/device/host_shards.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/memory/device_copy.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+// Reduced rows on their way to the host.
+class HostRows final : public ReducedRows {
+ public:
+  HostRows(DeviceLayer& layer, ParamGroup& group, DeviceEvent& downloaded, std::shared_ptr<const Layout> layout,
+           std::vector<uint8_t> wanted, double divisor)
+      : layer_(layer),
+        group_(group),
+        downloaded_(downloaded),
+        layout_(std::move(layout)),
+        wanted_(std::move(wanted)),
+        divisor_(divisor) {}
+  ~HostRows() override {
+    if (!memory.defined()) return;
+    layer_.synchronize(downloaded_);  // its memory is used again
+    give_back();
+  }
+  std::vector<uint8_t> wanted() override { return wanted_; }
+  void run_hook(const PyRef&) override {}  // it has run, on the device
+  void write(const GradientTargets& targets) override;
+
+  at::Tensor memory;     // of the host
+  bool in_pool = false;  // `memory` is the gradient pool
+
+ private:
+  void give_back() {
+    if (!in_pool) group_.gradients().give_back(memory);
+    memory = at::Tensor();
+  }
+
+  DeviceLayer& layer_;
+  ParamGroup& group_;
+  DeviceEvent& downloaded_;
+  std::shared_ptr<const Layout> layout_;
+  std::vector<uint8_t> wanted_;
+  double divisor_;  // left to divide by
+};
+
+void HostRows::write(const GradientTargets& targets) {
+  layer_.synchronize(downloaded_);
+  const DType type = group_.reduce_type();
+  std::vector<MemoryRange> written;
+  bool is_new = false;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = layout_->params()[i];
+    is_new = is_new || targets[i]->is_new;
+    const auto* rows = static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset;
+    if (rows == targets[i]->data || place.shard_numel == 0) continue;
+    scale_into(at::kCPU, place.shape.orig, targets[i]->data, type, rows, place.shard_numel, divisor_,
+               targets[i]->accumulate);
+    written.push_back({targets[i]->data, static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig)});
+  }
+  if (layer_.is_recorder()) {
+    // A recorder's device is the CPU, where new memory of the host may just have been a gradient of the device.
+    if (is_new) written.clear();
+    const LaneScope scope(layer_, Lane::host);
+    layer_.note(in_pool ? "land in place" : "land by copy", group_.name(), ranges_of({memory}), written);
+  }
+  give_back();
+}
+
+}  // namespace
+
+HostShards::HostShards(DeviceContext& context)
+    : context_(context),
+      uploads_(context.make_buffers("uploaded shards")),
+      residents_(context.make_buffers("resident shards", /*tallied=*/false)) {}
+
+void HostShards::register_group(ParamGroup& group) {
+  PerGroup& mine = groups_.emplace_back();
+  if (group.offloads()) mine.downloaded = context_.layer().make_event(group.name() + ".downloaded");
+  exist_ = exist_ || group.offloads();
+}
+
+void HostShards::release_idle() {
+  may_change();
+  for (PerGroup& mine : groups_) {
+    if (mine.resident >= 0) residents_->release(std::exchange(mine.resident, -1));
+  }
+}
+
+HostShards::Upload HostShards::open(ParamGroup& group, bool pools_stand_still) {
+  PerGroup& mine = groups_[group.index()];
+  Upload target;
+  if (!group.offloads() || group.pool().nbytes() == 0) return target;
+  if (group.offload() == Offload::everything) {
+    mine.upload = uploads_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
+    target.buffer = &(*uploads_)[mine.upload];
+    return target;
+  }
+  if (mine.resident < 0) mine.resident = residents_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
+  target.buffer = &(*residents_)[mine.resident];
+  target.is_current = mine.resident_is_current && pools_stand_still;
+  target.stays_current = pools_stand_still;
+  return target;
+}
+
+void HostShards::upload(ParamGroup& group, const Upload& target, Lane lane) {
+  DeviceLayer& layer = context_.layer();
+  DeviceBuffer& buffer = *target.buffer;
+  if (target.is_current) {
+    layer.wait(lane, *buffer.ready);
+    return;
+  }
+  layer.wait(lane, *buffer.free);
+  {
+    const LaneScope scope(layer, lane);
+    layer.transfer(buffer.memory.narrow(0, 0, group.pool().numel()), group.pool());
+  }
+  layer.record(*buffer.ready, lane);
+  groups_[group.index()].resident_is_current = target.stays_current;
+  // Who waits for copy_in waits for all uploads.
+  if (lane != Lane::copy_in) layer.wait(Lane::copy_in, *buffer.ready);
+}
+
+void HostShards::close(const ParamGroup& group) {
+  PerGroup& mine = groups_[group.index()];
+  if (mine.upload >= 0) uploads_->release(std::exchange(mine.upload, -1), /*has_waited=*/true);
+}
+
+void HostShards::may_change() {
+  for (PerGroup& mine : groups_) mine.resident_is_current = false;
+}
+
+std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,
+                                                  std::vector<uint8_t> wanted, double divisor, Lane lane) {
+  DeviceLayer& layer = context_.layer();
+  DeviceEvent& downloaded = *groups_[group.index()].downloaded;
+  Gradients& gradients = group.gradients();
+  const bool all = std::all_of(wanted.begin(), wanted.end(), [](uint8_t flag) { return flag != 0; });
+  auto result = std::make_unique<HostRows>(layer, group, downloaded, plan.layout, std::move(wanted), divisor);
+  const size_t bytes = plan.layout->reduce_segment_bytes();
+  const size_t num_allocations = gradients.num_allocations();
+  at::Tensor memory;
+  if (all && divisor == 1.0 && plan.is_pool(group.layout())) {
+    if (const auto pool = gradients.take_pool()) {
+      memory = *pool;
+      result->in_pool = true;
+    }
+  }
+  if (!memory.defined()) memory = gradients.take_block(std::max<size_t>(bytes, 1));
+  if (gradients.num_allocations() != num_allocations) context_.follow_compute(Lane::copy_out);
+  context_.follow(Lane::copy_out, lane);
+  if (bytes > 0) {
+    const LaneScope scope(layer, Lane::copy_out);
+    const auto numel = static_cast<int64_t>(bytes);
+    layer.transfer(memory.narrow(0, 0, numel), rows.narrow(0, 0, numel));
+  }
+  layer.record(downloaded, Lane::copy_out);
+  result->memory = std::move(memory);
+  return result;
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,69 @@
+// Memory of the device transport's reductions: buffers that gradients are packed into, segments that rows come out in,
+// and what a reduction that is on its way holds until the compute lane has waited for it.
+//
+// A buffer is given back when the next reduction is on its way. Gradients that are not packed are held as long, so that
+// their memory goes back in the order of the compute lane, where they were born.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/reduction_window.hpp"
+#include "engine/params/param_group.hpp"
+#include "engine/transport/device/device_context.hpp"
+
+namespace fsdp2x {
+
+class ReduceMemory {
+ public:
+  explicit ReduceMemory(DeviceContext& context);
+
+  DeviceBuffer& buffer(int id) { return (*buffers_)[id]; }
+  DeviceBuffer& segment(int id) { return (*segments_)[id]; }
+  // A buffer that the compute lane may write to, where needs_room() is false.
+  int take_buffer(const ParamGroup& group, size_t buffer_bytes);
+  // The compute lane is behind its last use.
+  void give_back_buffer(int id);
+  int take_segment(const ParamGroup& group, size_t bytes, bool* is_new);
+  void give_back_segment(int id, Lane lane);
+
+  // A reduction on `lane` reads the buffer and the gradients that are not packed. Returns its number.
+  uint64_t begin(int buffer, std::vector<at::Tensor> gradients, Lane lane);
+  bool are_on_their_way() const { return !in_flight_.empty(); }
+  // Whether more are on their way than may be when `bytes` of the group's gradients are packed for one more, or beside
+  // the last one.
+  bool needs_room(const ParamGroup& group, size_t bytes) const;
+  bool needs_room_beside() const { return in_flight_.size() > window_.beside(); }
+  // Gives back what the oldest ones hold, until needs_room() is false; the compute lane waits for them.
+  void make_room(const ParamGroup& group, size_t bytes);
+  void make_room_beside() { retire(window_.beside()); }
+  // Rows that are written, by the lane that is given to do that: their memory goes with the reduction's buffer.
+  void retire_segment(int id, uint64_t reduction, Lane lane);
+  // The compute lane goes on behind all reductions, whose memory is given back.
+  void end();
+
+  void set_max_buffers(size_t num) { window_.set_max_buffers(num); }
+  size_t max_buffers() const { return window_.max_buffers(); }
+
+ private:
+  struct InFlight {
+    uint64_t number = 0;
+    int buffer = -1;
+    std::vector<int> segments;          // once nobody on the host needs them
+    std::vector<at::Tensor> gradients;  // that are not packed: memory in the order of `home`
+    std::optional<c10::Stream> home;
+  };
+  size_t allowed_before(const ParamGroup& group, size_t bytes) const;
+  void retire(size_t num);
+  void drop_gradients(InFlight& reduction);
+
+  DeviceContext& context_;
+  std::unique_ptr<DeviceBuffers> buffers_, segments_;
+  mutable ReductionWindow window_;  // remembers the largest reduction that it was asked about
+  std::deque<InFlight> in_flight_;  // oldest first
+  uint64_t num_reductions_ = 0;
+};
+
+}  // namespace fsdp2x
