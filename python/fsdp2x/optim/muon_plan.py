@@ -62,7 +62,7 @@ def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype, round_
         here = 0 if group is None else group.rank()
         local += [job for job in dealt.local if job.owner == here]
         if group is not None:
-            device = torch.device(mesh.device_type)
+            device = _device(mesh, [params[number] for number in numbers])
             rounds += [Round(jobs, group, dtype, device) for jobs in dealt.rounds]
     return MuonPlan(params, [start[0] for start, _ in pieces], dtype, rounds, local)
 
@@ -80,6 +80,13 @@ def _exchange(group: dist.ProcessGroup, shapes: list[Extent], pieces: list, name
                 "in the same order"
             )
     return [of_rank for _, of_rank in told]
+
+
+def _device(mesh: DeviceMesh, params: list[Tensor]) -> torch.device:
+    """Where matrices are orthogonalised: where shards are, or with shards in host memory the current device."""
+    return next(
+        (param.device for param in params if param.device.type == mesh.device_type), torch.device(mesh.device_type)
+    )
 
 
 def _piece(param: Tensor) -> tuple[Extent, Extent]:
