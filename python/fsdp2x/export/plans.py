@@ -61,12 +61,16 @@ def plan_buckets(
     dtypes: Mapping[str, torch.dtype | None],
     names: str,
     bucket_bytes: int,
+    arrange: Callable[[list[Family]], list[Family]] = list,
 ) -> list[BucketPlan]:
-    """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is."""
+    """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is.
+
+    ``arrange``: puts the families in another order.
+    """
     entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
     described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items()}
     families = source_families(model, described) if names == "hf" else plain_families(described)
-    return pack(families, entries, bucket_bytes)
+    return pack(arrange(families), entries, bucket_bytes)
 
 
 def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -> list[BucketPlan]:

@@ -99,10 +99,11 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(chosen, dtype)
-    return _run(plan_buckets(model, chosen, dtypes, names, bucket_bytes), receive, transport)
+    return run_plans(plan_buckets(model, chosen, dtypes, names, bucket_bytes), receive, transport)
 
 
-def _run(plans: list[BucketPlan], receive: bool, transport: str) -> Iterator[Bucket]:
+def run_plans(plans: list[BucketPlan], receive: bool, transport: str) -> Iterator[Bucket]:
+    """The buckets of ``plans``, gathered into rings of this pass alone. Collective."""
     rings = make_rings(plans, receive, transport)
     for plan, following in zip(plans, [*plans, None][1:], strict=True):
         if plan.index == 0 and plan.gathered:

@@ -34,6 +34,14 @@ def unit_states(model: nn.Module) -> list[UnitState]:
     return list(found.values())
 
 
+def running_step(model: nn.Module) -> str | None:
+    """ "forward" or "backward" where a unit in ``model`` is in one, else None."""
+    for state in unit_states(model):
+        if state.root is not None and (state.root.in_forward or state.root.in_backward):
+            return "forward" if state.root.in_forward else "backward"
+    return None
+
+
 def find_tree(root: UnitState) -> list[UnitState]:
     """All units below the module of ``root``, which is about to run first; tells them the names of their modules.
 

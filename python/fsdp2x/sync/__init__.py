@@ -2,8 +2,9 @@
 
 from fsdp2x.sync.outcomes import PushReport, SyncError
 from fsdp2x.sync.session import Session, connect
+from fsdp2x.sync.source import WeightSource
 from fsdp2x.sync.targets.in_process import InProcess
 from fsdp2x.sync.targets.peer import Peer
 from fsdp2x.sync.targets.vllm import Vllm
 
-__all__ = ["InProcess", "Peer", "PushReport", "Session", "SyncError", "Vllm", "connect"]
+__all__ = ["InProcess", "Peer", "PushReport", "Session", "SyncError", "Vllm", "WeightSource", "connect"]

@@ -30,7 +30,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.transport import check_transport
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import running_step
 from fsdp2x.sync.delta import BucketDelta, Changes, Snapshot, gather_changes
 from fsdp2x.sync.engine import POSITION_BYTES
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
@@ -282,10 +282,8 @@ class Session:
         if mode == "delta" and self._state != "clean":
             why = "nothing was committed yet" if self._state == "fresh" else "the last push failed: engines are torn"
             return "value", f'{why}; push mode="full" first'
-        for state in unit_states(self._model):
-            if state.root is not None and (state.root.in_forward or state.root.in_backward):
-                running = "forward" if state.root.in_forward else "backward"
-                return "runtime", f"a {running} of the model is running; push between two steps"
+        if (step := running_step(self._model)) is not None:
+            return "runtime", f"a {step} of the model is running; push between two steps"
         return self._why_not_params()
 
     def _why_not_params(self) -> tuple[str, str] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from fsdp2x.export.plans import BucketPlan, plan_buckets, ring_of
 from fsdp2x.export.rings import SharedRing
-from fsdp2x.hf.names import clean_name
+from fsdp2x.hf.names import Family, clean_name
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync.targets.base import WireLayout
 
@@ -24,8 +24,11 @@ def plan_wire(
     keep: Mapping[str, torch.dtype],
     names: str,
     bucket_bytes: int,
+    arrange: Callable[[list[Family]], list[Family]] = list,
 ) -> list[BucketPlan]:
     """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
+
+    ``arrange``: puts the families in another order.
 
     Raises:
         ValueError: a pattern matches nothing, or two of them one parameter with different dtypes.
@@ -38,7 +41,27 @@ def plan_wire(
                 for name in family.params:
                     spellings[name] |= {spec.name for spec in family.outputs}
         dtypes.update(_kept(caller, keep, spellings))
-    return plan_buckets(model, chosen, dtypes, names, bucket_bytes)
+    return plan_buckets(model, chosen, dtypes, names, bucket_bytes, arrange)
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """What stands before the first number in ``name``, and the number; None without one."""
+    parts = name.split(".")
+    return next(((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdigit()), None)
+
+
+def by_layers(families: list[Family]) -> list[Family]:
+    """What belongs to no layer and comes before the first, layers in rising order, stack by stack, and the others."""
+    stacks: dict[str, int] = {}
+
+    def place(family: Family) -> tuple[int, int, int]:
+        layer = layer_of(family.outputs[0].name)
+        if layer is None:
+            return (2 if stacks else 0), 0, 0
+        return 1, stacks.setdefault(layer[0], len(stacks)), layer[1]
+
+    places = [place(family) for family in families]
+    return [families[index] for index in sorted(range(len(families)), key=places.__getitem__)]
 
 
 def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, set[str]]) -> dict[str, torch.dtype]:
