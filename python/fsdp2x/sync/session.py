@@ -61,7 +61,7 @@ def connect(
 
     Args:
         model: sharded by ``fully_shard``, or a part of one.
-        target: ``fsdp2x.sync.InProcess``, ``fsdp2x.sync.Peer`` or ``fsdp2x.sync.Vllm``.
+        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm`` or ``Sglang``.
         dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
         keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
             parameters' names and the names in files; ``*`` also matches dots.

@@ -1,4 +1,4 @@
-"""``WeightSource``: a sharded model as what vLLM's own trainer classes send from, in their words and not in their types.
+"""``WeightSource``: a sharded model as what vLLM's own trainer classes send from, in their words, not in their types.
 
 A trainer class of vLLM (``WeightTransferTrainerFactory.trainer_init(init_info, client=, source=)``) asks for
 ``metadata``, iterates, and may ask for groups. It keeps tensors until a chunk of its own is full, whatever bucket they

@@ -18,7 +18,8 @@ from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 from fsdp2x.sync.targets.peer import Peer
-from fsdp2x.sync.targets.vllm_control import ControlError, EngineControl, LocalControl, ServerControl
+from fsdp2x.sync.targets.routes import ControlError
+from fsdp2x.sync.targets.vllm_control import EngineControl, LocalControl, ServerControl
 from fsdp2x.sync.vllm_worker import place_of_process
 
 CONTACT_S = 60.0  # from a call of all workers to the begin that they wait for; vLLM may be in the middle of a step

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from typing import Any
 
+from fsdp2x.sync.targets.routes import ControlError, Routes
+
 EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
-
-
-class ControlError(RuntimeError):
-    """The engine refused, or did not answer."""
 
 
 class EngineControl:
@@ -60,8 +54,12 @@ class ServerControl(EngineControl):
     """A vLLM server that runs on this host with ``VLLM_SERVER_DEV_MODE=1``."""
 
     def __init__(self, url: str) -> None:
-        self.name = url.rstrip("/")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the engine is on this host
+        self._routes = Routes(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
+        self.name = self._routes.name
+
+    def _ask(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self._routes.timeout_s = self.timeout_s
+        return self._routes.ask(*args, **options)
 
     def require_ready(self) -> None:
         config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
@@ -101,30 +99,6 @@ class ServerControl(EngineControl):
 
     def publish(self, version: str) -> None:
         self._ask("POST", "/update_weight_version", body={"new_version": version})
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, Any] | None = None,
-        body: dict[str, Any] | None = None,
-        patient: bool = False,
-    ) -> dict[str, Any]:
-        url = f"{self.name}{path}" + (f"?{urllib.parse.urlencode(query, doseq=True)}" if query else "")
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-        try:
-            with self._opener.open(request, timeout=None if patient else self.timeout_s) as response:
-                text = response.read()
-                return json.loads(text) if text else {}
-        except urllib.error.HTTPError as error:
-            said = error.read(2000).decode(errors="replace")
-            if error.code == 404:
-                said = "it has no such route; start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
-            raise ControlError(f"{self.name} answers {path} with {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error or type(error).__name__
-            raise ControlError(f"{self.name} does not answer {path}: {reason}") from error
 
 
 class LocalControl(EngineControl):

@@ -1,0 +1,228 @@
+"""``Sglang``: SGLang servers, over HTTP.
+
+    pause, wake weights, begin session | buckets | end session | wake the KV cache, flush, label, continue
+                 begin                 |   load  |   finish    |                 commit
+
+Every bucket is a request of its own, which the server answers when its workers have loaded it; the next bucket is
+gathered meanwhile. None of these requests flushes or labels: a flush that is refused would fail a bucket that was
+loaded, and a label would be out before the session ends, and before other servers have ended theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+from fsdp2x.arguments import checked
+from fsdp2x.sync.outcomes import Failure, span
+from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
+from fsdp2x.sync.targets.routes import ControlError, Routes
+from fsdp2x.sync.targets.sglang_payload import flattened_bucket
+
+_MISSING = "start SGLang 0.5.10 or newer"
+_IDLE_S = 60  # until what was aborted has left the scheduler
+
+
+class Sglang(EngineTarget):
+    """SGLang servers on any host, by their addresses.
+
+        Sglang("http://127.0.0.1:30000")                   also a list of them
+
+    Weights are in the requests, once per tensor-parallel worker, in base64. Each worker is given whole tensors, of
+    which it takes its part. A commit is labelled ``str(version)``. A push that fails leaves servers paused until a full
+    push succeeds. SGLang ignores tensors whose names it does not know, with a line in its log and an answer of success.
+
+    Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
+    log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
+    """
+
+    @checked
+    def __init__(
+        self, address: str | Sequence[str], *, rank: int = 0, pause: Literal["retract", "abort"] = "retract"
+    ) -> None:
+        """
+        Args:
+            address: of servers, the same on every rank.
+            rank: of the session's group, that talks to them.
+            pause: what becomes of their requests. ``"retract"``: they go on with the new weights, what is cached of
+                them is computed again. ``"abort"``: they end.
+        """
+        addresses = [address] if isinstance(address, str) else list(address)
+        if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
+            raise ValueError(f'fsdp2x.sync.Sglang: addresses such as "http://127.0.0.1:30000", got {address!r}')
+        if pause not in ("retract", "abort"):
+            raise ValueError(
+                f'fsdp2x.sync.Sglang: pause must be "retract" or "abort", got {pause!r}: what is paused in place keeps '
+                "the cache of the old weights"
+            )
+        self._servers = [Routes(one, _MISSING) for one in addresses]
+        self._rank, self._pause, self._acts = rank, pause, False
+        self._num_workers: dict[str, int] = {}
+        self._open: set[str] = set()  # servers with a session of ours
+        self._has_begun = False
+        self._asleep: set[str] = set()
+        self._pool: ThreadPoolExecutor | None = None
+        self._sent: tuple[Parcel, list[Future]] | None = None
+        self._failure: Failure | None = None
+
+    def receives(self, rank: int) -> bool:
+        self._acts = rank == self._rank
+        return self._acts
+
+    def check(self, caller: str, deltas: bool) -> None:
+        if deltas:
+            raise NotImplementedError(
+                f"{caller}: SGLang loads whole tensors, it takes no deltas; connect with deltas=False"
+            )
+
+    def sleep(self) -> None:
+        """Servers give the memory of weights and KV cache back until the next push, which wakes them.
+
+        Requests are aborted. On a rank that talks to no server nothing happens. SGLang keeps no weights meanwhile.
+
+        Raises:
+            RuntimeError: a server refuses; it sleeps already.
+        """
+        if self._asleep:
+            raise RuntimeError("fsdp2x.sync.Sglang.sleep: it is asleep already; push")
+        if not self._acts:
+            return
+        for server in self._servers:
+            server.ask("POST", "/pause_generation", body={"mode": "abort"})
+            self._flush(server)  # memory is released by idle servers alone: others end
+            server.ask("POST", "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})
+        self._asleep = {"weights", "kv_cache"}
+
+    # ---- a push
+
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
+        if adapter is not None:
+            reason = f"SGLang loads adapters by requests of their own, and not as weights: {adapter!r}; save_hf them"
+            raise TargetError(Failure("begin", reason))
+        self._failure, self._sent, self._has_begun = None, None, False
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")
+        with _phase("begin"):
+            for server in self._servers:
+                server.timeout_s = timeout_s
+                about = server.ask("GET", "/server_info")
+                if about.get("dp_size", 1) > 1:
+                    raise ControlError(
+                        f"{server.name} has {about['dp_size']} data-parallel replicas, and passes weights on to none "
+                        "of them; start a server for each, and give Sglang all their addresses"
+                    )
+                self._num_workers[server.name] = about.get("tp_size", 1)
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        self._has_begun = True
+        with _phase("begin"):
+            for server in self._servers:
+                server.ask("POST", "/pause_generation", body={"mode": self._pause})
+            self._wake("weights")
+            for server in self._servers:
+                self._begin_session(server)
+
+    def _begin_session(self, server: Routes) -> None:
+        try:
+            server.ask("POST", "/begin_weight_update", body={})
+        except ControlError as error:
+            if error.status == 404:  # of a release before sessions, which takes buckets without
+                return
+            if error.status != 400 or "already open" not in str(error):
+                raise
+            # Of a push that did not come to its end, perhaps of a trainer that is gone.
+            server.ask("POST", "/end_weight_update", body={})
+            server.ask("POST", "/begin_weight_update", body={})
+        self._open.add(server.name)
+
+    def take(self, parcels: Iterator[Parcel]) -> None:
+        for parcel in parcels:
+            self._answered()
+            if self._failure is None and parcel.tensors:
+                payload = flattened_bucket(parcel.specs, parcel.tensors)
+                self._sent = parcel, [self._pool.submit(self._load, server, payload) for server in self._servers]
+                parcel.wait = self._answered
+        self._answered()
+        if self._failure is not None:
+            raise TargetError(self._failure)
+
+    def _load(self, server: Routes, payload: str) -> None:
+        body = {"serialized_named_tensors": [payload] * self._num_workers[server.name]}
+        flags = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
+        _require_success(server, server.ask("POST", "/update_weights_from_tensor", body={**body, **flags}))
+
+    def _answered(self) -> None:
+        """All servers have loaded the bucket that was sent last, or it is known why not."""
+        if self._sent is None:
+            return
+        (parcel, answers), self._sent = self._sent, None
+        reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
+        if reasons:
+            self._failure = Failure("load", "; ".join(reasons), parcel.index, span(parcel.names))
+
+    def finish(self, version: int | str) -> None:
+        with _phase("finish"):
+            for server in self._servers:
+                if server.name in self._open:
+                    _require_success(server, server.ask("POST", "/end_weight_update", body={}))
+                    self._open.discard(server.name)
+
+    def commit(self, version: int | str) -> None:
+        with _phase("commit"):
+            self._wake("kv_cache")
+            for server in self._servers:
+                self._flush(server)
+            for server in self._servers:
+                body = {"new_version": str(version), "abort_all_requests": False}
+                _require_success(server, server.ask("POST", "/update_weight_version", body=body))
+            for server in self._servers:
+                server.ask("POST", "/continue_generation", body={})
+
+    def abort(self, reason: str) -> None:
+        self._answered()
+        for server in self._servers if self._has_begun else ():
+            # Some may have gone on already, when another one failed at its commit.
+            self._quietly(server, "/pause_generation", {"mode": self._pause})
+            if server.name in self._open:
+                self._open.discard(server.name)
+                self._quietly(server, "/end_weight_update", {})
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    # ---- parts
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            for server in self._servers:
+                server.ask("POST", "/resume_memory_occupation", body={"tags": [tag]})
+            self._asleep.discard(tag)
+
+    def _quietly(self, server: Routes, path: str, body: dict[str, Any]) -> None:
+        """What cannot be told any more: the server is gone, or takes no requests."""
+        with contextlib.suppress(ControlError):
+            server.ask("POST", path, body=body)
+
+    def _flush(self, server: Routes) -> None:
+        """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
+        server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
+
+
+def _require_success(server: Routes, answer: dict[str, Any] | None) -> None:
+    # Some releases say so in a value, with a status of success.
+    if answer and not answer.get("success", True):
+        raise ControlError(f"{server.name}: {answer.get('message')}")
+
+
+@contextlib.contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """What a server refuses is a failure of this phase."""
+    try:
+        yield
+    except ControlError as error:
+        raise TargetError(Failure(name, str(error))) from error

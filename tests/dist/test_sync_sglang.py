@@ -1,0 +1,207 @@
+"""Pushes into SGLang: its sessions and its traps, with one worker and with several, before sessions and with them."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp2x
+from fsdp2x.sync import Sglang, SyncError
+from harness import distributed
+from models import STACK_UNITS, build, mixed_stack
+from reference import same, shard
+from sglang_engine import Server, serving
+
+
+def wire(model, **options):
+    found = {}
+    for bucket in fsdp2x.export.stream(model, **options):
+        found.update((name, tensor.clone()) for name, tensor in bucket.items())
+    return found
+
+
+def step(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+
+
+@contextlib.contextmanager
+def engines(ctx, shapes, num=1, rank=0, **options):
+    """(target, the engines on the rank that talks to them, none elsewhere)."""
+    pause = {"pause": options.pop("pause")} if "pause" in options else {}
+    with contextlib.ExitStack() as stack:
+        servers, addresses = [], [None]
+        if ctx.rank == rank:
+            servers = [Server(shapes, **options) for _ in range(num)]
+            addresses = [[stack.enter_context(serving(server)) for server in servers]]
+        dist.broadcast_object_list(addresses, src=rank)
+        yield Sglang(addresses[0], rank=rank, **pause), servers
+        dist.barrier()
+
+
+def stack_model(ctx):
+    model = shard(ctx, mixed_stack(), STACK_UNITS)
+    return model, {name: value.shape for name, value in wire(model).items()}
+
+
+def holds(servers, expected):
+    for server in servers:
+        for weights in server.weights:
+            same(weights, expected)
+
+
+PUSH = ["server_info", "pause_generation", "begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
+AFTER = ["flush_cache", "update_weight_version", "continue_generation"]
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.each_value
+def test_what_is_pushed_is_what_runs(ctx, num_workers, has_sessions):
+    """Several dtypes in a bucket, at offsets that they divide; copies that run after the answers; every cut."""
+    model, shapes = stack_model(ctx)
+    options = {"num_workers": num_workers, "has_sessions": has_sessions}
+    with engines(ctx, shapes, 2, rank=ctx.world - 1, **options) as (target, servers):
+        for number, bucket_bytes in enumerate((1, 300, 1 << 20)):
+            with fsdp2x.sync.connect(model, target, bucket_bytes=bucket_bytes) as sync:
+                step(model)
+                report = sync.push(version=number)
+                holds(servers, wire(model))
+                for server in servers:
+                    assert server.generate() == (str(number), str(number))
+                    assert server.num_post_loads == (number + 1 if has_sessions else 0)
+                    assert server.flags == [(False, None)] * report.num_buckets, "a bucket flushes or labels"
+                    server.flags.clear()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
+@distributed(world_sizes=(2,))
+def test_names_and_layout_of_the_files(ctx, name):
+    model = fsdp2x.fully_shard(build(name))
+    expected = {k: v if k.endswith("gate.weight") else v.bfloat16() for k, v in wire(model).items()}
+    keep = {} if name == "qwen3" else {"*.gate.weight": torch.float32}
+    with engines(ctx, {k: v.shape for k, v in expected.items()}) as (target, servers):
+        with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, keep=keep, bucket_bytes=3000) as sync:
+            sync.push(version=1)
+            if name == "qwen3":
+                expected = {k: v.bfloat16() for k, v in expected.items()}
+            holds(servers, expected)
+
+
+@distributed(world_sizes=(2,))
+def test_the_order_of_a_push(ctx):
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        sync.push(version=1)
+        assert [server.events for server in servers] == [PUSH + AFTER] * len(servers)
+
+
+@distributed(world_sizes=(2,))
+def test_the_order_of_a_push_to_one_that_sleeps(ctx):
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        sync.push(version=0)
+        for server in servers:
+            server.generate(keeps=True)
+            server.events.clear()
+        target.sleep()
+        if servers:
+            assert servers[0].asleep == {"weights", "kv_cache"}
+            with pytest.raises(RuntimeError, match="it is asleep already"):
+                target.sleep()
+        sync.push(version=1)
+        holds(servers, wire(model))
+        wake = "resume_memory_occupation"
+        slept = ["pause_generation", "flush_cache", "release_memory_occupation"]
+        for server in servers:
+            assert server.events == [*slept, *PUSH[:2], wake, *PUSH[2:], wake, *AFTER]
+            assert server.generate() == ("1", "1")
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+@distributed(world_sizes=(2,))
+def test_no_cache_outlives_its_weights(ctx, pause):
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes, pause=pause) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        sync.push(version=0)
+        for server in servers:
+            assert server.generate(keeps=True) == ("0", "0")
+        dist.barrier()
+        sync.push(version=1)
+        for server in servers:
+            assert server.generate() == ("1", "1")
+            assert len(server.running) == (pause == "retract")
+
+
+@pytest.mark.parametrize("route", [*PUSH, *AFTER])
+@distributed(world_sizes=(2,))
+def test_each_request_that_fails(ctx, route):
+    """One of two servers refuses: both stay paused, with the old label, and the next push heals both."""
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes, 2) as (target, servers), fsdp2x.sync.connect(model, target, bucket_bytes=300) as sync:
+        sync.push(version=0)
+        if servers:
+            servers[1].broken[route] = "out of order"
+        step(model)
+        with pytest.raises(SyncError, match=f"answers /{route} with 400.*out of order") as caught:
+            sync.push(version=1)
+        phase = "load" if "tensor" in route else "finish" if "end" in route else "begin" if route in PUSH else "commit"
+        assert (caught.value.phase, caught.value.rank, sync.is_torn) == (phase, 0, True)
+        assert (caught.value.bucket is not None) == (phase == "load")
+        for server in servers:
+            assert (server.mode is None) == (route == "server_info"), "it generates with torn weights"
+            assert server.mode is None or not server.is_open or route == "end_weight_update"
+        sync.push(version=2)
+        holds(servers, wire(model))
+        assert [server.generate() for server in servers] == [("2", "2")] * len(servers)
+
+
+@distributed(world_sizes=(2,))
+def test_a_server_that_dies_in_a_bucket(ctx):
+    """An error in a loader ends SGLang: a push to another server at the same address heals."""
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes) as (target, servers), fsdp2x.sync.connect(model, target, bucket_bytes=300) as sync:
+        sync.push(version=0)
+        for server in servers:
+            server.bad = "blocks.1.down.weight" if "blocks.1.down.weight" in shapes else sorted(shapes)[4]
+        with pytest.raises(SyncError, match="does not answer /update_weights_from_tensor") as caught:
+            sync.push(version=1)
+        assert caught.value.phase == "load" and caught.value.bucket > 0
+        with pytest.raises(SyncError, match="does not answer /server_info"):
+            sync.push(version=2)
+        for server in servers:
+            server.__init__(shapes)
+        sync.push(version=3)
+        holds(servers, wire(model))
+
+
+@distributed(world_sizes=(2,))
+def test_a_session_that_a_dead_trainer_left(ctx):
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        for server in servers:
+            server.is_open, server.mode = True, "retract"
+        sync.push(version=0)
+        holds(servers, wire(model))
+
+
+@distributed(world_sizes=(2,))
+def test_what_is_refused(ctx):
+    model, shapes = stack_model(ctx)
+    with pytest.raises(ValueError, match="addresses such as"):
+        Sglang("localhost")
+    with pytest.raises(ValueError, match="paused in place keeps the cache of the old weights"):
+        Sglang("http://x", pause="in_place")
+    with pytest.raises(NotImplementedError, match="SGLang loads whole tensors"):
+        fsdp2x.sync.connect(model, Sglang("http://x"), deltas=True)
+    with engines(ctx, shapes, num_replicas=2) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        with pytest.raises(SyncError, match="has 2 data-parallel replicas") as caught:
+            sync.push(version=0)
+        assert caught.value.phase == "begin"
+        assert all(server.mode is None for server in servers), "a server that was refused is paused"
+    with fsdp2x.sync.connect(model, Sglang("http://127.0.0.1:9"), timeout_s=5) as sync:
+        with pytest.raises(SyncError, match="does not answer /server_info"):
+            sync.push(version=0)

@@ -1,0 +1,202 @@
+"""An SGLang for tests: the routes, orders and traps of release 0.5.23, in threads of this process.
+
+Traps: buckets outside of a session are refused; unpickling by an exact list of globals; views of a bucket at offsets
+that a dtype must divide; each worker reads the payload of its number; copies that run after the answer; names that are
+unknown are ignored; an error in a loader ends the engine; post-load work once, at the end of the session; a label
+that a bucket brings is out at once; a flush that is refused while requests hold the cache fails the bucket that asked for it;
+memory that only an idle engine releases, and that keeps no weights.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import pickle
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+
+class Unpickler(pickle.Unpickler):
+    """Of what SGLang lets pass, what a bucket of bytes needs."""
+
+    ALLOWED = {("collections", "OrderedDict"), ("types", "SimpleNamespace"), ("torch", "Size")}
+    ALLOWED |= {("torch._utils", "_rebuild_tensor_v2"), ("torch", "bfloat16"), ("torch", "float32"), ("torch", "uint8")}
+
+    def find_class(self, module, name):
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        if (module, name) not in self.ALLOWED:
+            raise RuntimeError(f"Blocked unsafe global ({module}.{name}) during pickle deserialization")
+        return super().find_class(module, name)
+
+
+class Refused(Exception):
+    """An answer with the status 400."""
+
+
+class Server:
+    """One engine. `shapes`: the parameters that it has; `weights` is what it runs with, None while it cannot."""
+
+    def __init__(self, shapes, num_workers=1, num_replicas=1, has_sessions=True):
+        self.shapes, self.num_workers, self.num_replicas = shapes, num_workers, num_replicas
+        self.has_sessions, self.is_open, self.is_dead = has_sessions, False, False
+        self.loaded = [{} for _ in range(num_workers)]
+        self.queued, self.num_post_loads = [], 0
+        self.weights, self.version, self.cache_of = None, "default", None
+        self.mode, self.asleep, self.running, self.events = None, set(), [], []
+        self.broken, self.bad, self.flags = {}, None, []
+
+    # requests
+
+    def on_server_info(self, body):
+        return {"tp_size": self.num_workers, "dp_size": self.num_replicas}
+
+    def on_pause_generation(self, body):
+        self.mode = body["mode"]
+        if self.mode == "abort":
+            self.running.clear()
+
+    def on_continue_generation(self, body):
+        assert not self.asleep, "an engine goes on without its memory"
+        self.mode = None
+
+    def on_begin_weight_update(self, body):
+        if self.is_open:
+            raise Refused("a weight-update session is already open; call end_weight_update() first")
+        self.is_open, self.weights = True, None
+
+    def on_update_weights_from_tensor(self, body):
+        assert body["load_format"] == "flattened_bucket"
+        self.flags.append((body["flush_cache"], body.get("weight_version")))
+        if self.has_sessions and not self.is_open:
+            raise Refused("update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
+        assert "weights" not in self.asleep, "weights that are released are written"
+        for worker in range(self.num_workers):
+            data = base64.b64decode(body["serialized_named_tensors"][worker], validate=True)
+            bucket = Unpickler(io.BytesIO(data)).load()
+            for place in bucket["metadata"]:
+                view = bucket["flattened_tensor"][place.start_idx : place.end_idx].view(place.dtype)
+                self.load(worker, place.name, view.reshape(place.shape))
+        if body.get("weight_version") is not None:
+            self.version = body["weight_version"]
+        if body["flush_cache"] and not self.flush():
+            raise Refused("Weights were updated, but the cache was not flushed")
+        if not self.has_sessions:
+            self.settle()
+
+    def load(self, worker, name, tensor):
+        if name == self.bad:
+            self.is_dead = True
+            raise ConnectionError("the scheduler is gone")
+        if name in self.shapes:
+            assert tensor.shape == self.shapes[name]
+            self.queued.append((worker, name, tensor))
+
+    def settle(self):
+        """What the answers came before."""
+        for worker, name, tensor in self.queued:
+            self.loaded[worker][name] = tensor.clone()
+        self.queued, self.weights = [], [dict(one) for one in self.loaded]
+
+    def on_end_weight_update(self, body):
+        if not self.is_open:
+            raise Refused("no weight-update session is open; call begin_weight_update() first")
+        self.is_open, self.num_post_loads = False, self.num_post_loads + 1
+        self.settle()
+
+    def on_update_weight_version(self, body):
+        if body.get("abort_all_requests", True):
+            self.running.clear()
+        self.version = body["new_version"]
+        return {"success": True, "message": "", "new_version": self.version}
+
+    def flush(self):
+        if self.running and self.mode != "retract":
+            return False
+        self.cache_of = None
+        return True
+
+    def on_flush_cache(self, body):
+        if not self.flush():
+            raise Refused("Flush cache failed.")
+        return "Cache flushed.\n"
+
+    def on_release_memory_occupation(self, body):
+        assert not self.running, "release_memory_occupation should be called only when server is idle."
+        self.asleep |= set(body["tags"])
+        if "weights" in body["tags"]:
+            self.weights, self.loaded = None, [{} for _ in self.loaded]
+        return None
+
+    def on_resume_memory_occupation(self, body):
+        for tag in body["tags"]:
+            self.asleep.remove(tag)
+        return None
+
+    # generation
+
+    def generate(self, keeps=False):
+        """(label of the weights, label of those that the cache was computed with)."""
+        assert self.mode is None and not self.asleep and not self.is_open, "it is paused, asleep or in a session"
+        if keeps:
+            self.running.append(object())
+        self.cache_of = self.cache_of or self.version
+        return self.version, self.cache_of
+
+
+@contextlib.contextmanager
+def serving(server):
+    """The address of an HTTP server in front of `server`."""
+    busy = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self):
+            url = urlsplit(self.path)
+            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            route, body = url.path.strip("/"), {**parse_qs(url.query), **json.loads(text or b"{}")}
+            method = getattr(server, f"on_{route}", None)
+            if route in ("begin_weight_update", "end_weight_update") and not server.has_sessions:
+                method = None
+            with busy:
+                if server.is_dead:
+                    return  # the connection is closed without an answer
+                server.events.append(route)
+                status, content = 404, {"detail": "Not Found"}
+                try:
+                    if route in server.broken:
+                        raise Refused(server.broken.pop(route))
+                    if method is not None:
+                        status, content = 200, method(body)
+                        if content is None and "memory" not in route:
+                            content = {"success": True, "message": "Success"}
+                except Refused as error:
+                    status, content = 400, {"success": False, "message": str(error)}
+                except ConnectionError:
+                    return
+                except Exception as error:
+                    status, content = 500, {"message": f"{type(error).__name__}: {error}"}
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            with contextlib.suppress(OSError):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        do_GET = do_POST = handle_any
+
+        def log_message(self, *_):
+            pass
+
+    inner = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    inner.daemon_threads = True
+    thread = threading.Thread(target=inner.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{inner.server_port}"
+    finally:
+        inner.shutdown()
+        inner.server_close()
+        thread.join(60)
