@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,13 +62,14 @@ def plan_buckets(
     names: str,
     bucket_bytes: int,
     arrange: Callable[[list[Family]], list[Family]] = list,
+    unnamed: Collection[str] = (),
 ) -> list[BucketPlan]:
     """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is.
 
-    ``arrange``: puts the families in another order.
+    ``arrange``: makes other families of them, or another order. ``unnamed``: FQNs that only ``arrange`` brings in.
     """
     entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
-    described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items()}
+    described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items() if name not in unnamed}
     families = source_families(model, described) if names == "hf" else plain_families(described)
     return pack(arrange(families), entries, bucket_bytes)
 

@@ -169,7 +169,11 @@ class _Reverse:
     def family(self, key: Any, fqns: tuple[str, ...], specs: list[TensorSpec]) -> Family:
         kind, layer = key
         if kind == "renamed":
-            (spec,) = specs
+            spec = specs[0]
+            if len(specs) > 1:
+                raise ValueError(
+                    f"{fqns[0]!r} and {fqns[1]!r} are both {spec.name!r} in files; take one of the adapters by params"
+                )
             name = self._renamed.get(spec.name, spec.name)
             return Family(fqns, (TensorSpec(name, spec.shape, spec.dtype),), list)
         patterns = [self._patterns[spec.name] for spec in specs]

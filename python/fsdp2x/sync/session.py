@@ -33,6 +33,7 @@ from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
 from fsdp2x.sync.delta import BucketDelta, Changes, Snapshot, gather_changes
 from fsdp2x.sync.engine import POSITION_BYTES
+from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
@@ -47,6 +48,7 @@ def connect(
     keep: Mapping[str, torch.dtype] | None = None,
     names: Literal["hf", "model"] = "hf",
     params: Callable[[str, nn.Parameter], bool] | None = None,
+    merge_adapters: bool = False,
     deltas: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     transport: str = "auto",
@@ -67,6 +69,8 @@ def connect(
             parameters' names and the names in files; ``*`` also matches dots.
         names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
         params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
+        merge_adapters: the model is PEFT's with LoRA: what goes out is its base with the active adapters merged, equal
+            to ``merge_and_unload`` bit by bit and then cast. Without it adapters are pushed alone, by ``params``.
         deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
             bytes of the wire's weights, divided by the ranks, on the parameters' device; and half of it while a delta
             is sent.
@@ -78,7 +82,8 @@ def connect(
 
     Raises:
         ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
-        NotImplementedError: a PEFT model whose adapters are pushed with its base: engines know one or the other.
+        NotImplementedError: a PEFT model whose adapters are pushed with its base, unmerged: engines know one or the
+            other; adapters that cannot be merged layer by layer.
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"
@@ -89,8 +94,14 @@ def connect(
     chosen = chosen_params(caller, model, params)
     if not chosen:
         raise ValueError(f"{caller}: no parameter is chosen")
-    _check_adapters(caller, model, chosen, names)
-    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes)
+    merge = None
+    if merge_adapters:
+        if names != "hf":
+            raise ValueError(f'{caller}: merge_adapters=True names what it sends as files do; leave names="hf"')
+        merge = AdapterMerge(caller, model, chosen)
+    else:
+        _check_adapters(caller, model, chosen, names)
+    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes, merge=merge)
     return Session(model, target, plans, deltas, transport, float(timeout_s), group)
 
 
@@ -100,7 +111,7 @@ def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], na
         raise NotImplementedError(
             f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files: an engine's loader takes "
             'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
-            'under their own names with names="model"'
+            'under their own names with names="model"; merge_adapters=True pushes the base with the adapters in it'
         )
 
 

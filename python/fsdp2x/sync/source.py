@@ -19,6 +19,7 @@ from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params
 from fsdp2x.export.stream import BUCKET_BYTES, run_plans
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
+from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.wire import by_layers, layer_of, plan_wire
 
 
@@ -52,6 +53,7 @@ class WeightSource:
         *,
         keep: Mapping[str, torch.dtype] | None = None,
         params: Callable[[str, nn.Parameter], bool] | None = None,
+        merge_adapters: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         receive: bool = True,
         transport: str = "auto",
@@ -62,6 +64,7 @@ class WeightSource:
             dtype: of floating-point weights, cast at the shard; default that of the parameters.
             keep: dtypes by pattern, as for ``connect``.
             params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
+            merge_adapters: as for ``connect``.
             bucket_bytes: of a gather; two of them are in memory, and what the trainer class keeps comes on top.
             receive: False: this rank takes part, and yields None for each tensor, such as where only rank 0 sends.
             transport: as for ``fully_shard``.
@@ -72,14 +75,20 @@ class WeightSource:
         caller = "fsdp2x.sync.WeightSource"
         check_buckets(caller, bucket_bytes, "hf")
         self._caller, self._model, self._dtype, self._keep, self._params = caller, model, dtype, keep or {}, params
-        self._bucket_bytes, self._receive, self._transport = bucket_bytes, receive, check_transport(transport)
+        self._merges, self._bucket_bytes, self._receive, self._transport = (
+            merge_adapters,
+            bucket_bytes,
+            receive,
+            check_transport(transport),
+        )
         self._plans()
 
     def _plans(self) -> list[BucketPlan]:
         """Made anew, because parameters may be others by now."""
         chosen = chosen_params(self._caller, self._model, self._params)
+        merge = AdapterMerge(self._caller, self._model, chosen) if self._merges else None
         return plan_wire(
-            self._caller, self._model, chosen, self._dtype, self._keep, "hf", self._bucket_bytes, by_layers
+            self._caller, self._model, chosen, self._dtype, self._keep, "hf", self._bucket_bytes, by_layers, merge
         )
 
     def metadata(self) -> list[SourceParam]:

@@ -13,6 +13,7 @@ from fsdp2x.export.plans import BucketPlan, plan_buckets, ring_of
 from fsdp2x.export.rings import SharedRing
 from fsdp2x.hf.names import Family, clean_name
 from fsdp2x.runtime.native import _C
+from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.targets.base import WireLayout
 
 
@@ -25,23 +26,33 @@ def plan_wire(
     names: str,
     bucket_bytes: int,
     arrange: Callable[[list[Family]], list[Family]] = list,
+    merge: AdapterMerge | None = None,
 ) -> list[BucketPlan]:
     """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
 
-    ``arrange``: puts the families in another order.
+    ``arrange``: another order of the families. ``merge``: adapters that go out in the weights of their base.
 
     Raises:
         ValueError: a pattern matches nothing, or two of them one parameter with different dtypes.
     """
     dtypes: dict[str, torch.dtype | None] = dict.fromkeys(chosen, dtype)
+    uncast, unnamed = (merge.uncast, merge.adapters) if merge is not None else (set(), set())
+
+    def plan() -> list[BucketPlan]:
+        gathered = {name: None if name in uncast else kind for name, kind in dtypes.items()}
+        return plan_buckets(model, chosen, gathered, names, bucket_bytes, arranged, unnamed)
+
+    def arranged(families: list[Family]) -> list[Family]:
+        return arrange(families if merge is None else merge.arrange(families, dtypes))
+
     if keep:
         spellings = {name: {name, clean_name(name)} for name in chosen}
-        for plan in plan_buckets(model, chosen, {}, names, bucket_bytes):
-            for family in plan.families:
+        for bucket in plan():
+            for family in bucket.families:
                 for name in family.params:
                     spellings[name] |= {spec.name for spec in family.outputs}
         dtypes.update(_kept(caller, keep, spellings))
-    return plan_buckets(model, chosen, dtypes, names, bucket_bytes, arrange)
+    return plan()
 
 
 def layer_of(name: str) -> tuple[str, int] | None:

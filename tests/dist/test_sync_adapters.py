@@ -1,0 +1,126 @@
+"""Adapters in the weights of their base: what arrives is PEFT's ``merge_and_unload``, cast at the end, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2x
+from engines import Layerwise, Store, peer
+from fsdp2x.sync import InProcess, WeightSource
+from harness import distributed
+from models import build
+from reference import same
+
+KINDS = {
+    "plain": ("llama", {"target_modules": ["q_proj", "v_proj"]}),
+    "scaled by its root": ("llama", {"target_modules": "all-linear", "use_rslora": True, "lora_alpha": 7}),
+    "magnitudes": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "o_proj"]}),
+    "trained whole": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "experts beside": ("qwen3_moe", {"target_modules": ["q_proj", "k_proj"]}),
+    "tied": ("qwen3", {"target_modules": ["q_proj", "lm_head"]}),
+}
+
+
+def make_model(kind):
+    from peft import LoraConfig, get_peft_model
+
+    name, settings = KINDS[kind]
+    base = build(name)
+    if kind == "tied":
+        base.lm_head.weight = base.model.embed_tokens.weight
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(r=3, **settings))
+    change(model, 0)
+    return model
+
+
+@torch.no_grad()
+def change(model, seed):
+    """Other values, which depend on the parameter's name alone: the twin's are the same."""
+    for name, param in sorted(model.named_parameters()):
+        if seed == 0 or "lora_" in name or param.requires_grad:
+            param.add_(0.01 * (seed + 1) * (1 + len(name) % 7))
+
+
+def merged(twin, dtype):
+    """By PEFT, of the whole model; names and layout of files."""
+    found = {}
+    for bucket in fsdp2x.export.stream(copy.deepcopy(twin).merge_and_unload(), transport="process_group"):
+        found.update((name, tensor.clone().to(dtype)) for name, tensor in bucket.items())
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.each_value
+def test_equals_merge_and_unload(ctx, kind):
+    """In buckets of any size, over both transports, full and as a delta; the trained model stays as it is."""
+    twin = make_model(kind)
+    model = copy.deepcopy(twin)
+    for layer in model.base_model.model.model.layers:
+        fsdp2x.fully_shard(layer)
+    fsdp2x.fully_shard(model)
+    store = Store()
+    options = {"merge_adapters": True, "dtype": torch.bfloat16}
+    with peer(ctx, store) as (target, served):
+        with fsdp2x.sync.connect(model, target, bucket_bytes=3000, deltas=True, **options) as sync:
+            for version, mode in enumerate(["full", "full", "delta", "delta"]):
+                sync.push(version=version, mode=mode)
+                if served:
+                    same(dict(sorted(store.weights.items())), merged(twin, torch.bfloat16))
+                change(model, version + 1)
+                change(twin, version + 1)
+    for transport in ("shm", "process_group"):
+        engine = Layerwise()
+        target = InProcess(engine.load, finish=engine.finish)
+        with fsdp2x.sync.connect(model, target, transport=transport, merge_adapters=True) as sync:
+            for version in range(3):
+                sync.push(version=version)
+                same(dict(sorted(engine.weights.items())), merged(twin, torch.float32))
+    source = WeightSource(model, torch.bfloat16, merge_adapters=True)
+    same(dict(sorted(source)), merged(twin, torch.bfloat16))
+    same(dict(fsdp2x.full_tensors(model)), {n: p.detach() for n, p in twin.named_parameters()})
+
+
+@distributed(world_sizes=(2,))
+def test_several_adapters_and_dtypes_by_pattern(ctx):
+    from peft import LoraConfig
+
+    twin = make_model("plain")
+    twin.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=5))
+    twin.base_model.set_adapter(["default", "second"])
+    change(twin, 3)
+    model = fsdp2x.fully_shard(copy.deepcopy(twin))
+    engine = Layerwise()
+    target, keep = InProcess(engine.load, finish=engine.finish), {"*.q_proj.weight": torch.float32}
+    with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, keep=keep, merge_adapters=True) as sync:
+        sync.push(version=0)
+    expected = {
+        name: value if name.endswith("q_proj.weight") else value.bfloat16()
+        for name, value in merged(twin, torch.float32).items()
+    }
+    same(dict(sorted(engine.weights.items())), expected)
+
+
+@distributed(world_sizes=(2,))
+def test_what_cannot_be_merged(ctx):
+    from peft import LoHaConfig, LoraConfig, get_peft_model
+
+    def connect(model, **options):
+        return fsdp2x.sync.connect(model, InProcess(list), merge_adapters=True, **options)
+
+    with pytest.raises(ValueError, match="merge_adapters=True, but .*Linear has no adapter"):
+        connect(fsdp2x.fully_shard(nn.Linear(2, 2)))
+    model = fsdp2x.fully_shard(make_model("plain"))
+    with pytest.raises(ValueError, match='names what it sends as files do; leave names="hf"'):
+        connect(model, names="model")
+    with pytest.raises(ValueError, match="params leaves out '.*lora_A.*', without which '.*q_proj' cannot be merged"):
+        connect(model, params=lambda name, param: "lora_" not in name)
+    with pytest.raises(NotImplementedError, match="merges LoRA, not LOHA"):
+        connect(fsdp2x.fully_shard(get_peft_model(build("llama"), LoHaConfig(target_modules=["q_proj"]))))
+    experts = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(NotImplementedError, match="adapts parameters of"):
+        connect(fsdp2x.fully_shard(get_peft_model(build("qwen3_moe"), experts)))
