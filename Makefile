@@ -46,7 +46,7 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real lint stub format bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -56,6 +56,7 @@ help:
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
+	@echo "make test-vllm  pushes into a real vLLM on the CPU (6 GB in build/vllm); skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 
@@ -91,9 +92,9 @@ test-cpp: $(TOOLS)
 	$(CMAKE) --build build/cpp
 	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
-# Without tests/ptx and tests/real, which have targets of their own. Several processes, a file to each, where pytest-xdist
-# is there; the files of tests/unit, which are short, come last.
-PYTEST = $(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real \
+# Without tests/ptx, tests/real and tests/servers, which have targets of their own. Several processes, a file to each,
+# where pytest-xdist is there; the files of tests/unit, which are short, come last.
+PYTEST = $(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers \
   $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 test: build test-cpp
 	$(PYTEST) $(PYTEST_ARGS)
@@ -125,6 +126,10 @@ test-ptx: cuda-compiler
 # Environments are kept in build/real; the first run downloads them.
 test-real: build
 	$(RUN_PYTHON) -m pytest tests/real -rs $(PYTEST_ARGS)
+
+# One engine at a time: each takes 2 GB and, on two cores, minutes to start. The environment is kept in build/vllm.
+test-vllm: build
+	$(RUN_PYTHON) -m pytest tests/servers --full -rs $(PYTEST_ARGS)
 
 # Both skip, with the reason, what this machine cannot run, begin with what tells the most, and end with a page: claims
 # that were shown, targets that were held. The slow ones, compute-sanitizer's, can be left out:

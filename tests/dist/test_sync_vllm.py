@@ -317,6 +317,24 @@ def test_a_session_ends_and_another_begins(ctx):
             holds(model, core)
 
 
+@distributed(world_sizes=(2,))
+def test_a_server_that_another_session_holds(ctx):
+    """It is refused in time; what was paused for it is not lost for the session that holds the workers."""
+    model = make_model(ctx)
+    with engine(ctx, "server", 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
+        sync.push(version=0)
+        other = Vllm(target._controls[0].name)
+        with fsdp2x.sync.connect(model, other, timeout_s=20) as second, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsdp2x.sync.targets.vllm.CONTACT_S", 1.0)
+            with pytest.raises(SyncError, match="another trainer is connected") as caught:
+                second.push(version=1)
+        assert caught.value.phase == "begin"
+        sync.push(version=2)
+        holds(model, core)
+        if core is not None:
+            assert core.generate() == ("2", "2")
+
+
 def refused(ctx, target, match, **options):
     model = make_model(ctx)
     with fsdp2x.sync.connect(model, target, timeout_s=5, **options) as sync:

@@ -5,7 +5,7 @@
 
 This file and ``engine.py`` need torch, the standard library, and vLLM: where fsdp2x is not installed, copy both into a
 folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0.
-``LayerwiseReload`` was run with that release's own reload, on stand-in layers; nothing was run in a whole vLLM.
+`tests/servers` runs it in that release, on CPUs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,13 @@ class LayerwiseReload:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         with self._model() as model, disable_mtp_completeness_check():
-            model.load_weights(items)
+            try:
+                model.load_weights(items)
+            except AssertionError as error:  # vLLM's loaders compare shapes by assertions without a text
+                said = f" ({error})" if str(error) else ""
+                raise ValueError(
+                    f"a tensor of {items[0][0]!r} to {items[-1][0]!r} has not the shape that this engine loads{said}"
+                ) from error
 
     def finish(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

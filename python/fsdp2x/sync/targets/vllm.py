@@ -196,9 +196,10 @@ class Vllm(EngineTarget):
             self._peer.close()  # workers that have committed listen no more: those that have not see the connection end
         for call in self._calls:
             call.join(self._timeout_s)
-        is_told = bool(self._calls) and not self._is_committing
         self._calls = [call for call in self._calls if call.is_alive()]
-        if self._peer is not None and not is_told:
+        if self._peer is not None and not self._calls:
+            # Also those that no connection told, such as workers that another trainer holds: the server is paused, and
+            # only workers that are torn let another target take it over.
             self._each_quietly(lambda control: control.call("fsdp2x_tear", reason))
 
     def close(self) -> None:

@@ -1,0 +1,101 @@
+"""A trainer of two ranks pushes into a real vLLM, which then answers as transformers does with the new weights."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm_server import INSTALL_S, TORCH, VLLM, serving
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_S + 2400)]
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+DIGITS = 5e-5  # four of them
+PUSH_S = 900
+
+
+def save_model(kind: str, folder: Path) -> None:
+    """A tiny model with weights that tell tokens apart, and a tokenizer of as many characters as it knows tokens."""
+    torch.manual_seed(0)
+    common = {**SIZES, "vocab_size": 16, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    if kind == "moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, intermediate_size=128, norm_topk_prob=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common, intermediate_size=256))
+    for name, param in model.named_parameters():
+        param.data.normal_(0, 0.3).add_("norm" in name)
+    model.save_pretrained(folder)
+    plain = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(16)}, unk_token="a"))
+    plain.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a", eos_token="b").save_pretrained(folder)
+
+
+def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
+    """What the trainer found, step by step."""
+    script, found = Path(__file__).with_name("push_to_vllm.py"), folder / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [*command, url, str(model), str(found), kind],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=PUSH_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
+            raise
+    assert process.returncode == 0, output[-6000:]
+    return json.loads(found.read_text())
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("dense", 1), ("dense", 2), ("moe", 1)])
+def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, capsys):
+    save_model(kind, tmp_path / "model")
+    before = set(os.listdir("/dev/shm"))
+    words = ["--tensor-parallel-size", "2"] if num_workers == 2 else []
+    began = time.monotonic()
+    with serving(tmp_path / "model", tmp_path, *words) as url:
+        ready_s = time.monotonic() - began
+        rows = push_to(url, tmp_path / "model", tmp_path, kind)
+    with capsys.disabled():
+        show(kind, num_workers, ready_s, rows)
+    judge(kind, {row["step"]: row for row in rows})
+    assert set(os.listdir("/dev/shm")) <= before, "shared memory is left behind"
+
+
+def judge(kind: str, rows: dict[str, dict]) -> None:
+    wrong = rows.pop("without the cure", None)
+    assert (wrong is not None) == (kind == "moe")
+    if wrong is not None:
+        assert wrong["apart"] > 0.01 and wrong["version"] == "without the cure", wrong
+    for step, phase in {"wrong shapes": "load", "unknown name": "load", "left out": "finish"}.items():
+        row = rows.pop(step)
+        assert (row["phase"], row["alike"], row["torn"], row["paused"]) == (phase, True, True, True), row
+        assert (row["bucket"] is None) == (phase == "finish") and row["version"] != "never", row
+    for row in rows.values():
+        assert row["same"] and row["apart"] < DIGITS, row
+    assert rows["partial"]["version"] == "partial"
+
+
+def show(kind: str, num_workers: int, ready_s: float, rows: list[dict]) -> None:
+    ours = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+    print(f"\n{kind}, {num_workers} workers: {VLLM} on {TORCH}; trainer {ours}")
+    print(f"{'ready in':28} {ready_s:.0f} s")
+    for row in rows:
+        if "apart" in row:
+            pushed = f", pushed in {row['seconds']:.2f} s, {row['buckets']} buckets" if "seconds" in row else ""
+            tokens = "same tokens" if row["same"] else "other tokens"
+            print(f"{row['step']:28} {tokens}, log-probs {row['apart']:.0e} apart{pushed}")
+        else:
+            print(f"{row['step']:28} refused in phase {row['phase']}, bucket {row['bucket']}: {row['reason'][:90]}")
