@@ -63,9 +63,8 @@ def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
 def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, capsys):
     save_model(kind, tmp_path / "model")
     before = set(os.listdir("/dev/shm"))
-    words = ["--tensor-parallel-size", "2"] if num_workers == 2 else []
     began = time.monotonic()
-    with serving(tmp_path / "model", tmp_path, *words) as url:
+    with serving(tmp_path / "model", tmp_path, num_workers) as url:
         ready_s = time.monotonic() - began
         rows = push_to(url, tmp_path / "model", tmp_path, kind)
     with capsys.disabled():

@@ -61,7 +61,7 @@ def _install(python: Path, *words: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, *words: str) -> Iterator[str]:
+def serving(model: Path, folder: Path, num_workers: int = 1) -> Iterator[str]:
     """The address of a server for ``model``; ``folder`` takes its path, its caches and its log."""
     python = python_of_vllm()
     path = folder / "path"
@@ -91,11 +91,15 @@ def serving(model: Path, folder: Path, *words: str) -> Iterator[str]:
         str(port),
     ]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--max-num-seqs", "8", "--block-size", "32", "--worker-extension-cls", "curable.Curable", *words]
+    command += ["--max-num-seqs", "8", "--block-size", "32", "--worker-extension-cls", "curable.Curable"]
+    command += ["--tensor-parallel-size", str(num_workers)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"PYTHONPATH": str(path), "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # A core to each worker; by itself vLLM gives a worker a whole NUMA node.
+    cores = sorted(os.sched_getaffinity(0))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(num_workers))
     log = folder / "log.txt"
     with open(log, "w") as output:
         # A session of its own: what it starts ends with it.

@@ -2,8 +2,8 @@
 
 Traps: buckets outside of a session are refused; unpickling by an exact list of globals; views of a bucket at offsets
 that a dtype must divide; each worker reads the payload of its number; copies that run after the answer; names that are
-unknown are ignored; an error in a loader ends the engine; post-load work once, at the end of the session; a label is out
-at once when a bucket brings it; a flush that is refused while requests hold the cache fails the bucket that asks for it;
+unknown are ignored; an error in a loader ends the engine; post-load work once, at the end of the session; a label that
+comes with a bucket is out at once; a flush that is refused while requests hold the cache fails the bucket that asked;
 memory that only an idle engine releases, and that keeps no weights.
 """
 
