@@ -13,7 +13,10 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm_server import INSTALL_S, TORCH, VLLM, serving
+from vllm_server import INSTALL_S, TORCH, VLLM, python_of_vllm, serving
+
+from fsdp2x.sync import WeightSource
+from models import build, tiny_vlm
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_S + 2400)]
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -62,7 +65,6 @@ def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
 @pytest.mark.parametrize(("kind", "num_workers"), [("dense", 1), ("dense", 2), ("moe", 1)])
 def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, capsys):
     save_model(kind, tmp_path / "model")
-    before = set(os.listdir("/dev/shm"))
     began = time.monotonic()
     with serving(tmp_path / "model", tmp_path, num_workers) as url:
         ready_s = time.monotonic() - began
@@ -70,7 +72,6 @@ def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, capsys):
     with capsys.disabled():
         show(kind, num_workers, ready_s, rows)
     judge(kind, {row["step"]: row for row in rows})
-    assert set(os.listdir("/dev/shm")) <= before, "shared memory is left behind"
 
 
 def judge(kind: str, rows: dict[str, dict]) -> None:
@@ -98,3 +99,21 @@ def show(kind: str, num_workers: int, ready_s: float, rows: list[dict]) -> None:
             print(f"{row['step']:28} {tokens}, log-probs {row['apart']:.0e} apart{pushed}")
         else:
             print(f"{row['step']:28} refused in phase {row['phase']}, bucket {row['bucket']}: {row['reason'][:90]}")
+
+
+_GROUPS = """
+import json, sys
+from vllm.distributed.weight_transfer.base import layerwise_groups
+print(json.dumps([layerwise_groups(names) for names in json.load(sys.stdin)]))
+"""
+
+
+def test_a_sources_groups_are_vllms():
+    """Of the names that ``WeightSource`` gives, in its order, vLLM makes the groups that it gives."""
+    sources = [WeightSource(model) for model in (build("qwen3"), build("qwen3_moe"), build("mixtral"), tiny_vlm())]
+    names = [[param.name for param in source.metadata()] for source in sources]
+    command = [python_of_vllm(), "-c", _GROUPS]
+    done = subprocess.run(command, input=json.dumps(names), capture_output=True, text=True, timeout=600, check=True)
+    groups = json.loads(done.stdout.splitlines()[-1])
+    assert groups == [source.groups() for source in sources]
+    assert [[name for group in of_model for name in group] for of_model in groups] == names

@@ -189,7 +189,7 @@ def _left_out(model: torch.nn.Module) -> list[str]:
             loaded.update(id(param) for param in layer.parameters(recurse=False))
             continue
         held = {id(param) for param in info.kernel_tensors[0].values()}
-        if info.load_numel > 0:
+        if info.loaded_weights:  # perhaps without an element: a worker's rows of the vocabulary may all be padding
             loaded |= held
         elif info.load_numel_total and info.restore_metadata[0] and not is_deferred_attention_layer(layer):
             waiting.append((name, held))
