@@ -98,7 +98,8 @@ def show(kind: str, num_workers: int, ready_s: float, rows: list[dict]) -> None:
             tokens = "same tokens" if row["same"] else "other tokens"
             print(f"{row['step']:28} {tokens}, log-probs {row['apart']:.0e} apart{pushed}")
         else:
-            print(f"{row['step']:28} refused in phase {row['phase']}, bucket {row['bucket']}: {row['reason'][:90]}")
+            said = row["reason"].split(" says: ")[-1][:32]
+            print(f"{row['step']:28} refused in phase {row['phase']}, bucket {row['bucket']}: {said}")
 
 
 _GROUPS = """
