@@ -63,15 +63,20 @@ def attend(
         return out.transpose(1, 2)
     rows = []
     for row, ranges in enumerate(layout.by_row()):
-        parts, place = [], 0
-        q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
+        parts, pieces, place = [], [], 0
         for start, stop in [*ranges, (layout.length, layout.length)]:
-            if start > place:
-                # Padding still hangs on the inputs: a row of nothing but padding must reach every parameter.
-                parts.append((q[:, :, place:start, :1] * 0.0).expand(-1, -1, -1, value.shape[-1]))
-            if stop > start:
-                parts.append(_attend_samples(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], rules))
+            pieces += [(False, start - place), (True, stop - start)]
             place = stop
+        pieces = [piece for piece in pieces if piece[1] > 0]
+        # Of one split: the backward of a slice would be zeros of the whole row for each sample.
+        sizes = [size for _, size in pieces]
+        cuts = (whole[row : row + 1].split(sizes, dim=2) for whole in (query, key, value))
+        for (is_sample, _), q, k, v in zip(pieces, *cuts, strict=True):
+            if is_sample:
+                parts.append(_attend_samples(q, k, v, rules))
+            else:
+                # Padding still hangs on the inputs: a row of nothing but padding must reach every parameter.
+                parts.append((q[..., :1] * 0.0).expand(*q.shape[:3], v.shape[-1]))
         rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
     return (rows[0] if len(rows) == 1 else torch.cat(rows)).transpose(1, 2)
 
