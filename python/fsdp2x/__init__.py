@@ -10,7 +10,7 @@ from fsdp2x.runtime import native  # noqa: F401
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import checkpoint, export, moe, optim, rl, sync
+from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sync
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
 from fsdp2x.describe import describe
@@ -65,6 +65,7 @@ __all__ = [
     "rebind_optimizer",
     "register_fsdp_forward_method",
     "rl",
+    "rollout",
     "save_adapter",
     "save_hf",
     "shard_vision_language",

@@ -22,7 +22,19 @@ F = TypeVar("F", bound=Callable)
 Accepts = Callable[[Any], bool]
 
 # Packages whose functions are called by their names in them.
-_PACKAGES = ("checkpoint", "convert", "export", "memory", "moe", "optim", "selftest", "sequence", "sync", "train")
+_PACKAGES = (
+    "checkpoint",
+    "convert",
+    "export",
+    "memory",
+    "moe",
+    "optim",
+    "rollout",
+    "selftest",
+    "sequence",
+    "sync",
+    "train",
+)
 # What is meant, where people often pass something near.
 _EXAMPLES = {
     "DeviceMesh": 'such as torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))',

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fsdp2x.commands import config, convert, export, plan, selftest, train
+from fsdp2x.commands import config, convert, export, plan, rollout, selftest, train
 
-COMMANDS = (train, export, convert, config, plan, selftest)
+COMMANDS = (train, export, convert, config, plan, rollout, selftest)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -294,6 +294,11 @@ class Receiver:
                 )
             yield self._version
 
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """``poll`` has something to do when one can be read: for engines that wait for others besides."""
+        return [self._listener] + ([self._connection] if self._connection is not None else [])
+
     def poll(self, timeout_s: float = 0.0) -> int | str | None:
         """Answers what has come, waiting up to ``timeout_s`` for it; once a push begins, stays to its end.
 
@@ -302,8 +307,7 @@ class Receiver:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            waiting = [self._listener] + ([self._connection] if self._connection is not None else [])
-            ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(self.sockets, [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
             if self._connection in ready:
