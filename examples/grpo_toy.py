@@ -1,0 +1,179 @@
+"""Reinforcement learning in one command: a policy learns to sort six digits from rewards alone, on two cores.
+
+    python examples/grpo_toy.py                two trainer ranks, one engine process, in turns
+    python examples/grpo_toy.py --async        the engine is one step ahead of the trainers
+    python examples/grpo_toy.py --colocate     no engine process: each rank samples while its trainer sleeps
+
+A few steps on sorted examples first, so that some samples are right; then GRPO: eight samples a prompt, reward 1 for a
+response that is right in every digit, DAPO's loss, a KL to the policy of the start. After each push trainers and engine
+compare their log-probabilities. Ends with an error unless the reward rises by 0.2. In ``--out``: ``metrics.jsonl``, a
+line per step, and ``reward.png``, if matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from grpo_loop import MODEL, PHASES, Loop, Settings
+
+# ---- a rank
+
+
+def rank_main(settings: Settings, address: str, out: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # Behind the engine's deadlines, so that it is these that are told of.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * settings.timeout_s))
+    loop = Loop(settings, address)
+    try:
+        file = open(out / "metrics.jsonl", "w", buffering=1) if loop.rank == 0 else open(os.devnull, "w")
+        with file:
+            for line in loop.run():
+                file.write(json.dumps(line) + "\n")
+                if loop.rank == 0:
+                    say(line)
+    finally:
+        loop.close()
+    dist.destroy_process_group()
+
+
+def say(line: dict) -> None:
+    if line["event"] == "step" and line["step"] % 10 and line["step"] != 1:
+        return
+    shown = {name: value for name, value in line.items() if name not in ("event", "step", "seconds")}
+    numbers = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
+    print(f"{line['event']} {line.get('step', ''):>4} {numbers}", flush=True)
+
+
+# ---- the launcher
+
+
+def launch(settings: Settings, out: Path, world: int, limit_s: float) -> list[dict]:
+    """Runs engine and trainers to their end; the lines of the metrics. Leaves no process behind."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    (out / "model").mkdir(exist_ok=True)
+    (out / "model" / "config.json").write_text(json.dumps(MODEL))
+    address = f"@fsdp2x-grpo-{secrets.token_hex(6)}"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    words += [str(Path(__file__).resolve()), "--rank-of", address, "--out", str(out)]
+    words += ["--settings", json.dumps(dataclasses.asdict(settings))]
+    started: list[subprocess.Popen] = []
+    try:
+        if not settings.colocate:
+            engine = [sys.executable, "-m", "fsdp2x", "rollout", str(out / "model"), "--address", address]
+            started.append(subprocess.Popen([*engine, "--once", "300"], env=environment))
+        started.append(subprocess.Popen(words, env=environment))
+        status = started[-1].wait(timeout=limit_s)
+        if status:
+            sys.exit(f"grpo_toy: FAILED: the trainers ended with status {status}")
+        if started[0].wait(timeout=60):
+            sys.exit(f"grpo_toy: FAILED: the engine ended with status {started[0].returncode}")
+    except subprocess.TimeoutExpired:
+        sys.exit(f"grpo_toy: FAILED: not done in {limit_s:g} s")
+    finally:
+        for process in reversed(started):
+            stop(process)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def summarize(lines: list[dict]) -> dict[str, float]:
+    """Mean rewards of the first and the last ten steps, and the median second of a step in each phase."""
+    import statistics
+
+    steps = [line for line in lines if line["event"] == "step"]
+    rewards = [line["reward"] for line in steps]
+    found = {"first": statistics.fmean(rewards[:10]), "last": statistics.fmean(rewards[-10:])}
+    found |= {name: statistics.median(line["seconds"][name] for line in steps) for name in PHASES}
+    found["step"] = statistics.median(line["wall_s"] for line in steps)
+    checked = [line["difference"] for line in lines if "difference" in line]
+    return {**found, "difference": max(checked), "staleness": max(line["staleness_max"] for line in steps)}
+
+
+def plot(lines: list[dict], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot", flush=True)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [line for line in lines if line["event"] == "step"]
+    x = [line["step"] for line in steps]
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), constrained_layout=True, sharex=True)
+    rewards = [line["reward"] for line in steps]
+    smooth = [sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
+    axes[0, 0].plot(x, rewards, linewidth=0.8, alpha=0.5, label="reward")
+    axes[0, 0].plot(x, smooth, linewidth=1.6, label="mean of 10 steps")
+    axes[0, 0].set(ylabel="share of samples that are right", ylim=(0, 1))
+    axes[0, 1].plot(x, [line["kl"] for line in steps], label="KL to the start")
+    axes[0, 1].set(ylabel="nats per token")
+    axes[1, 0].plot(x, [line["staleness"] for line in steps], label="mean")
+    axes[1, 0].plot(x, [line["staleness_max"] for line in steps], "--", label="largest")
+    axes[1, 0].set(xlabel="step", ylabel="staleness (versions)", ylim=(-0.05, 1.2))
+    axes[1, 1].stackplot(x, *([line["seconds"][name] for line in steps] for name in PHASES), labels=PHASES)
+    axes[1, 1].set(xlabel="step", ylabel="seconds")
+    for each in axes.flat:
+        each.legend(frameon=False, fontsize=8)
+        each.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/grpo"))
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--tolerance", type=float, default=Settings.tolerance)
+    parser.add_argument("--async", dest="is_async", action="store_true", help="sample one step ahead")
+    parser.add_argument("--colocate", action="store_true", help="sample in the trainers' processes")
+    parser.add_argument("--processes", type=int, default=2, help="trainer ranks")
+    parser.add_argument("--limit", type=float, default=1200.0, metavar="S", help="seconds for everything")
+    parser.add_argument("--rank-of", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        rank_main(Settings(**json.loads(args.settings)), args.rank_of, args.out)
+        return
+    if args.is_async and args.colocate:
+        parser.error("--async samples while the trainers train, --colocate while they sleep: choose one")
+    if args.steps < 1 or args.processes < 1:
+        parser.error("--steps and --processes are at least 1")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    began = time.monotonic()
+    settings = Settings(args.steps, args.seed, args.is_async, args.colocate, tolerance=args.tolerance)
+    lines = launch(settings, args.out, args.processes, args.limit)
+    plot(lines, args.out / "reward.png")
+    found = summarize(lines)
+    print("  ".join(f"{name} {value:.3g}" for name, value in found.items()), f" total {time.monotonic() - began:.1f} s")
+    if args.steps >= 80 and found["last"] < found["first"] + 0.2:
+        sys.exit("grpo_toy: FAILED: the mean reward of ten steps did not rise by 0.2")
+
+
+if __name__ == "__main__":
+    main()
