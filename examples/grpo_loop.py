@@ -19,12 +19,15 @@ PHASES = ("generate", "score", "train", "push")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A run. Settings of the task are those that learn for all seeds that were tried.
+    """A run; the defaults are those that learn.
 
     Attributes:
+        steps: of GRPO.
+        seed: of the weights, the prompts and the samples.
         is_async: samples for the next step are drawn while this one is trained.
         colocate: engines live in the trainers' processes.
         prompts, samples: prompts a step over all ranks, and samples of each.
+        lr: of GRPO.
         warmup_steps, warmup_batch, warmup_lr: of training on sorted examples.
         kl_weight: of the KL to the policy after the warm-up.
         max_weight: where importance weights are cut off, in asynchronous runs.

@@ -145,13 +145,13 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main() -> None:
+    numbers = {f.name: f.default for f in dataclasses.fields(Settings) if f.default is not False}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/grpo"))
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--tolerance", type=float, default=Settings.tolerance)
     parser.add_argument("--async", dest="is_async", action="store_true", help="sample one step ahead")
     parser.add_argument("--colocate", action="store_true", help="sample in the trainers' processes")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default:g}; see Settings")
     parser.add_argument("--processes", type=int, default=2, help="trainer ranks")
     parser.add_argument("--limit", type=float, default=1200.0, metavar="S", help="seconds for everything")
     parser.add_argument("--rank-of", metavar="ADDRESS", help=argparse.SUPPRESS)
@@ -166,7 +166,7 @@ def main() -> None:
         parser.error("--steps and --processes are at least 1")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began = time.monotonic()
-    settings = Settings(args.steps, args.seed, args.is_async, args.colocate, tolerance=args.tolerance)
+    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
     lines = launch(settings, args.out, args.processes, args.limit)
     plot(lines, args.out / "reward.png")
     found = summarize(lines)

@@ -189,10 +189,12 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
     """The model for an engine, and whether it has weights: those of a folder, none with a ``config.json`` alone.
 
     Raises:
-        OSError: nothing is at ``path``, or transformers cannot read it.
+        OSError: nothing is at ``path``, or transformers cannot read it. ValueError: it knows no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no model is at {path!r}: give a folder with config.json and weights, or config.json")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     is_file = os.path.isfile(path)
     names = [] if is_file else os.listdir(path)
