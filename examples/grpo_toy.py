@@ -69,6 +69,7 @@ def launch(settings: Settings, out: Path, world: int, limit_s: float) -> list[di
     address = f"@fsdp2x-grpo-{secrets.token_hex(6)}"
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    words += [f"--log-dir={out / 'torchrun'}"]
     words += [str(Path(__file__).resolve()), "--rank-of", address, "--out", str(out)]
     words += ["--settings", json.dumps(dataclasses.asdict(settings))]
     started: list[subprocess.Popen] = []

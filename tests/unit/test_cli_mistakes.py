@@ -11,7 +11,7 @@ import yaml
 from fsdp2x.cli import main, make_parser
 from training import settings, write_model, write_text
 
-PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "HF", "PATH")
+PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "HF", "MODEL", "PATH")
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,13 @@ def right(folder):
         "config list": ["config", "list"],
         "plan": ["plan", config, "--world-size", "2"],
         "plan json": ["plan", str(folder / "hf/config.json"), "--world-size", "2"],
+        "rollout": ["rollout", hf, "--address", str(folder / "engine"), "--once", "0.1"],
         "selftest": ["selftest", "--world", "1", "--steps", "1"],
     }  # fmt: skip
 
 
 COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list", "plan",
-            "plan json", "selftest")  # fmt: skip
+            "plan json", "rollout", "selftest")  # fmt: skip
 
 
 def parser_of(words):
@@ -151,6 +152,7 @@ def cases(name, folder):
 FINE = {
     "train": ("parallel.fsdp_size=-3", "lora.target_modules=[nothing]", "train.compile_backend=nonsense"),
     "selftest": ("3.5",),  # seconds
+    "rollout": ("3.5", "nonsense" * 3),  # seconds; a path that a socket may have
 }
 # A run's files and devices have no part in what is said before it; a file without keys is told what it needs.
 FINE["plan"] = (*FINE["train"], "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",

@@ -43,14 +43,16 @@ def _rollout(args: argparse.Namespace) -> int:
     try:
         model, has_weights = load_model(args.model, dtype=getattr(torch, args.dtype), device=args.device)
         server = RolloutServer(model, args.address, has_weights=has_weights)
-    except (OSError, ValueError, RuntimeError) as error:
-        error.__cause__ = None
+    except (OSError, ValueError) as error:
         return mistake(error)
-    signal.signal(signal.SIGTERM, _stop)
-    with server:
-        said = "as pushed" if not has_weights else "its own until a push"
-        logging.getLogger(__name__).info("sampling for trainers at %s; weights: %s", args.address, said)
-        server.serve(contact_s=args.once)
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with server:
+            said = "its own until a push" if has_weights else "those that are pushed"
+            logging.getLogger(__name__).info("sampling for trainers at %s; weights: %s", args.address, said)
+            server.serve(contact_s=args.once)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -62,8 +62,10 @@ class RolloutServer:
             push_timeout_s: how long a trainer may be silent in the middle of a push.
 
         Raises:
-            OSError: an address is taken.
+            OSError: an address is taken, or cannot be one. ValueError: it is empty.
         """
+        if not address.removeprefix("@"):
+            raise ValueError(f"RolloutServer: {address!r} is no address; give @name or the path of a socket")
         self._model, self._address, self._has_weights = model.eval(), address, has_weights
         self._connections: list[socket.socket] = []
         self._num_visits = 0
@@ -189,18 +191,21 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
     """The model for an engine, and whether it has weights: those of a folder, none with a ``config.json`` alone.
 
     Raises:
-        OSError: nothing is at ``path``, or transformers cannot read it. ValueError: it knows no such model.
+        FileNotFoundError: nothing is at ``path``. ValueError: transformers can make no such model, or not there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not os.path.exists(path):
         raise FileNotFoundError(f"no model is at {path!r}: give a folder with config.json and weights, or config.json")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    is_file = os.path.isfile(path)
-    names = [] if is_file else os.listdir(path)
+    names = os.listdir(path) if os.path.isdir(path) else []
     has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
-    if has_weights:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.to(device).eval(), has_weights
+    try:
+        if has_weights:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model.to(device).eval(), has_weights
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"no model can be made of {path!r} on {device}: {said}") from None
