@@ -35,7 +35,7 @@ class Settings:
         timeout_s: for an answer of the engine, and for a push.
     """
 
-    steps: int = 120
+    steps: int = 160
     seed: int = 0
     is_async: bool = False
     colocate: bool = False
