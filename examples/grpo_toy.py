@@ -13,6 +13,7 @@ line per step, and ``reward.png``, if matplotlib is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -72,23 +73,36 @@ def launch(settings: Settings, out: Path, world: int, limit_s: float) -> list[di
     words += [f"--log-dir={out / 'torchrun'}"]
     words += [str(Path(__file__).resolve()), "--rank-of", address, "--out", str(out)]
     words += ["--settings", json.dumps(dataclasses.asdict(settings))]
-    started: list[subprocess.Popen] = []
+    engine, trainers = None, None
     try:
         if not settings.colocate:
-            engine = [sys.executable, "-m", "fsdp2x", "rollout", str(out / "model"), "--address", address]
-            started.append(subprocess.Popen([*engine, "--once", "300"], env=environment))
-        started.append(subprocess.Popen(words, env=environment))
-        status = started[-1].wait(timeout=limit_s)
-        if status:
-            sys.exit(f"grpo_toy: FAILED: the trainers ended with status {status}")
-        if started[0].wait(timeout=60):
-            sys.exit(f"grpo_toy: FAILED: the engine ended with status {started[0].returncode}")
-    except subprocess.TimeoutExpired:
-        sys.exit(f"grpo_toy: FAILED: not done in {limit_s:g} s")
+            command = [sys.executable, "-m", "fsdp2x", "rollout", str(out / "model"), "--address", address]
+            engine = subprocess.Popen([*command, "--once", "300"], env=environment)
+        trainers = subprocess.Popen(words, env=environment)
+        watch(trainers, engine, limit_s)
     finally:
-        for process in reversed(started):
-            stop(process)
+        for process in (trainers, engine):
+            if process is not None:
+                stop(process)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def watch(trainers: subprocess.Popen, engine: subprocess.Popen | None, limit_s: float) -> None:
+    """Until both have ended as they should; ends this program otherwise."""
+    deadline = time.monotonic() + limit_s
+    while trainers.poll() is None and time.monotonic() < deadline:
+        if engine is not None and engine.poll():
+            # The trainers see it themselves, unless it never came.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainers.wait(timeout=20)
+            sys.exit(f"grpo_toy: FAILED: the engine ended with status {engine.returncode}")
+        time.sleep(0.05)
+    if trainers.poll() is None:
+        sys.exit(f"grpo_toy: FAILED: not done in {limit_s:g} s")
+    if trainers.returncode:
+        sys.exit(f"grpo_toy: FAILED: the trainers ended with status {trainers.returncode}")
+    if engine is not None and engine.wait(timeout=60):
+        sys.exit(f"grpo_toy: FAILED: the engine ended with status {engine.returncode}")
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,24 @@ def test_weights_that_do_not_arrive_are_told(tmp_path):
     said = done.stdout + done.stderr
     assert "version 0: log-probabilities of trainers and engine differ by" in said
     assert "grpo_toy: FAILED: the trainers ended with status 1" in said
+
+
+def test_an_engine_that_is_killed_ends_everything(tmp_path):
+    """In the middle of a run: the trainers say so, the launcher says so, nobody waits for anybody."""
+    program = programs.Program(EXAMPLE, "--out", tmp_path, "--steps", "100000", *SMALL, log=tmp_path / "log")
+    try:
+        deadline, lines = time.monotonic() + 200, tmp_path / "metrics.jsonl"
+        while not lines.exists() or lines.read_text().count("\n") < 3:
+            assert program.poll() is None and time.monotonic() < deadline, program.log.read_text()
+            time.sleep(0.05)
+        (pid,) = re.findall(r"process (\d+) samples at", program.log.read_text())
+        os.kill(int(pid), signal.SIGKILL)
+        assert program.wait(100) == 1
+    finally:
+        program.end()
+    said = program.log.read_text()
+    assert "grpo_toy: FAILED: the " in said
+    assert "the engine is gone or hangs" in said or "no receiver answers" in said or "SyncError" in said, said
 
 
 def test_one_step_ahead_is_refused_when_colocated(tmp_path):

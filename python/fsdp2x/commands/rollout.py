@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 
 from fsdp2x.commands.mistakes import mistake
@@ -49,7 +50,7 @@ def _rollout(args: argparse.Namespace) -> int:
     try:
         with server:
             said = "its own until a push" if has_weights else "those that are pushed"
-            logging.getLogger(__name__).info("sampling for trainers at %s; weights: %s", args.address, said)
+            logging.getLogger(__name__).info("process %d samples at %s; weights: %s", os.getpid(), args.address, said)
             server.serve(contact_s=args.once)
     finally:
         signal.signal(signal.SIGTERM, before)
