@@ -13,26 +13,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sync
 from fsdp2x.api import fully_shard
 from fsdp2x.contexts import accumulate, unsharded
-from fsdp2x.describe import describe
-from fsdp2x.freeze import freeze_module_prefix
 from fsdp2x.full_tensors import full_tensors
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.pretrained import from_pretrained
 from fsdp2x.hf.save import save_hf
 from fsdp2x.install import install, uninstall
-from fsdp2x.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.memory import memory_report
+from fsdp2x.models.freeze import freeze_module_prefix
+from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
+from fsdp2x.models.tiled_mlp import apply_tiled_mlp
+from fsdp2x.models.vision import shard_vision_language
 from fsdp2x.module import FSDPModule
 from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
-from fsdp2x.profile import profile
-from fsdp2x.rebind import rebind_optimizer
+from fsdp2x.optim.rebind import rebind_optimizer
 from fsdp2x.runtime import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.runtime.offload import HostOffloadPolicy
-from fsdp2x.sleep import sleep, wake
-from fsdp2x.tiled_mlp import apply_tiled_mlp
-from fsdp2x.vision import shard_vision_language
+from fsdp2x.tools.describe import describe
+from fsdp2x.tools.profile import profile
+from fsdp2x.tools.sleep import sleep, wake
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -23,7 +23,7 @@ from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import find_states_by
-from fsdp2x.wrap import plan_units, should_auto_wrap
+from fsdp2x.units.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
 # What shards or replicates modules in other ways. Torch's own names, whatever install() puts under them.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.lookup import units_of
 from fsdp2x.module import FSDPModule
+from fsdp2x.units.lookup import units_of
 
 # What backwards before a step's last one communicate.
 BEFORE_LAST = ("nothing", "reduce_scatter")

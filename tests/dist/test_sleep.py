@@ -14,7 +14,7 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import only_fsdp2x, params, same, shard
 
-sleeping = importlib.import_module("fsdp2x.sleep")  # the package has a function of that name
+sleeping = importlib.import_module("fsdp2x.tools.sleep")  # the package has a function of that name
 
 
 def train(model, optimizer, ctx, steps) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2x
 import models
-from fsdp2x.lora import add_lora, load_adapter, save_adapter
+from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
 from harness import distributed
 from reference import grads, mean_of_ranks, only_fsdp2x, params, same
 from training import shared_folder

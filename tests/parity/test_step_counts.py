@@ -20,7 +20,7 @@ from fsdp2x.memory.steps import Replay
 from fsdp2x.simulate import schedules
 from fsdp2x.simulate.machines import MACHINES
 from fsdp2x.simulate.schedules import PEERS, Pacing
-from fsdp2x.wrap import plan_units
+from fsdp2x.units.wrap import plan_units
 from harness import distributed
 from reference import only_fsdp2x
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import models
-from fsdp2x.tiled_mlp import apply_tiled_mlp
+from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from harness import distributed
 from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
 

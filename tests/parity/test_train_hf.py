@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import models
-from fsdp2x.wrap import plan_units
+from fsdp2x.units.wrap import plan_units
 from harness import distributed
 from reference import (
     and_streams,

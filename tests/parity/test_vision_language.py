@@ -8,8 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import models
-from fsdp2x.freeze import freeze_module_prefix
-from fsdp2x.vision import shard_vision_language
+from fsdp2x.models.freeze import freeze_module_prefix
+from fsdp2x.models.vision import shard_vision_language
 from harness import distributed
 from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fsdp2x.freeze import freeze_module_prefix
+from fsdp2x.models.freeze import freeze_module_prefix
 from models import build, tiny_lora, tiny_vlm
 
 

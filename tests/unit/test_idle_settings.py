@@ -107,11 +107,11 @@ def test_experts_that_transformers_has_fused_need_no_units(model_type):
 
 
 def test_units_of_experts_in_a_model_without_any_are_refused():
-    import fsdp2x.wrap
+    import fsdp2x.units.wrap
 
     config = parse_config({"model": {"config": {**MODEL, "vocab_size": 16}}, "data": {"files": ["text"]}})
     model = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
     named = ParallelConfig(expert_units=["Qwen3MoeMLP"])
     assert idle_expert_units(model, named) == {}
     with pytest.raises(ValueError, match="Qwen3MoeMLP"):
-        fsdp2x.wrap.plan_units(model, unit_policy(model, named))
+        fsdp2x.units.wrap.plan_units(model, unit_policy(model, named))

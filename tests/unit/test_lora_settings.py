@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2x.lora import add_lora, load_adapter, save_adapter
+from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
 from models import build
 
 pytest.importorskip("peft")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2x.tiled_mlp import apply_tiled_mlp, gated_mlps
+from fsdp2x.models.tiled_mlp import apply_tiled_mlp, gated_mlps
 from models import build, tiny_lora, tiny_vlm
 
 

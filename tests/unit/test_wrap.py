@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import models
-from fsdp2x.wrap import UnitPlan, plan_units, should_auto_wrap
+from fsdp2x.units.wrap import UnitPlan, plan_units, should_auto_wrap
 
 
 def names(model, auto_wrap=None, **options):

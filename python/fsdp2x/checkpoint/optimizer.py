@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
-from fsdp2x.lookup import named_params
 from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
+from fsdp2x.units.lookup import named_params
 
 from .manifest import plain_name
 from .values import mismatch, same

@@ -12,9 +12,9 @@ from torch import nn
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
-from fsdp2x.lookup import named_params
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.units.lookup import named_params
 
 Choice = Callable[[str, nn.Parameter], bool]
 

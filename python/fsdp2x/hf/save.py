@@ -29,7 +29,7 @@ from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.hf.layout import Layout, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_families
 from fsdp2x.hf.writer import Writer, make_files
-from fsdp2x.lookup import named_params
+from fsdp2x.units.lookup import named_params
 
 # What a tokenizer or processor consists of; copied from the folder the model was loaded from.
 _TOKENIZER_FILES = (

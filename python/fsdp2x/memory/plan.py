@@ -18,7 +18,7 @@ from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
 from fsdp2x.memory.steps import MicroBatches
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
-from fsdp2x.wrap import AutoWrap
+from fsdp2x.units.wrap import AutoWrap
 
 
 class PlanError(ValueError):

@@ -21,7 +21,7 @@ from fsdp2x.runtime.params import GroupParams
 from fsdp2x.runtime.shapes import ParamFacts, keeps_dtype
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.tree import unit_states
-from fsdp2x.wrap import AutoWrap, plan_units, should_auto_wrap
+from fsdp2x.units.wrap import AutoWrap, plan_units, should_auto_wrap
 
 # ---- from the units of a sharded model
 

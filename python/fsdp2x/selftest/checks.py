@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2x.describe import describe
 from fsdp2x.memory.report import memory_report, readable
 from fsdp2x.selftest import transformer as small
+from fsdp2x.tools.describe import describe
 
 STEPS = 4
 LEARNING_RATE = 1e-3

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2x.hf.names import Family, TensorSpec, unsharded_class
-from fsdp2x.lookup import named_params
+from fsdp2x.units.lookup import named_params
 
 
 class AdapterMerge:

@@ -25,7 +25,6 @@ from fsdp2x.arguments import checked
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params, finish, make_rings, ring_of
 from fsdp2x.export.stream import BUCKET_BYTES
-from fsdp2x.lookup import named_params
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
@@ -37,6 +36,7 @@ from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
+from fsdp2x.units.lookup import named_params
 
 
 @checked

@@ -133,7 +133,7 @@ def _sections() -> dict[str, type]:
 
 
 def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
-    from ..wrap import plan_units
+    from ..units.wrap import plan_units
 
     model_settings = settings.get("model") or {}
     if not (model_settings.get("config") or model_settings.get("path")):

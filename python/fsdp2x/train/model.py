@@ -275,7 +275,7 @@ def recompute_activations(model: torch.nn.Module) -> None:
 
 def compile_blocks(model: torch.nn.Module, config: ParallelConfig, backend: str) -> int:
     """Compiles each repeated block that will be a unit, in place; returns how many there are."""
-    from ..wrap import plan_units
+    from ..units.wrap import plan_units
 
     blocks = [
         module
@@ -300,7 +300,7 @@ def unit_policy(model: torch.nn.Module, config: ParallelConfig) -> bool | list[s
         return [*config.auto_wrap, *experts]
     if config.auto_wrap is False:
         return experts
-    from ..wrap import plan_units
+    from ..units.wrap import plan_units
 
     blocks = [
         type(module).__name__

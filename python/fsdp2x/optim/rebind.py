@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2x.arguments import checked
-from fsdp2x.lookup import named_params, units_of
 from fsdp2x.runtime.stale import original_number
+from fsdp2x.units.lookup import named_params, units_of
 
 
 @checked
