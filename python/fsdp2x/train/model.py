@@ -237,7 +237,7 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
         with said_of("model.tiled_mlp"):
-            part("tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
+            part("models.tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
     if wanted.expert_patch:
         with said_of("model.expert_patch"):
             part("moe", "model.expert_patch").apply_expert_patch(model)
@@ -249,10 +249,10 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
             "rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules,
         }  # fmt: skip
         with said_of("lora"):
-            model = part("lora", "lora.rank").add_lora(model, arguments)
+            model = part("models.lora", "lora.rank").add_lora(model, arguments)
     if wanted.freeze:
         with said_of("model.freeze"):
-            num_frozen = part("freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
+            num_frozen = part("models.freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
         logger.info("%d parameters are frozen: %s", num_frozen, ", ".join(wanted.freeze))
     if config.train.mode == "evaluate":
         model.requires_grad_(False)

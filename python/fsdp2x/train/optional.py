@@ -15,6 +15,7 @@ def part(name: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(f"fsdp2x.{name}")
     except ModuleNotFoundError as error:
+        assert not str(error.name).startswith("fsdp2x"), f"{name!r} is no part of this package"
         raise ConfigError(f"{setting}: needs the module {error.name}, which is not installed; unset it") from None
 
 

@@ -279,7 +279,7 @@ class Trainer:
             self.save()
         checkpoint.wait(self.model)
         if config.lora.rank:
-            path = part("lora", "lora.rank").save_adapter(self.model, self.output / "adapter", force=True)
+            path = part("models.lora", "lora.rank").save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
         self.metrics.write("end", self.step)
 
