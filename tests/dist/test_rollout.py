@@ -1,8 +1,10 @@
 """An engine process for trainer ranks: versions of tokens, a push in the middle of a request, ends of either side."""
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,14 @@ def engine_process(tmp_path):
     program.end()
 
 
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            assert time.monotonic() < deadline, f"process {pid} does not end"
+            time.sleep(0.01)
+
+
 def body_kill_engine(ctx, address):
     model = sharded()
     engine = RolloutClient(address, timeout_s=LIMIT_S)
@@ -169,6 +179,9 @@ def body_kill_engine(ctx, address):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RolloutError, match="failed in sample: .*rank [01]: the engine is gone or hangs"):
             engine.collect()
+        if ctx.rank == 0:
+            wait_for_end(pid)  # the last of its sockets may be open for a while
+        dist.barrier()
         with pytest.raises(
             fsdp2x.sync.SyncError, match="version 1 failed on rank 0 in phase 'begin': .*is the engine running"
         ):
