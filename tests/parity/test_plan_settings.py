@@ -155,7 +155,9 @@ def apply(config: dict, changes: dict) -> dict:
 
 
 def prepare(folder, base: str, changes: dict) -> dict:
-    if dist.get_rank() == 0 and any("FOLDER" == value for value in BASES[base].values()):
+    needed = any("FOLDER" == value for value in BASES[base].values())
+    # Once: the other ranks may still read what an earlier call wrote.
+    if dist.get_rank() == 0 and needed and not (folder / "FOLDER").exists():
         write_model(folder / "FOLDER")
         write_model(folder / "OTHER", vocab_size=70)
     dist.barrier()
