@@ -119,7 +119,7 @@ def sleeps_change_nothing(ctx, transport: str, num: int) -> None:
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_random_sleeps_and_orders(ctx, transport):
-    sleeps_change_nothing(ctx, transport, 100 if transport == "shm" else 40)
+    sleeps_change_nothing(ctx, transport, 50 if transport == "shm" else 25)
 
 
 @pytest.mark.full

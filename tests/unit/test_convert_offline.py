@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.cli import main
 from fsdp2x.convert import dcp_to_hf, ranks_to_hf
 from fsdp2x.convert.names import match
+from harness import programs
 from models import build
 from reference import same
 
@@ -257,8 +256,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, origin):
 
     def grew(*words):
         both = [word.format(folder) for folder in (tiny, big) for word in words]
-        command = [sys.executable, "-c", _MEASURE, *both]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = programs.run("-c", _MEASURE, *both)
         assert done.returncode == 0, done.stderr
         return int(re.search(r"GREW (\d+)", done.stdout)[1]) << 10
 
