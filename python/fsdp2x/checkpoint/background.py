@@ -26,6 +26,7 @@ from fsdp2x.runtime.native import _C
 
 from .agree import CheckpointError, LostRanks, rank_and_size
 from .disk import page_aligned
+from .forms import Form
 from .plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 
 class _Job(Protocol):
     target: Any
-    form: Any
+    form: Form
     data: list[torch.Tensor]
     staged: torch.Tensor | None
     num_bytes: int
@@ -166,7 +167,7 @@ class Staging:
         self._sizes: list[int] = []
         self.views: list[torch.Tensor] = []
 
-    def fill(self, form: Any, data: list[torch.Tensor]) -> torch.Tensor:
+    def fill(self, form: Form, data: list[torch.Tensor]) -> torch.Tensor:
         """Copies `data` to the positions of `form`; returns the whole buffer."""
         on_device = any(source.device.type == "cuda" for source in data)
         if self._buffer.numel() < form.num_bytes or on_device != self._buffer.is_pinned():

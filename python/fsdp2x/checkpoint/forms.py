@@ -5,8 +5,7 @@
                 .metadata      torch DCP's table of contents
     per_rank    rank-0000R.pt  one archive: the trees of rank R with its local tensors
 
-A form says where the data of this rank goes (`positions` in a buffer of `num_bytes`: those of the file, so that a
-staged copy is the file already), writes it, and on rank 0 puts the parts of all ranks together.
+`Form` is what a save asks of them, and of the form in `full.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from fsdp2x.reading.dcp import label
@@ -60,7 +60,28 @@ class Written:
     details: Any = None
 
 
-class Sharded:
+class Form:
+    """One save of this rank: where its data goes, the writing, and on rank 0 what joins the parts of all ranks."""
+
+    name: str
+    chunks: Sequence[Chunk]  # of this rank
+    positions: list[int]  # of their bytes in a buffer of `num_bytes`: those of the file, so that a staged copy is one
+    num_bytes: int
+    holds_parts = False  # the small parts and the generators of all ranks; else they get files of their own
+
+    def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+        """What all ranks do together before they write."""
+
+    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
+        """Writes the data of `chunks`, or its staged copy."""
+        raise NotImplementedError
+
+    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+        """On rank 0, after all have written."""
+        return {}
+
+
+class Sharded(Form):
     """`torch.distributed.checkpoint`'s directory."""
 
     name = "sharded"
@@ -131,7 +152,7 @@ class Sharded:
         return {METADATA: write_described(folder / METADATA, pickle.dumps(metadata))}
 
 
-class PerRank:
+class PerRank(Form):
     """A file of each rank, for the same number of ranks only."""
 
     name = "per_rank"
@@ -150,9 +171,6 @@ class PerRank:
     def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
         file = rank_file(self.rank)
         return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data), staged)})
-
-    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
-        return {}
 
 
 def _described(chunk: Chunk) -> dict[str, list[int]]:

@@ -22,17 +22,18 @@ from .agree import CheckpointError, on_rank_0
 from .archive import Archive, Record, Stored
 from .crc import combine
 from .file_names import FULL_FILE
-from .forms import Contents, Files, Written
+from .forms import Contents, Files, Form, Written
 from .plan import Chunk, Plan
 from .state import nest
 
 _BLOCK_BYTES = 8 << 20
 
 
-class Full:
-    """One file; `place` says where the tensors lie in it and must have run on all ranks before `write`."""
+class Full(Form):
+    """One file; `place` says where the tensors lie in it."""
 
     name = "full"
+    holds_parts = True
 
     def __init__(self, plan: Plan, rank: int, file_name: str = FULL_FILE):
         self.plan, self.rank, self.file_name = plan, rank, file_name

@@ -26,7 +26,7 @@ from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_
 from .background import Saved, Saver
 from .disk import bytes_of
 from .file_names import ASSETS_FOLDER, PARTS_FILE
-from .forms import Contents, PerRank, Sharded, write_described
+from .forms import Contents, Form, PerRank, Sharded, write_described
 from .full import Full
 from .manifest import FORMS, describe_entries, describe_files, file_names, make_manifest, write_manifest
 from .optimizer import as_optimizers, layout_of
@@ -208,6 +208,7 @@ class Job:
         self.num_entries = len(state.flat)
         self.entries = plan.entries
         rank, _ = rank_and_size()
+        self.form: Form
         if form == "sharded":
             key = ("sharded", rank)
             plan.layouts[key] = plan.layouts.get(key) or Sharded(plan, rank)
@@ -232,8 +233,7 @@ class Job:
             gathered = gather_on_rank_0(lambda: mine, group=group)
             on_rank_0(lambda: self._begin(gathered), what=what, group=group)
             try:
-                if isinstance(self.form, Full):
-                    self.form.place(target.temporary, contents, group)
+                self.form.place(target.temporary, contents, group)
                 written = gather_on_rank_0(self._write, what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
@@ -271,7 +271,7 @@ class Job:
                 f"rank {rank} does not see the folder {folder}, which rank 0 made: all ranks must save to one file "
                 "system that they share"
             )
-        if not isinstance(self.form, Full):
+        if not self.form.holds_parts:
             save_rng(folder, rank, self.target.step, self.state.rng)
         return self.form.write(folder, self.contents, self.data, self.staged)
 
@@ -280,7 +280,7 @@ class Job:
         files = {name: described for one in written for name, described in one.files.items()}
         files.update(self.form.finish(folder, contents, written))
         if not self.target.is_file:
-            if not isinstance(self.form, Full):
+            if not self.form.holds_parts:
                 parts = {**contents.small, "step": self.target.step}
                 files[PARTS_FILE] = write_described(folder / PARTS_FILE, to_bytes(parts))
             if self.write_assets is not None:
