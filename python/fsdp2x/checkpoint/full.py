@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .agree import CheckpointError, on_rank_0
-from .archive import Archive, Record, Stored
+from .archive import ALIGN_BYTES, Archive, Record, Stored
 from .crc import combine
 from .file_names import FULL_FILE
 from .forms import Contents, Files, Form, Written
@@ -42,7 +42,7 @@ class Full(Form):
         end = 0
         for chunk in self.chunks:
             self.positions.append(end)
-            end += -(-chunk.num_bytes // 64) * 64
+            end += -(-chunk.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.num_bytes = end
         self._archive: Archive | None = None
         self._starts: dict[str, int] = {}

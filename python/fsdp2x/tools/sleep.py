@@ -27,7 +27,6 @@ _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Ca
 
 # Of host memory; a power of two, because torch rounds page-locked memory up to one.
 BLOCK_BYTES = 64 * 2**20
-_ALIGNMENT = 64
 
 
 class _HostBytes:
@@ -40,7 +39,7 @@ class _HostBytes:
     def take(self, memory: torch.Tensor) -> int:
         """Copies bytes behind those that are there, in the order of the current stream; returns where they begin."""
         offset = self._used
-        self._used += -(-memory.numel() // _ALIGNMENT) * _ALIGNMENT
+        self._used += _C.align_up(memory.numel())
         while len(self._blocks) * BLOCK_BYTES < self._used:
             is_pinned = memory.device.type == "cuda"
             self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned))
