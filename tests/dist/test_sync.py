@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
-from engines import Layerwise, Store, peer
+from engines import OVER, Layerwise, Store, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from harness import distributed
 from models import STACK_UNITS, Stack, build, mixed_stack, tiny_lora, tiny_vlm
@@ -52,10 +52,11 @@ def bits(tensors):
     return {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.each_value
-def test_equals_the_unsharded_model(ctx, transport):
+def test_equals_the_unsharded_model(ctx, transport, over):
     """Uneven and empty shards, ignored parameters, mixed dtypes, one tensor and all of them in a bucket."""
     model = mixed_stack()
     expected = params(model)
@@ -71,7 +72,7 @@ def test_equals_the_unsharded_model(ctx, transport):
                 assert list(engine.weights) == list(expected)
                 assert (report.version, sync.version, report.num_tensors) == (version, version, len(expected))
                 assert report.bytes_sent == sum(value.nbytes for value in expected.values())
-        with peer(ctx, store, rank=ctx.world - 1) as (target, served):
+        with peer(ctx, store, rank=ctx.world - 1, over=over) as (target, served):
             with fsdp2x.sync.connect(model, target, **options) as sync:
                 for version in ("a", "b"):
                     sync.push(version=version)
@@ -83,10 +84,11 @@ def test_equals_the_unsharded_model(ctx, transport):
                 assert len(store.bucket_sizes) == 2 * report.num_buckets
 
 
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "vlm"])
 @distributed(world_sizes=(2, 3))
 @pytest.mark.each_value
-def test_names_and_layout_of_the_files(ctx, name):
+def test_names_and_layout_of_the_files(ctx, name, over):
     model = fsdp2x.fully_shard(tiny_vlm() if name == "vlm" else build(name))
     keep = {"*.gate.weight": torch.float32} if name in ("qwen3_moe", "mixtral") else {}
     expected = {}
@@ -98,16 +100,17 @@ def test_names_and_layout_of_the_files(ctx, name):
     with fsdp2x.sync.connect(model, target, **options) as sync:
         sync.push(version=1)
         same(engine.weights, expected)
-    with peer(ctx, store) as (target, served), fsdp2x.sync.connect(model, target, **options) as sync:
+    with peer(ctx, store, over=over) as (target, served), fsdp2x.sync.connect(model, target, **options) as sync:
         sync.push(version=1)
         if served:
             same(store.weights, expected)
 
 
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 4))
 @pytest.mark.each_value
-def test_a_delta_is_a_full_push(ctx, transport):
+def test_a_delta_is_a_full_push(ctx, transport, over):
     model = Stack()
     model.blocks[1].bfloat16()
     model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)
@@ -115,7 +118,7 @@ def test_a_delta_is_a_full_push(ctx, transport):
     options = {"names": "model", "transport": transport, "bucket_bytes": 300}
     store, twin = Store(), Store()
     inner = InProcess(twin.load, apply_delta=twin.apply_delta)
-    with peer(ctx, store) as (target, served), contextlib.ExitStack() as stack:
+    with peer(ctx, store, over=over) as (target, served), contextlib.ExitStack() as stack:
         syncs = [
             stack.enter_context(fsdp2x.sync.connect(model, one, deltas=True, **options)) for one in (target, inner)
         ]

@@ -1,6 +1,7 @@
 """Pushes that fail: the same error on every rank in time, torn engines that refuse, a full push that heals."""
 
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from engines import EngineProcess, Layerwise, Store, new_address, peer
+from engines import OVER, EngineProcess, Layerwise, Store, new_address, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from fsdp2x.sync.engine import TornWeights
 from harness import dist_run, distributed
@@ -131,13 +132,14 @@ def test_a_loader_that_stops_early(ctx):
         same(got, expected)
 
 
+@pytest.mark.parametrize("over", OVER)
 @distributed(world_sizes=(3,))
-def test_an_engine_that_raises(ctx):
+def test_an_engine_that_raises(ctx, over):
     """Two workers, one of which fails: its answer is a value, later answers are not mistaken for others."""
     model, expected = make_model(ctx)
     for place, phase, bucket in PLACES:
         engines = [Store(), Broken(place)]
-        with peer(ctx, *engines) as (target, served):
+        with peer(ctx, *engines, over=over) as (target, served):
             with fsdp2x.sync.connect(model, target, bucket_bytes=300, deltas=True) as sync:
                 same_error_everywhere(ctx, sync, 0, phase, bucket, "ValueError: no room in", version=1)
                 for one in served or ():
@@ -161,31 +163,32 @@ def test_an_engine_that_raises(ctx):
                         same(engine.weights, whole)
 
 
+@pytest.mark.parametrize(("over", "place"), [("memory", "bucket 2"), ("memory", "finish"), ("tcp", "bucket 2")])
 @distributed(world_sizes=(3,))
-def test_an_engine_that_hangs(ctx):
+def test_an_engine_that_hangs(ctx, over, place):
     model, expected = make_model(ctx)
-    for place, phase in (("bucket 2", "load"), ("finish", "finish")):
-        engine = Broken(place)
-        engine.waits = True
-        with peer(ctx, engine) as (target, served):
-            with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=3.0) as sync:
-                began = time.monotonic()
-                with pytest.raises(SyncError, match=f"in phase '{phase}'.*the other side hangs or is busy"):
-                    sync.push(version=1)
-                assert time.monotonic() - began < 25
-                with pytest.raises(SyncError, match="hangs or is busy|no receiver answers"):
-                    sync.push(version=2)
-                engine.go_on.set()
-                for attempt in range(20):  # the engine takes its time to notice that it was given up
-                    try:
-                        sync.push(version=3)
-                        break
-                    except SyncError:
-                        assert attempt < 19
-                if served:
-                    with served.receiver.reading() as version:
-                        assert version == 3
-                        same(engine.weights, expected)
+    phase = "finish" if place == "finish" else "load"
+    engine = Broken(place)
+    engine.waits = True
+    with peer(ctx, engine, over=over) as (target, served):
+        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=3.0) as sync:
+            began = time.monotonic()
+            with pytest.raises(SyncError, match=f"in phase '{phase}'.*the other side hangs or is busy"):
+                sync.push(version=1)
+            assert time.monotonic() - began < 25
+            with pytest.raises(SyncError, match="hangs or is busy|no receiver answers"):
+                sync.push(version=2)
+            engine.go_on.set()
+            for attempt in range(20):  # the engine takes its time to notice that it was given up
+                try:
+                    sync.push(version=3)
+                    break
+                except SyncError:
+                    assert attempt < 19
+            if served:
+                with served.receiver.reading() as version:
+                    assert version == 3
+                    same(engine.weights, expected)
 
 
 @distributed(world_sizes=(2,))
@@ -231,10 +234,22 @@ def test_what_does_not_fit_is_told_before_any_byte(ctx):
             sync.push(version=2, mode="delta")
 
 
+def fixed_address(over):
+    """Where one engine after the other listens."""
+    if over == "memory":
+        return new_address()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def target_at(address):
+    return Peer(address, **OVER["tcp" if address.startswith("tcp:") else "memory"])
+
+
 def push_until_an_end(ctx, address, death):
     """Returns what the surviving ranks saw; `death`: (rank, bucket) that ends in mid-push."""
     model, expected = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, timeout_s=10)
+    sync = fsdp2x.sync.connect(model, target_at(address), bucket_bytes=300, timeout_s=10)
     sync.push(version=1)
     if death is not None:
         rank, bucket = death
@@ -255,9 +270,9 @@ def push_until_an_end(ctx, address, death):
     return "", "", sync.is_torn
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_trainer_that_dies(rank):
-    address = new_address()
+@pytest.mark.parametrize(("rank", "over"), [(0, "memory"), (1, "memory"), (0, "tcp")])
+def test_a_trainer_that_dies(rank, over):
+    address = fixed_address(over)
     with EngineProcess(address) as engine:
         outcomes = dist_run(push_until_an_end, 3, address, (rank, 3), expect_exit={rank: 7})
         for index, outcome in enumerate(outcomes):
@@ -274,7 +289,7 @@ def test_a_trainer_that_dies(rank):
 
 def push_to_mortals(ctx, address):
     model, expected = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, timeout_s=20, deltas=True)
+    sync = fsdp2x.sync.connect(model, target_at(address), bucket_bytes=300, timeout_s=20, deltas=True)
     sums = {name: int(tensor.view(torch.uint8).long().sum()) for name, tensor in expected.items()}
     if ctx.rank == 0:
         engine = EngineProcess(address, last_bucket=3)
@@ -300,5 +315,6 @@ def push_to_mortals(ctx, address):
         engine.__exit__()
 
 
-def test_an_engine_that_dies():
-    dist_run(push_to_mortals, 2, new_address(), timeout=120)
+@pytest.mark.parametrize("over", ["memory", pytest.param("tcp", marks=pytest.mark.full)])
+def test_an_engine_that_dies(over):
+    dist_run(push_to_mortals, 2, fixed_address(over), timeout=120)

@@ -1,11 +1,11 @@
-"""An engine in a process of its own, for tests: nothing of fsdp2x but the file that engines are given.
+"""An engine in a process of its own, for tests: nothing of fsdp2x but the files that engines are given.
 
-    python engine_process.py PATH_OF_ENGINE_PY ADDRESS BUCKET_IN_WHICH_IT_DIES
+    python engine_process.py PATH_OF_ENGINE_PY ADDRESS BUCKET_IN_WHICH_IT_DIES SECRET
 
 Answers each line of its standard input with the state of the weights and their checksums, as JSON.
 """
 
-import importlib.util
+import importlib
 import json
 import os
 import select
@@ -14,10 +14,9 @@ import sys
 import torch
 
 
-def main(path, address, last_bucket):
-    spec = importlib.util.spec_from_file_location("engine", path)
-    engine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(engine)
+def main(path, address, last_bucket, secret):
+    sys.path.insert(0, os.path.dirname(path))
+    engine = importlib.import_module("engine")
     assert "fsdp2x" not in sys.modules
     weights, num_calls = {}, 0
 
@@ -28,7 +27,11 @@ def main(path, address, last_bucket):
             os._exit(9)
         weights.update(items)
 
-    receiver = engine.Receiver(address, load, timeout_s=20)
+    if address.startswith("tcp:"):
+        receiver = importlib.import_module("engine_tcp").TcpReceiver(address, load, secret=secret, timeout_s=20)
+    else:
+        receiver = engine.Receiver(address, load, timeout_s=20)
+    assert "fsdp2x" not in sys.modules
     print("ready", flush=True)
     while True:
         receiver.poll(0.05)
@@ -41,4 +44,4 @@ def main(path, address, last_bucket):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -14,6 +14,11 @@ import torch.distributed as dist
 from fsdp2x.sync import Peer
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
+from fsdp2x.sync.engine_tcp import TcpReceiver
+
+# How receivers are reached: their address, and what else a target is told.
+SECRET = "of the engines of the tests"
+OVER = {"memory": {}, "tcp": {"secret": SECRET}}
 
 
 class Layerwise:
@@ -62,7 +67,11 @@ class Served:
     """A receiver whose thread polls until the block ends."""
 
     def __init__(self, address, sink, timeout_s=20.0):
-        self.receiver, self.versions = Receiver(address, sink, timeout_s=timeout_s), []
+        if address.startswith("tcp:"):
+            self.receiver = TcpReceiver(address, sink, secret=SECRET, timeout_s=timeout_s)
+        else:
+            self.receiver = Receiver(address, sink, timeout_s=timeout_s)
+        self.versions = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -83,22 +92,21 @@ class Served:
         self.receiver.close()
 
 
-def new_address():
-    return f"@fsdp2x-test-{secrets.token_hex(8)}"
+def new_address(over="memory"):
+    return "tcp://127.0.0.1:0" if over == "tcp" else f"@fsdp2x-test-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
-def peer(ctx, *sinks, rank=0, timeout_s=20.0):
+def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
     """(target, what is served on ``rank`` for each sink, None elsewhere)."""
-    names = [[new_address() for _ in sinks]]
-    dist.broadcast_object_list(names, src=rank)
-    target = Peer(names[0], rank=rank)
-    if ctx.rank != rank:
-        yield target, None
-        return
     with contextlib.ExitStack() as stack:
-        served = [stack.enter_context(Served(*one, timeout_s)) for one in zip(names[0], sinks, strict=True)]
-        yield target, served if len(served) > 1 else served[0]
+        served = []
+        if ctx.rank == rank:
+            served = [stack.enter_context(Served(new_address(over), sink, timeout_s)) for sink in sinks]
+        addresses = [[one.receiver.address for one in served]]
+        dist.broadcast_object_list(addresses, src=rank)
+        target = Peer(addresses[0], rank=rank, **OVER[over])
+        yield target, (served if len(served) > 1 else served[0]) if served else None
 
 
 class EngineProcess:
@@ -106,7 +114,7 @@ class EngineProcess:
 
     def __init__(self, address, last_bucket=0):
         script = Path(__file__).with_name("engine_process.py")
-        command = [sys.executable, script, engine_file.__file__, address, str(last_bucket)]
+        command = [sys.executable, script, engine_file.__file__, address, str(last_bucket), SECRET]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline() == "ready\n"
 

@@ -266,13 +266,7 @@ class Receiver:
         self._num_ends = 0  # of pushes, and of trainers' visits
         self._heard_at = 0.0  # when the last request was answered
         self._connection: socket.socket | None = None
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(bind_address(address))
-            self._listener.listen()
-        except BaseException:
-            self._listener.close()
-            raise
+        self._listener = self._listen()
 
     @property
     def status(self) -> dict[str, Any]:
@@ -344,17 +338,33 @@ class Receiver:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)
 
-    # one request
+    # what `engine_tcp.py` does otherwise
+
+    def _listen(self) -> socket.socket:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(bind_address(self.address))
+            listener.listen()
+            return listener.dup()
+
+    def _admit(self) -> socket.socket | None:
+        """The trainer who has come, None for somebody else."""
+        connection, _ = self._listener.accept()
+        if peer_uid(connection) == os.getuid():
+            return connection
+        return connection.close()
+
+    def _map(self, sizes: list[int], files: list[int]) -> list[MappedFile]:
+        if len(files) != len(sizes):
+            raise WireError(f"{len(files)} memory files, the layout names {len(sizes)}")
+        return [MappedFile(file, size) for file, size in zip(files, sizes, strict=True)]
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        if peer_uid(connection) != os.getuid():
-            connection.close()
-        elif self._connection is not None:
+        connection = self._admit()
+        if connection is not None and self._connection is not None:
             deadline = time.monotonic() + self._timeout_s
             with connection, contextlib.suppress(WireError):
                 send_frame(connection, _ANSWER, {"ok": False, "error": "another trainer is connected"}, deadline)
-        else:
+        elif connection is not None:
             self._connection = connection
 
     def _answer_one(self) -> int | str | None:
@@ -401,11 +411,9 @@ class Receiver:
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
-        if len(files) != len(body["files"]):
-            raise WireError(f"{len(files)} memory files, the layout names {len(body['files'])}")
         if hasattr(self._sink, "check"):
             self._sink.check(layout)
-        self._files = [MappedFile(file, size) for file, size in zip(files, body["files"], strict=True)]
+        self._files = self._map(body["files"], files)
         self._layout = layout
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
@@ -462,8 +470,6 @@ class Receiver:
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
         self.tear(body["reason"])
         self._num_ends += 1
-
-    # ends
 
     def tear(self, reason: str) -> None:
         """The push that is under way, or has been committed, has failed: the weights are not those of one version."""

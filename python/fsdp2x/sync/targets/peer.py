@@ -1,53 +1,54 @@
-"""``Peer``: engines in other processes of this host, which run a ``Receiver`` of ``fsdp2x.sync.engine``.
+"""``Peer``: engines in other processes, which run a ``Receiver`` of ``fsdp2x.sync.engine`` or a ``TcpReceiver``.
 
-One rank talks to them. What the ranks write into their shared ring the engines read there: they are given its memory
-file. Tensors that are not in such a ring (un-fused experts, merged adapters, parameters over several axes, ranks that
-share no memory) are copied into a file of this rank, as are deltas; it holds one parcel, which is enough, because a
-parcel is made only after the one before was answered for.
+One rank talks to them, by one connection each. On its host they are given the memory file of the ranks' shared ring,
+and read there what the ranks write; on others the bytes follow each request.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Iterator, Sequence
-
-import torch
 
 from fsdp2x.arguments import checked
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.native import _C
-from fsdp2x.sync import engine
+from fsdp2x.sync import engine, engine_tcp
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
+from fsdp2x.sync.targets.carriers import Carrier, MemoryCarrier, StreamCarrier
 
 
 class Peer(EngineTarget):
-    """Engine processes on the host of one trainer rank, by the addresses of their receivers.
+    """Engine processes, by the addresses of their receivers.
+
+        Peer("@engine")                                    on the host of the rank that talks to it; also a list of them
+        Peer("tcp://10.0.0.7:7000", secret=secret)         on any host, where a ``TcpReceiver`` knows the same secret
 
     Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
     push, which connects anew and must be a full one.
     """
 
     @checked
-    def __init__(self, address: str | Sequence[str], *, rank: int = 0) -> None:
+    def __init__(self, address: str | Sequence[str], *, rank: int = 0, secret: str | None = None) -> None:
         """
         Args:
-            address: of one ``Receiver``, or of those of all workers of an engine: "@name" or the path of a socket.
-            rank: of the session's group, that talks to them; it runs on the engines' host.
+            address: of one receiver, or of those of all workers of an engine: "@name" or the path of a socket; or
+                "tcp://host:port", all of them or none.
+            rank: of the session's group, that talks to them; but over TCP it runs on the engines' host.
+            secret: for TCP, and needed there: what both sides must know, of 16 characters or more.
+
+        Raises:
+            ValueError: no address, addresses of both kinds, or no secret where it is needed or one where it is not.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
+        self._carrier = _carrier_of(self._addresses, secret)
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know
         self._session, self._has_begun = "", False
         self._connections: dict[str, socket.socket] = {}
-        self._spare: _Spare | None = None
         self._timeout_s = 0.0
         self._failure: Failure | None = None
         self._taken: Parcel | None = None  # sent, not answered for yet
@@ -63,35 +64,27 @@ class Peer(EngineTarget):
         if layout is not self._told:  # another session, or one whose memory was made again
             self.close()
             self._told, self._session = layout, secrets.token_hex(8)
-        if self._spare is None:
-            self._spare = _Spare(max(layout.spare_bytes, mmap.PAGESIZE))
-        files = [*layout.files, (self._spare.file, self._spare.num_bytes)]
-        self._places = {descriptor: index for index, (descriptor, _) in enumerate(files)}
+        self._carrier.prepare(layout)
         self._indices = {spec.name: index for index, spec in enumerate(layout.specs)}
         for address in self._addresses:
             if address in self._connections and engine.is_closed(self._connections[address]):
                 self._disconnect(address)  # that engine ended; there may be another one at its address
             if address not in self._connections:
-                self._connect(address, layout, files)
+                self._connect(address, layout)
 
-    def _connect(self, address: str, layout: WireLayout, files: list[tuple[int, int]]) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _connect(self, address: str, layout: WireLayout) -> None:
         try:
-            connection.settimeout(self._timeout_s)
-            connection.connect(engine.bind_address(address))
-            if engine.peer_uid(connection) != os.getuid():
-                raise OSError("it belongs to another user")
+            self._connections[address] = self._carrier.connect(address, self._timeout_s)
         except OSError as error:
-            connection.close()
             reason = f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
             raise TargetError(Failure("begin", reason)) from error
-        self._connections[address] = connection
         hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
-        body = {"tensors": tensors, "files": [num_bytes for _, num_bytes in files]}
+        sizes, descriptors = self._carrier.files()
+        body = {"tensors": tensors, "files": sizes}
         try:
             self._ask([address], "begin", "hello", hello)
-            self._ask([address], "begin", "layout", body, [descriptor for descriptor, _ in files])
+            self._ask([address], "begin", "layout", body, descriptors)
         except TargetError:
             self._disconnect(address)
             raise
@@ -111,8 +104,8 @@ class Peer(EngineTarget):
 
     def _send(self, parcel: Parcel) -> None:
         try:
-            body = self._place(parcel)
-            self._tell(self._addresses, "load", "bucket", body)
+            body, parts = self._carrier.place(parcel, self._indices)
+            self._tell(self._addresses, "load", "bucket", body, parts=parts)
             self._taken, parcel.wait = parcel, self._answered
         except Exception as error:
             self._failure = Failure("load", str(error), parcel.index, span(parcel.names))
@@ -126,25 +119,6 @@ class Peer(EngineTarget):
             self._hear(self._addresses, "load")
         except TargetError as error:
             self._failure = Failure("load", error.failure.reason, parcel.index, span(parcel.names))
-
-    def _place(self, parcel: Parcel) -> dict:
-        """The body of a bucket's request; what lies in no file of the layout is copied into the spare one."""
-        tensors, deltas, end = [], [], 0
-        for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
-            file, offset = self._places.get(parcel.file), tensor.storage_offset() * tensor.itemsize
-            if file is None:
-                file, offset = self._places[self._spare.file], end
-                self._spare.view(end, spec.num_bytes, spec.dtype).view(spec.shape).copy_(tensor)
-                end = _C.align_up(end + spec.num_bytes)
-            tensors.append([self._indices[spec.name], file, offset])
-        for delta in parcel.deltas:
-            count = delta.positions.numel()
-            values, num_bytes = engine.delta_bytes(count, delta.spec.dtype)
-            self._spare.view(end, count * engine.POSITION_BYTES, torch.int64).copy_(delta.positions)
-            self._spare.view(end + values, count * delta.spec.dtype.itemsize, delta.spec.dtype).copy_(delta.values)
-            deltas.append([self._indices[delta.spec.name], self._places[self._spare.file], end, count])
-            end = _C.align_up(end + num_bytes)
-        return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}
 
     def finish(self, version: int | str) -> None:
         self._ask(self._addresses, "finish", "finish", {})
@@ -163,7 +137,7 @@ class Peer(EngineTarget):
     def close(self) -> None:
         for address in list(self._connections):
             self._disconnect(address)
-        self._spare = None
+        self._carrier.close()
 
     # ---- the dialogue
 
@@ -171,15 +145,24 @@ class Peer(EngineTarget):
         self._tell(addresses, phase, kind, body, files)
         self._hear(addresses, phase)
 
-    def _tell(self, addresses: Sequence[str], phase: str, kind: str, body: dict, files: Sequence[int] = ()) -> None:
+    def _tell(
+        self,
+        addresses: Sequence[str],
+        phase: str,
+        kind: str,
+        body: dict,
+        files: Sequence[int] = (),
+        parts: Sequence[memoryview] = (),
+    ) -> None:
         """Raises what failed first, after all were told: an engine that was told owes an answer."""
         failed: list[str] = []
-        deadline = time.monotonic() + self._timeout_s
         for address in addresses:
+            deadline = time.monotonic() + self._timeout_s
             try:
                 if address not in self._connections:
                     raise engine.WireError("there is no connection any more")
                 engine.send_frame(self._connections[address], kind, body, deadline, files)
+                engine_tcp.send_bytes(self._connections[address], parts, deadline)
             except engine.WireError as error:
                 self._disconnect(address)
                 failed.append(f"the engine at {address!r}: {error}")
@@ -215,16 +198,17 @@ class Peer(EngineTarget):
             connection.close()
 
 
-class _Spare:
-    """A memory file of this process, with room for one parcel."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.file = os.memfd_create("fsdp2x-sync", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, self.num_bytes)
-        self._map = mmap.mmap(self.file, self.num_bytes)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes[offset : offset + num_bytes].view(dtype)
+def _carrier_of(addresses: Sequence[str], secret: str | None) -> Carrier:
+    over_tcp = [address.startswith(engine_tcp.SCHEME) for address in addresses]
+    if not any(over_tcp):
+        if secret is not None:
+            raise ValueError("fsdp2x.sync.Peer: a secret is for addresses such as tcp://host:port; leave it out")
+        return MemoryCarrier()
+    if not all(over_tcp):
+        raise ValueError("fsdp2x.sync.Peer: addresses of TCP and of this host; take one kind for all receivers")
+    try:
+        for address in addresses:
+            engine_tcp.split_address(address)
+        return StreamCarrier(engine_tcp.check_secret(secret))
+    except ValueError as error:
+        raise ValueError(f"fsdp2x.sync.Peer: {error}") from None

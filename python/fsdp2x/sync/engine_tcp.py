@@ -1,0 +1,265 @@
+"""The engine's side of ``Peer("tcp://...")``: a ``TcpReceiver`` takes weights from trainers on other hosts.
+
+This file needs ``engine.py`` beside it, torch and the standard library. The dialogue is that of ``engine.py``, with one
+memory that is the receiver's own: the bytes of a bucket follow its request. Before the first request both sides prove
+that they know the same secret, in three messages of fixed size:
+
+    receiver -> trainer    the wire's name, a nonce
+    trainer -> receiver    its nonce, HMAC-SHA256(secret, "trainer" + receiver's nonce + its own)
+    receiver -> trainer    HMAC-SHA256(secret, "engine" + trainer's nonce + its own)
+
+So no stranger gets weights or brings any. What follows is not encrypted: it is for the network of a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import queue
+import secrets
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+if __package__:
+    from .engine import WIRE, MappedFile, Receiver, WireError
+else:
+    from engine import WIRE, MappedFile, Receiver, WireError
+
+SCHEME = "tcp://"
+_NONCE_BYTES = _PROOF_BYTES = 32
+_NAME = WIRE.encode()
+_LEAST_SECRET = 16
+_GREETING_S = 10.0  # for both messages of a visitor
+_MOST_VISITORS = 16  # that are greeted at a time; more wait
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "tcp://host:port"; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urllib.parse.urlsplit(address)
+    if not address.startswith(SCHEME) or not parts.hostname or parts.port is None:
+        raise ValueError(f'an address such as "tcp://10.0.0.7:7000", got {address!r}')
+    return parts.hostname, parts.port
+
+
+def check_secret(secret: str | None) -> str:
+    """
+    Raises:
+        ValueError: it is shorter than 16 characters, or not there.
+    """
+    if not isinstance(secret, str) or len(secret) < _LEAST_SECRET:
+        raise ValueError(
+            f"over TCP trainers and engines need the same secret, of {_LEAST_SECRET} characters or more, such as one "
+            "of secrets.token_hex()"
+        )
+    return secret
+
+
+def own_host(toward: str) -> str:
+    """The address of this host as ``toward``, another one, reaches it."""
+    family, kind, _, _, place = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # of a datagram socket: nothing is sent
+        host = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
+
+
+# ---- greetings
+
+
+def greet_engine(connection: socket.socket, secret: str, timeout_s: float) -> None:
+    """The trainer's part.
+
+    Raises:
+        OSError: the other side knows another secret, speaks another protocol or says nothing in time.
+    """
+    connection.settimeout(timeout_s)
+    said = _receive_exactly(connection, len(_NAME) + _NONCE_BYTES)
+    if not said.startswith(_NAME):
+        raise OSError(f"it does not speak {WIRE}")
+    theirs, mine = said[len(_NAME) :], secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(mine + _proof(secret, b"trainer", theirs, mine))
+    try:
+        proof = _receive_exactly(connection, _PROOF_BYTES)
+    except ConnectionError as error:
+        raise OSError("it closed the connection: its secret is another one") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"engine", mine, theirs)):
+        raise OSError("it does not know the secret")
+
+
+def greet_trainer(connection: socket.socket, secret: str, timeout_s: float) -> bool:
+    """The receiver's part; whether the other side knows the secret.
+
+    Raises:
+        OSError: it has gone, or says nothing in time.
+    """
+    connection.settimeout(timeout_s)
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_NAME + mine)
+    said = _receive_exactly(connection, _NONCE_BYTES + _PROOF_BYTES)
+    theirs, proof = said[:_NONCE_BYTES], said[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"trainer", mine, theirs)):
+        return False
+    connection.sendall(_proof(secret, b"engine", theirs, mine))
+    return True
+
+
+def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + first + second, "sha256")
+
+
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        part = connection.recv(num_bytes - len(received))
+        if not part:
+            raise ConnectionError("the other side closed the connection")
+        received += part
+    return received
+
+
+# ---- bytes of buckets
+
+
+def send_bytes(connection: socket.socket, parts: Iterable[memoryview], deadline: float) -> None:
+    """
+    Raises:
+        WireError: the other side is gone or does not read in time.
+    """
+    try:
+        for part in parts:
+            while part:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                part = part[connection.send(part) :]
+    except TimeoutError as error:
+        raise WireError("cannot send a bucket in time: the other side hangs or is busy") from error
+    except OSError as error:
+        raise WireError(f"cannot send a bucket: {error or type(error).__name__}") from error
+
+
+class Landing(MappedFile):
+    """Memory of this process, which the bytes of each bucket fill from the start on."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        self._memory = memoryview(self._bytes.numpy())
+
+    def fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
+        if not 0 <= num_bytes <= len(self._memory):
+            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {len(self._memory)}")
+        rest = self._memory[:num_bytes]
+        while rest:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            received = connection.recv_into(rest)
+            if not received:
+                raise WireError("the other side closed the connection")
+            rest = rest[received:]
+
+    def forget_writes(self) -> None:
+        """The next bucket overwrites them."""
+
+
+class TcpReceiver(Receiver):
+    """``Receiver`` for trainers on any host: ``Peer("tcp://host:port", secret=...)``.
+
+    Strangers are greeted by a thread and cost the engine no time; a trainer is handed to ``poll`` when it has proven
+    that it knows the secret. The largest bucket's bytes are held besides the weights, in host memory.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        sink: Any,
+        *,
+        secret: str,
+        timeout_s: float = 300.0,
+        held: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            address: "tcp://host:port" of an interface of this host; port 0 is one that is free. ``self.address`` says
+                which it is.
+            secret: what trainers must know, of 16 characters or more.
+            timeout_s: how long a trainer may be silent in the middle of a push.
+            held: ``status`` of a receiver of the same sink, which this one replaces.
+
+        Raises:
+            ValueError: another kind of address, or a secret that is too short.
+            OSError: the address is taken, or none of this host.
+        """
+        self._host, self._port = split_address(address)
+        self._secret = check_secret(secret)
+        super().__init__(address, sink, timeout_s=timeout_s)
+        if held is not None:
+            self._state, self._version, self._reason = held["state"], held["version"], held["reason"]
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._door = socket.create_server((self._host, self._port), family=family)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.address = f"{SCHEME}{host}:{self._door.getsockname()[1]}"
+        self._proven: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._visitors = threading.BoundedSemaphore(_MOST_VISITORS)
+        announced, self._bell = socket.socketpair()
+        threading.Thread(target=self._keep_door, name="fsdp2x-door", daemon=True).start()
+        return announced
+
+    def _keep_door(self) -> None:
+        while True:
+            try:
+                connection, _ = self._door.accept()
+            except OSError:  # closed
+                return
+            self._visitors.acquire()
+            threading.Thread(target=self._greet, args=(connection,), name="fsdp2x-greeting", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if greet_trainer(connection, self._secret, _GREETING_S):
+                self._proven.put(connection)
+                self._bell.send(b"!")
+                return
+        except OSError:
+            pass
+        finally:
+            self._visitors.release()
+        connection.close()
+
+    def _admit(self) -> socket.socket | None:
+        self._listener.recv(1)
+        return self._proven.get_nowait()
+
+    def _map(self, sizes: list[int], files: list[int]) -> list[MappedFile]:
+        (num_bytes,) = sizes
+        return [Landing(num_bytes)]
+
+    def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
+        (landing,) = self._files
+        try:
+            landing.fill(self._connection, body["bytes"], time.monotonic() + self._timeout_s)
+        except (WireError, OSError):
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # what follows in the stream is no request
+            raise
+        super()._on_bucket(body, files)
+
+    def close(self) -> None:
+        """Lets go of the port, the trainers, and their bytes."""
+        self.release("the engine was closed")
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
+        for opened in (self._door, self._listener, self._bell):
+            opened.close()
+        while not self._proven.empty():
+            self._proven.get_nowait().close()

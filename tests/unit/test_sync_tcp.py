@@ -1,0 +1,245 @@
+"""The door of a `TcpReceiver`: trainers that know the secret come in, strangers cost the engine nothing."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from engines import SECRET, Served, Store
+from fsdp2x.sync import Peer
+from fsdp2x.sync.engine import WIRE, WireError, is_closed, receive_frame, send_frame
+from fsdp2x.sync.engine_tcp import TcpReceiver, greet_engine, own_host, send_bytes, split_address
+from fsdp2x.sync.targets.base import TargetError, WireLayout
+
+ANY_PORT = "tcp://127.0.0.1:0"
+GREETING_BYTES = 64
+
+
+def dial(receiver, timeout_s=60):
+    return socket.create_connection(split_address(receiver.address), timeout_s)
+
+
+def ask(connection, kind, body, parts=()):
+    deadline = time.monotonic() + 60
+    send_frame(connection, kind, body, deadline)
+    send_bytes(connection, parts, deadline)
+    return receive_frame(connection, deadline)[1]
+
+
+@contextlib.contextmanager
+def trainer(receiver):
+    """A connection that has been greeted and has told a layout of two tensors."""
+    with dial(receiver) as connection:
+        greet_engine(connection, SECRET, 60)
+        assert ask(connection, "hello", {"wire": WIRE, "session": "s"})["ok"]
+        tensors = [["a", "float32", [3]], ["b", "bfloat16", [2, 2]]]
+        assert ask(connection, "layout", {"tensors": tensors, "files": [256]})["ok"]
+        yield connection
+
+
+def push(connection, version, values):
+    """`values` as bytes: three floats, then four bfloat16 from byte 64 on."""
+    assert ask(connection, "begin", {"mode": "full", "version": version, "base": None})["ok"]
+    body = {"bucket": 0, "bytes": len(values), "tensors": [[0, 0, 0], [1, 0, 64]], "deltas": []}
+    answer = ask(connection, "bucket", body, [memoryview(values)])
+    if not answer["ok"]:
+        return answer
+    assert ask(connection, "finish", {})["ok"]
+    return ask(connection, "commit", {"version": version})
+
+
+A, B = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[4.0, 5.0], [6.0, 7.0]], dtype=torch.bfloat16)
+VALUES = A.numpy().tobytes() + bytes(52) + B.view(torch.uint8).numpy().tobytes()
+
+
+def test_bytes_follow_the_request():
+    store = Store()
+    with Served(ANY_PORT, store) as served, trainer(served.receiver) as connection:
+        for version in (1, 2):
+            assert push(connection, version, VALUES)["ok"]
+            with served.receiver.reading() as held:
+                assert held == version
+                assert torch.equal(store.weights["a"], A) and torch.equal(store.weights["b"], B)
+
+
+def garbage(connection):
+    connection.sendall(random.Random(0).randbytes(4096))
+
+
+def half_a_greeting(connection):
+    connection.recv(40)
+    connection.sendall(bytes(GREETING_BYTES // 2))
+
+
+def a_replayed_greeting(connection):
+    """What another connection has sent, whose nonce was another one."""
+    connection.recv(40)
+    connection.sendall(bytes(GREETING_BYTES))
+
+
+def another_secret(connection):
+    with pytest.raises(OSError, match="its secret is another one"):
+        greet_engine(connection, "the secret of somebody else", 60)
+
+
+def nothing(connection):
+    pass
+
+
+STRANGERS = (garbage, half_a_greeting, a_replayed_greeting, another_secret, nothing)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda one: one.__name__)
+def test_strangers_leave_a_push_alone(stranger):
+    """They stay at the door, some for seconds, while the weights are pushed; none of them is answered."""
+    store = Store()
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(Served(ANY_PORT, store))
+        for _ in range(4):
+            with contextlib.suppress(ConnectionError):
+                stranger(stack.enter_context(dial(served.receiver)))
+        connection = stack.enter_context(trainer(served.receiver))
+        with contextlib.suppress(ConnectionError):
+            stranger(stack.enter_context(dial(served.receiver)))
+        assert push(connection, 1, VALUES)["ok"]
+        assert torch.equal(store.weights["b"], B)
+
+
+def test_a_second_trainer_is_told():
+    with Served(ANY_PORT, Store()) as served, trainer(served.receiver), dial(served.receiver) as second:
+        greet_engine(second, SECRET, 60)
+        answer = receive_frame(second, time.monotonic() + 60)[1]
+        assert not answer["ok"] and answer["error"] == "another trainer is connected"
+
+
+def test_more_bytes_than_there_is_room_for_end_the_connection():
+    store = Store()
+    with Served(ANY_PORT, store) as served:
+        with trainer(served.receiver) as connection:
+            with pytest.raises(WireError, match="closed the connection|reset|Broken pipe"):
+                push(connection, 1, VALUES + bytes(1000))
+        while served.receiver.status["state"] != "torn":
+            time.sleep(0.01)
+        assert "the layout made room for 256" in served.receiver.status["reason"]
+        with trainer(served.receiver) as connection:  # and the next one heals it
+            assert push(connection, 2, VALUES)["ok"]
+
+
+def test_a_trainer_that_leaves_in_the_middle_of_a_bucket():
+    with Served(ANY_PORT, Store()) as served:
+        with trainer(served.receiver) as connection:
+            assert ask(connection, "begin", {"mode": "full", "version": 1, "base": None})["ok"]
+            body = {"bucket": 0, "bytes": 72, "tensors": [[0, 0, 0], [1, 0, 64]], "deltas": []}
+            send_frame(connection, "bucket", body, time.monotonic() + 60)
+            connection.sendall(VALUES[:10])
+        while served.receiver.status["state"] != "torn":
+            time.sleep(0.01)
+        with trainer(served.receiver) as connection:
+            assert push(connection, 2, VALUES)["ok"]
+
+
+def test_a_door_that_nobody_answers_behind():
+    """Something else listens there: silent, closing at once, or of another protocol."""
+    layout = WireLayout((), ((3, 64),), 0)
+    for said in (b"", b"HTTP/1.1 400 Bad Request\r\n" + bytes(40), None):
+        ended = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def serve(listener=listener, said=said, ended=ended):
+                connection, _ = listener.accept()
+                with connection:
+                    if said is None:
+                        ended.wait(60)
+                    connection.sendall(said or b"")
+
+            thread = threading.Thread(target=serve, daemon=True)
+            thread.start()
+            target = Peer(f"tcp://127.0.0.1:{listener.getsockname()[1]}", secret=SECRET)
+            with pytest.raises(TargetError, match="no receiver answers at .tcp://127.0.0.1:"):
+                target.open(layout, 2.0)
+            ended.set()
+            thread.join(60)
+
+
+def test_an_impostor_gets_no_weights():
+    """It greets as a receiver does, and does not know the secret: the trainer leaves."""
+    left = []
+
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(WIRE.encode() + bytes(32))
+            connection.recv(GREETING_BYTES)
+            connection.sendall(bytes(32))
+            connection.settimeout(60)
+            left.append(connection.recv(1))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        target = Peer(f"tcp://127.0.0.1:{listener.getsockname()[1]}", secret=SECRET)
+        with pytest.raises(TargetError, match="it does not know the secret"):
+            target.open(WireLayout((), ((3, 64),), 0), 60.0)
+        thread.join(60)
+    assert left == [b""]
+
+
+def test_nothing_stays_behind():
+    before = {thread.name for thread in threading.enumerate()}
+    receiver = TcpReceiver(ANY_PORT, Store(), secret=SECRET)
+    with dial(receiver) as waiting:
+        greet_engine(waiting, SECRET, 60)  # nobody polls: it waits behind the door
+        receiver.close()
+        deadline = time.monotonic() + 60
+        while {thread.name for thread in threading.enumerate()} != before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while not is_closed(waiting):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(OSError):
+            dial(receiver, 1)
+    with TcpReceiverAt(receiver.address):
+        pass
+
+
+@contextlib.contextmanager
+def TcpReceiverAt(address):
+    """The port is free again at once."""
+    receiver = TcpReceiver(address, Store(), secret=SECRET)
+    assert receiver.address == address
+    yield receiver
+    receiver.close()
+
+
+def test_ipv6():
+    try:
+        receiver = TcpReceiver("tcp://[::1]:0", Store(), secret=SECRET)
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    assert receiver.address.startswith("tcp://[::1]:")
+    with dial(receiver) as connection:
+        greet_engine(connection, SECRET, 60)
+    receiver.close()
+
+
+def test_addresses_and_secrets():
+    assert split_address("tcp://engine-3:7000") == ("engine-3", 7000)
+    assert split_address("tcp://[fe80::1]:7000") == ("fe80::1", 7000)
+    assert own_host("127.0.0.1") == "127.0.0.1"
+    for address in ("tcp://", "tcp://host", "tcp://:7000", "tcp://host:port", "http://host:1"):
+        with pytest.raises(ValueError):
+            split_address(address)
+    for options in ({}, {"secret": "short"}, {"secret": None}):
+        with pytest.raises(ValueError, match="the same secret, of 16 characters or more"):
+            Peer("tcp://host:7000", **options)
+    with pytest.raises(ValueError, match="take one kind for all receivers"):
+        Peer(["tcp://host:7000", "@engine"], secret=SECRET)
+    with pytest.raises(ValueError, match="a secret is for addresses such as tcp://host:port"):
+        Peer("@engine", secret=SECRET)
+    with pytest.raises(ValueError, match="the same secret"):
+        TcpReceiver(ANY_PORT, Store(), secret="short")
