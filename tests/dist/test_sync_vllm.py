@@ -45,15 +45,18 @@ def step(model):
 
 @contextlib.contextmanager
 def engine(ctx, way, world=1, **options):
-    """(target, the engine on rank 0, None elsewhere)."""
+    """(target, the engine on rank 0, None elsewhere). "far": a server whose workers are on another host."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(installed())
+        if way == "far":
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("fsdp2x.sync.vllm_worker.place_of_process", lambda: ["elsewhere", ""])
         core, given = None, [None]
         if ctx.rank == 0:
             core = Core(world)
             stack.callback(core.stop)
-            given = [stack.enter_context(serving(core))] if way == "server" else [Llm(core)]
-        if way == "server":
+            given = [Llm(core)] if way == "llm" else [stack.enter_context(serving(core))]
+        if way != "llm":
             dist.broadcast_object_list(given)
         yield Vllm(given[0], **options), core
         dist.barrier()
@@ -82,7 +85,7 @@ AFTER = [("reset_prefix_cache", True), ("reset_encoder_cache",), ("set_weight_ve
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("way", ["server", "llm"])
+@pytest.mark.parametrize("way", ["server", "llm", "far"])
 @distributed(world_sizes=(2,))
 def test_what_is_pushed_is_what_runs(ctx, way, num_workers):
     """Kept tensors, fused and padded layers, prepacked ones, experts, at every cut into buckets."""
@@ -300,11 +303,12 @@ def test_a_cache_that_is_not_reset(ctx):
             sync.push(version=0)
 
 
+@pytest.mark.parametrize("way", ["server", "far"])
 @distributed(world_sizes=(2,))
-def test_a_session_ends_and_another_begins(ctx):
+def test_a_session_ends_and_another_begins(ctx, way):
     """A trainer that is gone in the middle of a push leaves a paused, torn engine, which the next one heals."""
     model = make_model(ctx)
-    with engine(ctx, "server", 2) as (target, core):
+    with engine(ctx, way, 2) as (target, core):
         sync = fsdp2x.sync.connect(model, target)
         if core is not None:
             core.workers[1].model.bad = "embed.weight"
@@ -319,11 +323,12 @@ def test_a_session_ends_and_another_begins(ctx):
             holds(model, core)
 
 
+@pytest.mark.parametrize("way", ["server", "far"])
 @distributed(world_sizes=(2,))
-def test_a_server_that_another_session_holds(ctx):
+def test_a_server_that_another_session_holds(ctx, way):
     """It is refused in time; what was paused for it is not lost for the session that holds the workers."""
     model = make_model(ctx)
-    with engine(ctx, "server", 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
+    with engine(ctx, way, 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
         sync.push(version=0)
         other = Vllm(target._controls[0].name)
         with fsdp2x.sync.connect(model, other, timeout_s=20) as second, pytest.MonkeyPatch.context() as patch:
@@ -353,10 +358,11 @@ def test_engines_that_are_refused(ctx):
 
         return change
 
-    def foreign(core):
+    def with_an_old_copy(core):
         for worker in core.workers:
-            here = worker.fsdp2x_listen()
-            worker.fsdp2x_listen = lambda here=here: {**here, "place": ["elsewhere", ""]}
+            here = {**worker.fsdp2x_listen(), "place": ["elsewhere", ""]}
+            del here["tcp"]
+            worker.fsdp2x_listen = lambda here=here: here
 
     cases = [
         (
@@ -365,7 +371,7 @@ def test_engines_that_are_refused(ctx):
         ),
         (core_with(world_size=4), "has 4 workers, of which 1 answer: a data-parallel server.*a server for each"),
         (core_with(mode="keep"), "paused or asleep, by somebody else"),
-        (foreign, "runs on another host or in another network namespace"),
+        (with_an_old_copy, "runs on another host .*older copy of vllm_worker.py: copy it anew, with engine.py and"),
     ]
     for change, match in cases:
         with engine(ctx, "server") as (target, core):
@@ -452,3 +458,31 @@ def test_the_traps_are_there(ctx, sink, match):
                 dist.barrier()
     if core is not None:
         assert re.search(match, wrong), wrong
+
+
+@distributed(world_sizes=(2,))
+def test_an_llm_whose_workers_are_elsewhere(ctx):
+    model = make_model(ctx)
+    with engine(ctx, "llm") as (target, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2x.sync.vllm_worker.place_of_process", lambda: ["elsewhere", ""])
+        with fsdp2x.sync.connect(model, target, timeout_s=5) as sync:
+            with pytest.raises(SyncError, match="runs on another host.*start a server there, and give Vllm its addr"):
+                sync.push(version=0)
+
+
+@distributed(world_sizes=(2,))
+def test_workers_that_came_nearer(ctx):
+    """A server that was told to listen on a port goes on so, also where its trainers share its memory."""
+    model = make_model(ctx)
+    with engine(ctx, "server", 2) as (target, core):
+        address = target._controls[0].name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsdp2x.sync.vllm_worker.place_of_process", lambda: ["elsewhere", ""])
+            dist.barrier()
+            with fsdp2x.sync.connect(model, target) as sync:
+                sync.push(version=0)
+            dist.barrier()
+        with fsdp2x.sync.connect(model, Vllm(address)) as sync:
+            step(model)
+            sync.push(version=1)
+            holds(model, core)

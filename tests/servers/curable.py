@@ -1,8 +1,14 @@
-"""Our worker extension for vLLM, whose cure for experts on the CPU can be taken away."""
+"""Our worker extension for vLLM, whose cure for experts on the CPU can be taken away, and that may seem far away."""
 
 from __future__ import annotations
 
+import os
+
+import vllm_worker
 from vllm_worker import Fsdp2xWorker, LayerwiseReload
+
+if "FSDP2X_TESTS_ELSEWHERE" in os.environ:
+    vllm_worker.place_of_process = lambda: ["elsewhere", ""]  # so that trainers do not count on common memory
 
 forget_kernels = LayerwiseReload._forget_kernels
 

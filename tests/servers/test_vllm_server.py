@@ -62,15 +62,18 @@ def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
     return json.loads(found.read_text())
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [("dense", 1), ("dense", 2), ("moe", 1)])
-def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, capsys):
+CASES = [("dense", 1, "memory"), ("dense", 2, "memory"), ("dense", 2, "tcp"), ("moe", 1, "memory")]
+
+
+@pytest.mark.parametrize(("kind", "num_workers", "over"), CASES)
+def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, over, capsys):
     save_model(kind, tmp_path / "model")
     began = time.monotonic()
-    with serving(tmp_path / "model", tmp_path, num_workers) as url:
+    with serving(tmp_path / "model", tmp_path, num_workers, elsewhere=over == "tcp") as url:
         ready_s = time.monotonic() - began
         rows = push_to(url, tmp_path / "model", tmp_path, kind)
     with capsys.disabled():
-        show(kind, num_workers, ready_s, rows)
+        show(f"{kind}, {num_workers} workers, over {over}", ready_s, rows)
     judge(kind, {row["step"]: row for row in rows})
 
 
@@ -88,9 +91,9 @@ def judge(kind: str, rows: dict[str, dict]) -> None:
     assert rows["partial"]["version"] == "partial"
 
 
-def show(kind: str, num_workers: int, ready_s: float, rows: list[dict]) -> None:
+def show(title: str, ready_s: float, rows: list[dict]) -> None:
     ours = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
-    print(f"\n{kind}, {num_workers} workers: {VLLM} on {TORCH}; trainer {ours}")
+    print(f"\n{title}: {VLLM} on {TORCH}; trainer {ours}")
     print(f"{'ready in':28} {ready_s:.0f} s")
     for row in rows:
         if "apart" in row:

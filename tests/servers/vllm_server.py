@@ -61,13 +61,17 @@ def _install(python: Path, *words: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, num_workers: int = 1) -> Iterator[str]:
-    """The address of a server for ``model``; ``folder`` takes its path, its caches and its log."""
+def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool = False) -> Iterator[str]:
+    """The address of a server for ``model``; ``folder`` takes its path, its caches and its log.
+
+    ``elsewhere``: its workers say that they run on another host.
+    """
     python = python_of_vllm()
     path = folder / "path"
     path.mkdir(parents=True)
     for file in (
         ROOT / "python/fsdp2x/sync/engine.py",
+        ROOT / "python/fsdp2x/sync/engine_tcp.py",
         ROOT / "python/fsdp2x/sync/vllm_worker.py",
         HERE / "curable.py",
     ):
@@ -97,6 +101,8 @@ def serving(model: Path, folder: Path, num_workers: int = 1) -> Iterator[str]:
     environment |= {"PYTHONPATH": str(path), "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if elsewhere:
+        environment["FSDP2X_TESTS_ELSEWHERE"] = "1"
     # A core to each worker; by itself vLLM gives a worker a whole NUMA node.
     cores = sorted(os.sched_getaffinity(0))
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(num_workers))

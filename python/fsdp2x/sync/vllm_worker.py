@@ -3,9 +3,9 @@
     vllm serve MODEL --worker-extension-cls fsdp2x.sync.vllm_worker.Fsdp2xWorker      with VLLM_SERVER_DEV_MODE=1
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
-This file and ``engine.py`` need torch, the standard library, and vLLM: where fsdp2x is not installed, copy both into a
-folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0.
-`tests/servers` runs it in that release, on CPUs.
+This file, ``engine.py`` and ``engine_tcp.py`` need torch, the standard library, and vLLM: where fsdp2x is not
+installed, copy them into a folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code
+of vLLM 0.32.0. `tests/servers` runs it in that release, on CPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 if __package__:
-    from .engine import Receiver
+    from .engine import Receiver, is_closed
+    from .engine_tcp import SCHEME, TcpReceiver, own_host
 else:
-    from engine import Receiver
+    from engine import Receiver, is_closed
+    from engine_tcp import SCHEME, TcpReceiver, own_host
 
 
 def place_of_process() -> list[str]:
@@ -54,8 +56,24 @@ class Fsdp2xWorker:
             self.fsdp2x_reload = LayerwiseReload(self)
             address = f"@fsdp2x-vllm-{os.getpid()}-{secrets.token_hex(8)}"
             self.fsdp2x_receiver = Receiver(address, self.fsdp2x_reload)
+        return self._fsdp2x_address()
+
+    @_as_value
+    def fsdp2x_listen_tcp(self, secret: str, trainer: str) -> dict[str, Any]:
+        """Listens to trainers on other hosts in its place; ``trainer``: an address of theirs, which tells ours."""
+        held = self.fsdp2x_receiver
+        if getattr(self, "fsdp2x_secret", None) != secret:
+            if any(not is_closed(connection) for connection in held.sockets[1:]):
+                raise RuntimeError("another trainer is connected")
+            held.close()
+            address = f"{SCHEME}{own_host(trainer)}:0"
+            self.fsdp2x_receiver = TcpReceiver(address, self.fsdp2x_reload, secret=secret, held=held.status)
+            self.fsdp2x_secret = secret
+        return self._fsdp2x_address()
+
+    def _fsdp2x_address(self) -> dict[str, Any]:
         receiver = self.fsdp2x_receiver
-        return {**receiver.status, "address": receiver.address, "place": place_of_process()}
+        return {**receiver.status, "address": receiver.address, "place": place_of_process(), "tcp": True}
 
     @_as_value
     def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:

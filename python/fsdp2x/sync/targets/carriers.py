@@ -114,8 +114,7 @@ class StreamCarrier:
     def connect(self, address: str, timeout_s: float) -> socket.socket:
         connection = socket.create_connection(engine_tcp.split_address(address), timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            engine_tcp.set_options(connection)
             engine_tcp.greet_engine(connection, self._secret, timeout_s)
         except BaseException:
             connection.close()

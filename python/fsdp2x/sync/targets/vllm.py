@@ -1,20 +1,23 @@
-"""``Vllm``: vLLM servers of this host, or an ``LLM`` of this process.
+"""``Vllm``: vLLM servers, or an ``LLM`` of this process.
 
     wake weights, pause | begin, buckets, finish, commit | reset caches, label, wake the KV cache, resume
          control        |   sockets and memory files     |                  control
 
-Weights go to the receiver of each worker, as with ``Peer``. A worker has no loop of ours: one call of all workers
-(``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing else meanwhile, so that control comes before and after.
+Weights go to the receiver of each worker, as with ``Peer``: by memory files on this host, by TCP to others. A worker
+has no loop of ours: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing else
+meanwhile, so that control comes before and after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fsdp2x.arguments import checked
+from fsdp2x.sync.engine_tcp import SCHEME, own_host
 from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 from fsdp2x.sync.targets.peer import Peer
@@ -31,8 +34,10 @@ class Vllm(EngineTarget):
         Vllm("http://127.0.0.1:8000")                     a server; VLLM_SERVER_DEV_MODE=1; also a list of them
         Vllm(llm)                                         an LLM of this rank's process; Vllm(None) on ranks without one
 
-    Engines run on the host of the ranks that talk to them, in one network namespace. Each worker is given whole
-    tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled ``str(version)``.
+    Workers of a server that do not run beside the rank that talks to it get weights by TCP, on a port that each opens;
+    the secret for it is made here and goes by the server's own HTTP. An ``LLM`` has its workers on its own host. Each
+    worker is given whole tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled
+    ``str(version)``.
 
     A push that fails leaves servers paused, with layers of two versions, until a full push succeeds. An ``LLM`` cannot
     be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep their weights.
@@ -78,6 +83,7 @@ class Vllm(EngineTarget):
         self._layout: WireLayout | None = None
         self._peer: Peer | None = None
         self._addresses: list[str] = []
+        self._secret = secrets.token_hex()  # of workers on other hosts
         self._calls: list[_Call] = []  # one per engine, while a push is under way
         self._timeout_s, self._is_committing = 0.0, False
 
@@ -221,23 +227,38 @@ class Vllm(EngineTarget):
 
     def _find_receivers(self) -> dict[str, set[str]]:
         """What the workers of each engine hold; they are asked each time, as they may be others."""
-        addresses, here = [], place_of_process()
-        states: dict[str, set[str]] = {control.name: set() for control in self._controls}
-        for control in self._controls:
-            for answer in _values(control.name, control.call("fsdp2x_listen")):
-                if answer["place"] != here:
-                    raise ControlError(
-                        f"a worker of {control.name} runs on another host or in another network namespace, and reaches "
-                        "no memory of this one; run the engine beside rank "
-                        f"{self._rank or 0}, or push by an InProcess of your own"
-                    )
-                addresses.append(answer["address"])
-                states[control.name].add(answer["state"])
+        answers = {c.name: _values(c.name, c.call("fsdp2x_listen")) for c in self._controls}
+        states = {name: {answer["state"] for answer in said} for name, said in answers.items()}
+        here = place_of_process()
+        everyone = [answer for said in answers.values() for answer in said]
+        by_tcp = any(answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone)
+        if by_tcp:
+            everyone = [answer for control in self._controls for answer in self._listen_tcp(control, answers)]
+        addresses = [answer["address"] for answer in everyone]
         if addresses != self._addresses:
             if self._peer is not None:
                 self._peer.close()
-            self._peer, self._addresses = Peer(addresses), addresses
+            self._peer = Peer(addresses, secret=self._secret if by_tcp else None)
+            self._addresses = addresses
         return states
+
+    def _listen_tcp(self, control: EngineControl, answers: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The workers of an engine listen on a port."""
+        if control.host is None:
+            raise ControlError(
+                f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
+                "memory of this one: start a server there, and give Vllm its address"
+            )
+        if not all("tcp" in answer for answer in answers[control.name]):
+            raise ControlError(
+                f"a worker of {control.name} runs on another host or in another network namespace, and has an older "
+                "copy of vllm_worker.py: copy it anew, with engine.py and engine_tcp.py"
+            )
+        try:
+            trainer = own_host(control.host)
+        except OSError as error:
+            raise ControlError(f"{control.name}: no way to its host: {error}") from error
+        return _values(control.name, control.call("fsdp2x_listen_tcp", self._secret, trainer))
 
     def _require_idle(self) -> None:
         self._calls = [call for call in self._calls if call.is_alive()]

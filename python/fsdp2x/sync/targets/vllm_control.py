@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from typing import Any
 
 from fsdp2x.sync.targets.routes import ControlError, Routes
@@ -13,6 +14,7 @@ class EngineControl:
     """One engine. ``timeout_s`` is how long it may take to answer; every method raises ``ControlError``."""
 
     name = ""
+    host: str | None = None  # by which it is spoken to; None in this process
     timeout_s = 300.0
 
     def require_ready(self) -> None:
@@ -51,11 +53,12 @@ class EngineControl:
 
 
 class ServerControl(EngineControl):
-    """A vLLM server that runs on this host with ``VLLM_SERVER_DEV_MODE=1``."""
+    """A vLLM server that runs with ``VLLM_SERVER_DEV_MODE=1``."""
 
     def __init__(self, url: str) -> None:
         self._routes = Routes(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
         self.name = self._routes.name
+        self.host = urllib.parse.urlsplit(url).hostname
 
     def _ask(self, *args: Any, **options: Any) -> dict[str, Any]:
         self._routes.timeout_s = self.timeout_s
