@@ -1,7 +1,10 @@
 """Pushes that fail: the same error on every rank in time, torn engines that refuse, a full push that heals."""
 
+import contextlib
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -318,3 +321,62 @@ def push_to_mortals(ctx, address):
 @pytest.mark.parametrize("over", ["memory", pytest.param("tcp", marks=pytest.mark.full)])
 def test_an_engine_that_dies(over):
     dist_run(push_to_mortals, 2, fixed_address(over), timeout=120)
+
+
+def link_to(pid, ours):
+    """A cable between this network and that of a process: 10.213.77.1 at ``ours``, and .2."""
+    enter = ["nsenter", "--net", "--target", str(pid)]
+    for command in (
+        ["ip", "link", "add", ours, "type", "veth", "peer", "name", "fsdp2x0", "netns", str(pid)],
+        ["ip", "address", "add", "10.213.77.1/24", "dev", ours],
+        ["ip", "link", "set", ours, "up"],
+        [*enter, "ip", "address", "add", "10.213.77.2/24", "dev", "fsdp2x0"],
+        [*enter, "ip", "link", "set", "fsdp2x0", "up"],
+    ):
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.full
+def test_a_network_between_them():
+    """The engine is behind a link of its own; the same push as in one network, then the cable is pulled."""
+    if os.getuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "--net", "true"]).returncode:
+        pytest.skip("networks of one's own need root and iproute2")
+    link = f"fsdp2x{os.getpid() % 100000}"
+    try:
+        engine = EngineProcess("tcp://10.213.77.2:7000", prepare=lambda pid: link_to(pid, link))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no such link can be made here: {error.stderr.decode().strip()}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(subprocess.run, ["ip", "link", "delete", link], check=True, timeout=60)
+        stack.enter_context(engine)
+        for outcome in dist_run(push_until_an_end, 2, "tcp://10.213.77.2:7000", None, timeout=120):
+            assert outcome.value == ("", "", False)
+        assert (engine.status()["state"], engine.status()["version"]) == ("clean", 2)
+        outcomes = dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
+        for outcome in outcomes:
+            assert "the other side hangs or is busy" in outcome.value
+        deadline = time.monotonic() + 100
+        while (status := engine.status())["state"] != "torn":
+            assert time.monotonic() < deadline, status
+            time.sleep(0.1)
+
+
+def push_over_a_cable(ctx, pid):
+    """What is said when it is pulled before the third bucket."""
+    model, _ = make_model(ctx)
+    sync = fsdp2x.sync.connect(model, target_at("tcp://10.213.77.2:7000"), bucket_bytes=300, timeout_s=5)
+    sync.push(version=1)
+    parcels = sync._parcels
+
+    def pulled(*arguments):
+        for parcel in parcels(*arguments):
+            if parcel.index == 2 and ctx.rank == 0:
+                command = ["nsenter", "--net", "--target", str(pid), "ip", "link", "set", "fsdp2x0", "down"]
+                subprocess.run(command, check=True, timeout=60)
+            yield parcel
+
+    sync._parcels = pulled
+    with pytest.raises(SyncError) as caught:
+        sync.push(version=2)
+    assert (caught.value.phase, caught.value.rank) == ("load", 0)
+    return str(caught.value)

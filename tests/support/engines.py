@@ -110,12 +110,21 @@ def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
 
 
 class EngineProcess:
-    """`engine_process.py`, which listens when this returns; a context manager that ends it."""
+    """`engine_process.py`, which listens when this returns; a context manager that ends it.
 
-    def __init__(self, address, last_bucket=0):
+    ``prepare(pid)`` makes the network of a process that has one of its own.
+    """
+
+    def __init__(self, address, last_bucket=0, prepare=None):
         script = Path(__file__).with_name("engine_process.py")
         command = [sys.executable, script, engine_file.__file__, address, str(last_bucket), SECRET]
+        if prepare is not None:
+            command = ["unshare", "--net", "sh", "-c", 'read line; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if prepare is not None:
+            prepare(self.process.pid)
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
         assert self.process.stdout.readline() == "ready\n"
 
     def status(self):
