@@ -285,17 +285,21 @@ def test_a_call_ends_when_the_trainer_leaves_and_when_none_comes():
 
 def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):
     folder = Path(engine.__file__).parent
-    for name in ("engine.py", "vllm_worker.py"):
+    files = ("engine.py", "engine_tcp.py", "vllm_worker.py")
+    for name in files:
         shutil.copy(folder / name, tmp_path)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     worker_file = importlib.import_module("vllm_worker")
     assert worker_file.Receiver is importlib.import_module("engine").Receiver is not Receiver
-    assert "import fsdp2x" not in (text := (tmp_path / "vllm_worker.py").read_text()) and "from fsdp2x" not in text
+    for name in files:
+        assert "import fsdp2x" not in (text := (tmp_path / name).read_text()) and "from fsdp2x" not in text
     worker = worker_file.Fsdp2xWorker()
     first, again = worker.fsdp2x_listen(), worker.fsdp2x_listen()
     assert first == again and first["ok"] and first["state"] == "initial"
     assert worker.fsdp2x_receive(True, 0.0)["error"].startswith("WireError: no trainer has begun")
+    far = worker.fsdp2x_listen_tcp("a secret of the session", "127.0.0.1")
+    assert far["ok"] and far["address"].startswith("tcp://127.0.0.1:") and far["state"] == "initial"
     worker.fsdp2x_receiver.close()
-    for name in ("engine", "vllm_worker"):
-        sys.modules.pop(name)
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"))
