@@ -30,7 +30,7 @@ CTEST := $(BIN)/ctest
 CMAKE_FLAGS := -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFSDP2X_WERROR=$(WERROR)
 endif
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
-PY_DIRS = $(wildcard python tests benchmarks examples cmake)
+PY_DIRS = $(wildcard python tests benchmarks examples cmake docs)
 # A build folder remembers its compiler: nvcc from PyPI has one of its own. Both are shell words, read where nvcc is there.
 ifeq ($(CUDA),wheels)
 BUILD := build/dev-wheels
@@ -46,12 +46,13 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve bench sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
+	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it"
 	@echo "make lint      ruff, clang-format and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
@@ -155,6 +156,22 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff format $(PY_DIRS)
 	$(BIN)/ruff check --fix $(PY_DIRS)
+
+# The site needs no build of the package: what it shows of it is read from the source. Its tools are apart from the others.
+ifneq ($(TOOLS),)
+DOCS_TOOLS := $(VENV)/.tools-docs
+$(DOCS_TOOLS): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python cmake/list_extras.py docs > $(VENV)/docs-requirements.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/docs-requirements.txt
+	touch $@
+endif
+
+docs: $(DOCS_TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(RUN_PYTHON) -m mkdocs build --quiet --strict
+
+docs-serve: $(DOCS_TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(RUN_PYTHON) -m mkdocs serve
 
 bench: build
 	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench --out out/bench

@@ -30,12 +30,15 @@ import bench_simulate
 import bench_step
 import bench_sync
 import harness
+import overview
 from gpu import bench_kernels, bench_units
 from gpu import bench_memory as bench_gpu_memory
 from gpu import bench_step as bench_gpu_step
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# What the picture of README.md at the top of the repository is drawn from.
+OVERVIEW = ("step_cpu_2ranks", "memory_cpu_2ranks")
 OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
 
 TITLES = {
@@ -294,12 +297,16 @@ def main() -> int:
     text = (HERE / "README.md").read_text()
     has_plots = "![" in text if args.check else not args.no_plots
     sections = []
-    for record in load(args.results):
+    records = load(args.results)
+    for record in records:
         plot = f"plots/{record['name']}.png" if has_plots and record["benchmark"] in PLOTS else None
         if plot is not None and not args.check:
             draw(record, args.out / plot)
         sections.append(section(record, plot))
     filled = fill(text, sections)
+    of_overview = [record for name in OVERVIEW for record in records if record["name"] == name]
+    if not (args.check or args.no_plots) and len(of_overview) == len(OVERVIEW):
+        overview.draw(*of_overview, args.out / "plots/overview.png")
     if args.check:
         if filled != text:
             print("README.md does not show these results: run benchmarks/report.py", file=sys.stderr)

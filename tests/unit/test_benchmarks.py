@@ -116,6 +116,19 @@ def test_the_readme_shows_the_recorded_results():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_picture_of_the_readme_has_no_text_on_another(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(FOLDER)
+    import overview
+
+    step, memory = (json.loads((FOLDER / f"results/{name}_cpu_2ranks.json").read_text()) for name in ("step", "memory"))
+    figure = overview.draw(step, memory, tmp_path / "overview.png")
+    assert overview.overlaps(figure) == []
+    bars = figure.axes[0].texts
+    bars[0].set_position(bars[1].get_position())
+    assert len(overview.overlaps(figure)) == 1
+
+
 @pytest.mark.full
 def test_every_kind_of_result_makes_a_table_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")

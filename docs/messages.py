@@ -1,0 +1,58 @@
+"""Every message that the package can raise, read from its source: the page behind troubleshooting.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+GAP = "…"
+LEAST_WORDS = 4
+
+
+def text_of(node: ast.AST) -> str:
+    """What a string expression says; a gap for every part that is computed."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else GAP
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return GAP
+
+
+def texts(source: str) -> Iterator[str]:
+    """Every string of a module that is a sentence, its parts joined."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            text = " ".join(text_of(node).split())
+            if len(text.split()) >= LEAST_WORDS:
+                yield text
+
+
+def raised(source: str) -> list[str]:
+    """Messages of the errors and warnings of a module, in the order of its lines."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        if isinstance(node, ast.Call) and not ast.unparse(call.func).endswith(("warn", "Error")):
+            continue
+        message = " ".join(text_of(call.args[0]).split())
+        if len(message.replace(GAP, "").split()) >= LEAST_WORDS:
+            found.setdefault(message, call.lineno)
+    return sorted(found, key=found.__getitem__)
+
+
+def page(package: Path) -> str:
+    """The page in Markdown, a section for each folder of the package."""
+    sections: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        folder = path.relative_to(package).parent.as_posix()
+        sections.setdefault("fsdp2x" if folder == "." else folder, []).extend(raised(path.read_text()))
+    parts = ["# Every message", f"What errors and warnings of the package say; `{GAP}` stands for what differs."]
+    for name, messages in sections.items():
+        if messages:
+            parts += [f"## {name}", "\n".join(f"- ``{message.replace('``', '`')} ``" for message in messages)]
+    return "\n\n".join(parts) + "\n"

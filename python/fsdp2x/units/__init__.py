@@ -1,0 +1,1 @@
+"""Which modules form a unit, and how units and sharded parameters of a model are found."""

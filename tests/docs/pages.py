@@ -1,0 +1,99 @@
+"""A page as a session of a reader: the files that it shows are written, its commands run, its output is compared.
+
+A fence whose information has a title is a file of that name. The lines of a `sh` fence are commands, run one after the
+other in the folder of the files; a `text` fence is what they print. `bash` fences are commands that a page only shows.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import programs
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r'title="([^"]+)"')
+# Numbers with a point differ between machines and versions of torch.
+NUMBER = re.compile(r"\d+\.\d+(e[+-]\d+)?")
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One fenced block: its language, the title of a file or "", and its text without the page's indentation."""
+
+    language: str
+    title: str
+    text: str
+
+
+def pages() -> list[Path]:
+    """README.md and every page of docs/, which readers meet as one."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def fences(text: str) -> list[Fence]:
+    found = []
+    for indent, information, block in FENCE.findall(text):
+        title = TITLE.search(information)
+        lines = [line.removeprefix(indent) for line in block.splitlines()]
+        language = information.split()[0] if information.strip() else ""
+        found.append(Fence(language, title[1] if title else "", "\n".join(lines) + "\n"))
+    return found
+
+
+def commands(block: str) -> list[str]:
+    """Commands of a fence; a backslash at the end of a line continues it."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line for line in (line.partition("  #")[0].strip() for line in lines) if line and line[0] != "#"]
+
+
+def words_of(command: str) -> list[str]:
+    """What `programs.run` gets for a command of a shell."""
+    program, *words = shlex.split(command)
+    if program == "torchrun":
+        # Ports that the system chooses: pages run beside each other.
+        return [*programs.TORCHRUN, "--standalone", *words]
+    if program == "fsdp2x":
+        return ["-m", "fsdp2x", *words]
+    if program == "python":
+        return words
+    raise ValueError(f"{command}: pages run python, torchrun and fsdp2x alone; show others in a bash fence")
+
+
+def unseen(expected: str, printed: str) -> list[str]:
+    """Lines that are expected in this order and are not printed; "..." stands for any number of lines."""
+    rest = iter([_comparable(line) for line in printed.splitlines()])
+    return [line for line in expected.splitlines() if line.strip() not in ("", "...") and _comparable(line) not in rest]
+
+
+def _comparable(line: str) -> str:
+    return " ".join(NUMBER.sub("#", line).split())
+
+
+def run_page(text: str, folder: Path) -> int:
+    """Runs a page in an empty folder and returns the number of commands; AssertionError where it does not hold."""
+    num_commands, printed = 0, ""
+    for fence in fences(text):
+        if fence.title:
+            path = folder / fence.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(fence.text)
+        elif fence.language == "sh":
+            printed = ""
+            for command in commands(fence.text):
+                done = programs.run(*words_of(command), cwd=folder, timeout=SECONDS)
+                assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+                printed += done.stdout + done.stderr
+                num_commands += 1
+        elif fence.language == "text" and num_commands:
+            missing = unseen(fence.text, printed)
+            assert not missing, f"not printed: {missing}, but\n{printed}"
+    return num_commands

@@ -1,0 +1,274 @@
+"""What README.md and the pages of docs/ name is there: files, names of the package, keys, commands, messages."""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import shlex
+import sys
+
+import pytest
+
+from fsdp2x.cli import make_parser
+from fsdp2x.train.parse import known_keys
+from pages import ROOT, commands, fences, name_of, pages
+
+PAGES = {name_of(page): page.read_text() for page in pages()}
+PACKAGE = ROOT / "python/fsdp2x"
+# What the site makes of other files of the repository.
+GENERATED = {"docs/benchmarks.md", "docs/changelog.md", "docs/messages.md", "docs/plots/overview.png"}
+SECTIONS = {key.partition(".")[0] for key in known_keys()}
+# Words of other programs that look like keys of ours.
+NOT_KEYS = {
+    "model.half", "model.module", "model.no_sync", "model.parameters", "model.reshard", "model.safetensors",
+    "data.yaml", "model.to", "train.py", "train.yaml",
+}  # fmt: skip
+each_page = pytest.mark.parametrize("name", PAGES)
+
+
+def without_fences(text):
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def inline_code(text):
+    return re.findall(r"`([^`\n]+)`", without_fences(text))
+
+
+# ---- links
+
+
+def dead_links(name, text):
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fences(text)):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        known = file.is_file() or str(file.resolve().relative_to(ROOT)) in GENERATED
+        if not known or anchor and anchor not in anchors(file.read_text()):
+            found.append(target)
+    return found
+
+
+def anchors(text):
+    titles = re.findall(r"^#+ (.*)$", without_fences(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_links_lead_somewhere(name):
+    assert dead_links(name, PAGES[name]) == []
+
+
+def test_a_dead_link_is_found():
+    assert dead_links("docs/x.md", "[a](gone.md) [b](limits.md) [c](limits.md#gone)") == ["gone.md", "limits.md#gone"]
+
+
+def test_every_page_is_on_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert [name for name in PAGES if name != "README.md" and f" {name.removeprefix('docs/')}\n" not in nav] == []
+
+
+# ---- names
+
+
+def is_there(dotted):
+    """Whether a dotted name below fsdp2x is a module, or an attribute of one, of a class, or of a dataclass."""
+    parts = dotted.split(".")
+    found = importlib.import_module("fsdp2x")
+    for index, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:index]))
+        except ImportError:
+            return part in getattr(found, "__dataclass_fields__", {})
+    return True
+
+
+def unknown_names(text):
+    code = inline_code(text) + [fence.text for fence in fences(text) if fence.language == "python"]
+    names = {name for part in code for name in re.findall(r"(?<![\w./-])fsdp2x(?:\.[A-Za-z_]\w*)+", part)}
+    return sorted(name for name in names if not is_there(name))
+
+
+def unknown_keys(text):
+    pattern = rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(/.])"
+    found = {key for code in inline_code(text) for key in re.findall(pattern, code)}
+    return sorted(found - set(known_keys()) - NOT_KEYS)
+
+
+@each_page
+def test_names_and_keys_are_there(name):
+    assert unknown_names(PAGES[name]) == []
+    assert unknown_keys(PAGES[name]) == []
+
+
+def test_names_and_keys_that_are_not_there_are_found():
+    text = "`fsdp2x.gone` `fsdp2x.optim.AdamW(x)` `parallel.gone=1` `parallel.fsdp_size`"
+    assert (unknown_names(text), unknown_keys(text)) == (["fsdp2x.gone"], ["parallel.gone"])
+
+
+@each_page
+def test_programs_are_programs(name):
+    for fence in fences(PAGES[name]):
+        if fence.language == "python" and not fence.text.startswith(">>>"):
+            ast.parse(fence.text)
+
+
+# ---- commands that are shown and not run
+
+
+def check_command(command):
+    """Raises where a command names a target, an option or a module that there is not."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        target = next(word for word in words[1:] if "=" not in word)
+        if f"\n{target}:" not in (ROOT / "Makefile").read_text():
+            raise ValueError(f"make has no target {target}")
+    elif words[0] == "fsdp2x":
+        make_parser().parse_args(words[1:])
+    elif words[0] == "pip" and (found := re.search(r"\[(\w+)\]", command)):
+        if f"\n{found[1]} = [" not in (ROOT / "pyproject.toml").read_text():
+            raise ValueError(f"there is no extra {found[1]}")
+
+
+@each_page
+def test_commands_that_are_shown_could_be_run(name, monkeypatch):
+    text = PAGES[name]
+    shown = [command for fence in fences(text) if fence.language == "bash" for command in commands(fence.text)]
+    shown += [code for code in inline_code(text) if code.startswith("make ") and code.split()[1].islower()]
+    for command in shown:
+        check_command(command)
+
+
+@pytest.mark.parametrize("command", ["make gone", "fsdp2x gone", "fsdp2x plan x --gone", "pip install '.[gone]'"])
+def test_a_command_that_could_not_is_found(command, capsys):
+    with pytest.raises((ValueError, SystemExit)):
+        check_command(command)
+
+
+# ---- tables of migrations
+
+
+def column(text, head):
+    """First cells of the tables under a header that begins with `head`, without backticks."""
+    rows, inside = [], False
+    for line in text.splitlines():
+        inside = line.startswith(f"| {head} |") or inside and line.startswith("|")
+        if inside:
+            rows.append(line.split("|")[1])
+    return {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_table_of_fsdp2_has_every_argument():
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    from fsdp2x import fully_shard as ours
+
+    text = PAGES["docs/migrate/fsdp2.md"]
+    named = set(inspect.signature(theirs).parameters) | {"dp_mesh_dims"}
+    assert column(text, "theirs") == named
+    assert all(f"`{name}` |" in text for name in inspect.signature(ours).parameters)
+
+
+def test_the_table_of_fsdp1_has_every_argument_and_strategy():
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    from fsdp2x.train.strategy import RESHARD
+
+    text = PAGES["docs/migrate/fsdp1.md"]
+    named = set(inspect.signature(FullyShardedDataParallel.__init__).parameters) - {"self"}
+    assert {name for name in column(text, "theirs") if "." not in name} == named
+    assert column(text, "strategy") == {strategy.name for strategy in ShardingStrategy}
+    for line in text.split("| strategy |")[1].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        _, _, reshard, _, strategy, _ = (cell.strip().strip("`") for cell in line.split("|"))
+        assert str(RESHARD[strategy]) == reshard, line
+
+
+def test_the_table_of_accelerate_has_every_key():
+    launch = pytest.importorskip("accelerate.commands.launch")
+    named = {word.removeprefix("--") for word in re.findall(r'"(--fsdp_\w+)"', inspect.getsource(launch))}
+    assert column(PAGES["docs/migrate/accelerate.md"], "theirs") >= named and len(named) > 10
+
+
+# ---- the API
+
+
+def public_names():
+    """Every name of the package's and its rooms' `__all__`, and whether it is torch's own."""
+    fsdp2x = importlib.import_module("fsdp2x")
+    rooms = [path.parent.name for path in PACKAGE.glob("*/__init__.py") if "__all__" in path.read_text()]
+    named = {(module, name) for module in [fsdp2x] for name in fsdp2x.__all__}
+    for room in rooms:
+        if room not in ("selftest", "train"):  # commands
+            module = importlib.import_module(f"fsdp2x.{room}")
+            named |= {(module, name) for name in module.__all__}
+    return {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module, name in named
+        if not inspect.ismodule(getattr(module, name))
+    }
+
+
+def test_every_public_name_is_in_the_api():
+    text = "\n".join(text for name, text in PAGES.items() if name.startswith("docs/api/"))
+    shown = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+    objects = [importlib_object(name) for name in shown]
+    missing = [
+        name
+        for name, thing in public_names().items()
+        if name not in shown and not any(thing is other for other in objects) and f"`{name}`" not in text
+    ]
+    assert missing == []
+    assert len(shown) == len(set(map(id, objects))), "a name is there twice"
+
+
+def importlib_object(dotted):
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+# ---- messages
+
+
+@functools.cache
+def messages():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module("messages")
+    finally:
+        sys.path.pop(0)
+
+
+@functools.cache
+def said():
+    """Texts of the package: strings of Python, and of C++ with what is put between them left out."""
+    found = [text for path in PACKAGE.rglob("*.py") for text in messages().texts(path.read_text())]
+    for path in (ROOT / "csrc").rglob("*.[ch]pp"):
+        literals = re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text())
+        found.append(" ".join("".join(literals).split()))
+    return found
+
+
+def is_said(message):
+    parts = [part.strip() for part in message.split(messages().GAP) if part.strip()]
+    return any(all(part in text for part in parts) for text in said())
+
+
+QUOTED = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_source():
+    assert len(QUOTED) >= 40
+    assert [message for message in QUOTED if not is_said(message)] == []
+    assert not is_said("this message … nobody wrote")
+
+
+def test_the_page_of_all_messages_has_what_is_raised():
+    source = (
+        'raise ValueError(f"one {x} has {y}, expected three of them" + "; do it")\nwarnings.warn("four words or more")'
+    )
+    assert messages().raised(source) == ["one … has …, expected three of them; do it", "four words or more"]
+    assert messages().page(PACKAGE).count("\n- ") > 300
