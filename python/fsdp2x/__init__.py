@@ -7,6 +7,8 @@
 from fsdp2x.runtime import native  # noqa: F401
 
 # isort: split
+from importlib.metadata import version as _version
+
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -76,6 +78,8 @@ __all__ = [
     "unsharded",
     "wake",
 ]
+
+__version__ = _version("fsdp2x")
 
 if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # since torch 2.12
     DataParallelMeshDims = _torch_fsdp.DataParallelMeshDims

@@ -10,14 +10,29 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fsdp2x.commands import config, convert, export, plan, rollout, selftest, train
+from fsdp2x.commands import config, convert, doctor, export, plan, rollout, selftest, train
 
-COMMANDS = (train, export, convert, config, plan, rollout, selftest)
+COMMANDS = (train, config, plan, export, convert, rollout, selftest, doctor)
+EXAMPLES = """\
+examples:
+  torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes; `fsdp2x train run.yaml`: on one
+  fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
+  fsdp2x config explain run.yaml --world-size 8           what each key means, before anything is run
+  fsdp2x plan config.json --world-size 32 --memory 80GiB  whether it fits
+  fsdp2x export out/run folder                            a checkpoint for from_pretrained
+  fsdp2x doctor                                           what this machine would use, and why
+
+`fsdp2x COMMAND --help` has the options of a command."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="fsdp2x", description="Sharded training of HuggingFace models.")
+    parser = argparse.ArgumentParser(
+        prog="fsdp2x",
+        description="Sharded training of HuggingFace models.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"fsdp2x {version('fsdp2x')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -56,12 +56,13 @@ def right(folder):
         "plan": ["plan", config, "--world-size", "2"],
         "plan json": ["plan", str(folder / "hf/config.json"), "--world-size", "2"],
         "rollout": ["rollout", hf, "--address", str(folder / "engine"), "--once", "0.1"],
+        "doctor": ["doctor"],
         "selftest": ["selftest", "--world", "1", "--steps", "1"],
     }  # fmt: skip
 
 
 COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list", "plan",
-            "plan json", "rollout", "selftest")  # fmt: skip
+            "plan json", "rollout", "doctor", "selftest")  # fmt: skip
 
 
 def parser_of(words):
