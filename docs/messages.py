@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 GAP = "…"
 LEAST_WORDS = 4
+THROWN = re.compile(r"(?:throw \w+(?:::\w+)*|fail|raise|set_error)\(((?:[^;\"]|\"(?:[^\"\\]|\\.)*\")*);")
+LITERAL = re.compile(r"\"((?:[^\"\\]|\\.)*)\"")
 
 
 def text_of(node: ast.AST) -> str:
@@ -45,12 +48,29 @@ def raised(source: str) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
-def page(package: Path) -> str:
-    """The page in Markdown, a section for each folder of the package."""
+def thrown(source: str) -> list[str]:
+    """The same of a C++ file: literals of one expression, with a gap for what stands between them."""
+    found = []
+    for (expression,) in (match.groups() for match in THROWN.finditer(source)):
+        parts, end = [], 0
+        for literal in LITERAL.finditer(expression):
+            # Neighbours are one literal.
+            parts += [GAP if expression[end : literal.start()].strip() else "", literal[1]]
+            end = literal.end()
+        message = " ".join("".join(parts[1:]).replace('\\"', '"').split())
+        if len(message.replace(GAP, "").split()) >= LEAST_WORDS and message not in found:
+            found.append(message)
+    return found
+
+
+def page(package: Path, engine: Path) -> str:
+    """The page in Markdown, a section for each folder of the package, and one for the engine."""
     sections: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
         folder = path.relative_to(package).parent.as_posix()
         sections.setdefault("fsdp2x" if folder == "." else folder, []).extend(raised(path.read_text()))
+    sources = sorted(path for path in engine.rglob("*") if path.suffix in (".cpp", ".hpp"))
+    sections["engine, in C++"] = [message for path in sources for message in thrown(path.read_text())]
     parts = ["# Every message", f"What errors and warnings of the package say; `{GAP}` stands for what differs."]
     for name, messages in sections.items():
         if messages:

@@ -66,6 +66,16 @@ def run(words):
     dist.barrier()
 
 
+def test_every_file_is_in_the_table_with_its_command():
+    table = dict(re.findall(r"^\| (`[^|]+) \| `([^`]+)` \|", README.read_text(), flags=re.MULTILINE))
+    told = {name: command for names, command in table.items() for name in re.findall(r"`([^`]+)`", names)}
+    assert set(told) == {path.name for path in README.parent.iterdir() if path.suffix in (".py", ".yaml")}
+    for config in CONFIGS:
+        assert told[config.name] in (head_command(config), "make demo")
+    for name, command in told.items():
+        assert command == "make demo" or f"examples/{name}" in command or name == "grpo_loop.py"
+
+
 @distributed(timeout=120)
 @pytest.mark.parametrize("name", [config.name for config in CONFIGS])
 def test_the_command_in_the_head_of_a_config(ctx, name):

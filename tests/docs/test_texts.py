@@ -271,4 +271,7 @@ def test_the_page_of_all_messages_has_what_is_raised():
         'raise ValueError(f"one {x} has {y}, expected three of them" + "; do it")\nwarnings.warn("four words or more")'
     )
     assert messages().raised(source) == ["one … has …, expected three of them; do it", "four words or more"]
-    assert messages().page(PACKAGE).count("\n- ") > 300
+    source = 'throw Error("shared memory: rank " + std::to_string(rank) +\n "; died" " here");'
+    assert messages().thrown(source) == ["shared memory: rank …; died here"]
+    page = messages().page(PACKAGE, ROOT / "csrc")
+    assert page.count("\n- ") > 300 and "died…: its own output says why; restart all ranks" in page
