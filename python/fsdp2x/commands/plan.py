@@ -90,6 +90,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="large gradients are reduced from where autograd made them (set_reduce_scatter_unpacked)",
     )
+    command.add_argument("--explain", action="store_true", help="say what each row and column means, too")
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
     command.set_defaults(run=_plan)
 

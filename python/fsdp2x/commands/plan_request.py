@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
+from fsdp2x.commands.plan_words import bar, explanation
 from fsdp2x.memory.plan import PlanError, planned_facts, planned_report
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.simulate.step import Simulation
@@ -59,6 +60,7 @@ class Request:
     mfu: float | None = None
     recompute: bool = False
     reduce_unpacked: bool = False
+    explain: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ class MemoryPlan:
             room = request.memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
             lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
+        lines += ["", bar(report, self.peak_bytes, request.memory_bytes)]
+        if request.explain:
+            lines += ["", explanation(report)]
         if self.simulation is not None:
             lines += ["", str(self.simulation)]
         return "\n".join(lines)

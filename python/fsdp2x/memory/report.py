@@ -159,7 +159,17 @@ class MemoryReport:
             for unit in self.units
         ]
         lines = columns([head, *_folded(rows)], left=1)
-        sizes = [
+        shown = [
+            (name, readable(size or 0), note) for name, size, note in self.sizes() if size or note or name == "at rest"
+        ]
+        ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
+        return "\n".join(
+            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *columns(shown, 1), *self.advice]
+        )
+
+    def sizes(self) -> list[tuple[str, int | None, str]]:
+        """Rows of the table: what it is (``fsdp2x plan --explain`` says more), bytes, and a remark."""
+        return [
             ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
             ("gradients", self.gradient_bytes, ""),
             ("optimizer", self.optimizer_bytes, "" if self.optimizer_bytes is not None else "not asked for"),
@@ -179,11 +189,6 @@ class MemoryReport:
             *([("of it on the device", self.device_peak_bytes, "")] if self.host_bytes else []),
             ("sent in a step", self.traffic.total_bytes, self._sent()),
         ]
-        shown = [(name, readable(size or 0), note) for name, size, note in sizes if size or note or name == "at rest"]
-        ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
-        return "\n".join(
-            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *columns(shown, 1), *self.advice]
-        )
 
     def _is_pooled(self) -> bool:
         return "process_group" in self.transport
@@ -358,18 +363,25 @@ def readable(num_bytes: int) -> str:
 
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Runs of more than four like units become two rows."""
+    """More than four like units in a row become one line; likewise pairs and triples, as of layers and experts."""
     folded: list[tuple[str, ...]] = []
     start = 0
     while start < len(rows):
-        end = start
-        while end < len(rows) and rows[end][1:] == rows[start][1:]:
-            end += 1
-        if end - start > 4:
-            folded.append((f"{rows[start][0]} .. {rows[end - 1][0]} ({end - start} units, each)", *rows[start][1:]))
+        for period in (1, 2, 3):
+            end = start + period
+            while end < len(rows) and rows[end][1:] == rows[end - period][1:]:
+                end += 1
+            times = (end - start) // period
+            if times > 4:
+                break
         else:
-            folded += rows[start:end]
-        start = end
+            folded.append(rows[start])
+            start += 1
+            continue
+        for row in range(start, start + period):
+            last = rows[row + (times - 1) * period]
+            folded.append((f"{rows[row][0]} .. {last[0]} ({times} units, each)", *rows[row][1:]))
+        start += times * period
     return folded
 
 

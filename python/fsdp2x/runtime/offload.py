@@ -18,6 +18,7 @@ OFFLOAD_MODES = ("none", "optimizer", "gradients", "all")
 class HostOffloadPolicy(OffloadPolicy):
     """What ``fully_shard`` keeps in host memory on an accelerator; on a CPU mesh nothing changes but pinning.
 
+    ```
     ========== ============ ============= ================== ========================================== ==========
     mode       shards       gradients     optimizer state    over the bus in a step, per parameter      step runs
     ========== ============ ============= ================== ========================================== ==========
@@ -28,6 +29,7 @@ class HostOffloadPolicy(OffloadPolicy):
                device
     all        host         host          host               its shard per gather, its gradient back    host
     ========== ============ ============= ================== ========================================== ==========
+    ```
 
     Everything moves in one copy per unit each way, beside the compute.
 

@@ -1,0 +1,71 @@
+"""What `fsdp2x plan` says beside its table: rows in words (`--explain`), and a bar of what fills a rank's memory."""
+
+from __future__ import annotations
+
+from fsdp2x.memory.report import MemoryReport, columns, readable
+
+WORDS = {
+    "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates; its share of everything",
+    "gradients": "the same of the gradients, in the parameters' dtype: they are there from a backward to the step",
+    "optimizer": "its state, two moments for AdamW, of this rank's rows",
+    "buffers, unsharded parameters": "what every rank has whole: buffers and ignored parameters",
+    "rows kept after forward": "with a number for reshard_after_forward: rows of a smaller world, until backward",
+    "copies of shards on the device": "of units whose shards are the host's, with offload gradients",
+    "at rest": "the sum of the rows above: what lies there between two steps",
+    "gather slots": "whole parameters of the units that are gathered at once, in the dtype of computation",
+    "slots and staging": "one pool over a process group: slots, what gathers receive, what reductions send",
+    "scratch": "what ranks that share memory hand their gradients over in",
+    "waiting for the all-reduce": "gradients that are summed over the shards, not yet over the replicas (HSDP)",
+    "gradients on their way to the host": "blocks of the host that casts them, with offload",
+    "gradients of autograd": "whole gradients that backward has made and nobody has reduced yet",
+    "of slots to autograd at once, beyond gradients": "on a device the last rows take turns: the most at any moment",
+    "moments of a step": "what the optimizer brings to the device while it steps, with offload optimizer",
+    "peak, without activations": "the most at any moment of a step; activations come on top",
+    "of it in host memory": "the part that the host holds, with offload",
+    "of it on the device": "the rest",
+    "sent in a step": "bytes that leave this rank: gathers of forward and backward, reductions of backward",
+}
+COLUMNS = {
+    "elements": "numbers of the whole unit",
+    "shard": "bytes of this rank's rows",
+    "pad": "bytes of padding in them: rows that do not divide by the ranks",
+    "slot": "bytes of the whole unit while it is gathered",
+    "scratch": "bytes that a reduction of the unit takes",
+    "reshard": "whether it is freed after its forward, and gathered again in backward",
+}
+_WIDTH = 64
+
+
+def explanation(report: MemoryReport) -> str:
+    """The rows of this report, and the columns of its units, in words."""
+    names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]
+    rows = [(name, WORDS[name]) for name in names]
+    heads = list(COLUMNS.items())
+    return "\n".join(["columns of units", *columns(heads, 2), "", "rows", *columns(rows, 2)])
+
+
+def bar(report: MemoryReport, peak_bytes: int, memory_bytes: int | None) -> str:
+    """A line as long as the memory, or as the peak, with a letter for each part of the device's, and what they mean."""
+    host = report.host_bytes > 0
+    parts = [("s", "shards", report.shard_bytes), ("g", "gradients", report.gradient_bytes)]
+    parts += [("o", "optimizer", report.optimizer_bytes or 0), ("b", "buffers", report.unsharded_bytes)]
+    if host:  # what of them the host holds is not told apart
+        parts = [("r", "at rest", report.device_resting_bytes)]
+    rest = peak_bytes - sum(size for _, _, size in parts)
+    parts.append(("t", "a step's", max(rest, 0)))
+    whole = max(memory_bytes or 0, peak_bytes)
+    if whole == 0:
+        return ""
+    line, seen = "", 0
+    for letter, _, size in parts:
+        seen += size
+        line += letter * (round(_WIDTH * seen / whole) - len(line))
+    shown = [f"{letter} {name} {readable(size)}" for letter, name, size in parts if size]
+    if whole > peak_bytes:
+        shown.append(f"free for activations {readable(whole - peak_bytes)}")
+    limit = ""
+    if memory_bytes is not None and memory_bytes < peak_bytes:
+        place = round(_WIDTH * memory_bytes / whole)
+        line = line[:place] + "|" + line[place:]
+        limit = ", | the end of the memory"
+    return f"[{line.ljust(_WIDTH)}] {readable(whole)}\n {', '.join(shown)}{limit}"
