@@ -30,7 +30,7 @@ import bench_simulate
 import bench_step
 import bench_sync
 import harness
-import overview
+import plots
 from gpu import bench_kernels, bench_units
 from gpu import bench_memory as bench_gpu_memory
 from gpu import bench_step as bench_gpu_step
@@ -39,7 +39,6 @@ HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 # What the picture of README.md at the top of the repository is drawn from.
 OVERVIEW = ("step_cpu_2ranks", "memory_cpu_2ranks")
-OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
 
 TITLES = {
     "step": "One training step",
@@ -121,160 +120,6 @@ def section(record: dict, plot: str | None) -> str:
     return "\n\n".join(parts)
 
 
-# ---- plots
-
-
-def plot_pairs(axes, record: dict) -> None:
-    """Bars of medians, a pair for each case and phase."""
-    labels, ours, stock = [], [], []
-    for case, sides in record["results"].items():
-        for phase in sides["fsdp2x"]:
-            labels.append(f"{case}\n{phase}")
-            ours.append(sides["fsdp2x"][phase]["median_ms"])
-            stock.append(sides["stock"][phase]["median_ms"])
-    places = range(len(labels))
-    axes.bar([place - 0.2 for place in places], stock, 0.4, label="stock FSDP2", color=STOCK)
-    axes.bar([place + 0.2 for place in places], ours, 0.4, label="fsdp2x", color=OURS)
-    axes.set_xticks(list(places), labels, fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylabel("ms, median")
-
-
-def plot_host(axes, record: dict) -> None:
-    """Forward and backward together, against each quantity that was varied."""
-    keys = {"units": "num_units", "params": "num_params", "world": "world"}
-    styles = {"units": "-", "params": "--", "world": ":"}
-    for side, color in (("stock", STOCK), ("fsdp2x", OURS)):
-        for question, key in keys.items():
-            points = [
-                (result["case"][key], sum(result[side]["us_per_unit"].values()))
-                for result in record["results"]
-                if result["case"]["question"] == question
-            ]
-            name = "stock FSDP2" if side == "stock" else side
-            axes.plot(
-                *zip(*sorted(points), strict=True),
-                styles[question],
-                color=color,
-                marker="o",
-                label=f"{name}, {question}",
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("units of 11 parameters, parameters of a unit, ranks")
-    axes.set_ylabel("µs of a unit, forward and backward")
-
-
-def plot_collectives(axes, record: dict) -> None:
-    """Milliseconds against bytes."""
-    for phase, style in (("all_gather", "-"), ("reduce_scatter", "--")):
-        for side, label, color in (("gloo", "gloo", STOCK), ("shm", "shared memory", OURS), ("floor", "copy", OTHER)):
-            points = sorted((result["bytes"], result[side][phase]["median_ms"]) for result in record["results"])
-            axes.plot(*zip(*points, strict=True), style, color=color, marker="o", label=f"{label}, {phase}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("ms, median")
-
-
-def plot_memory(axes, record: dict) -> None:
-    """Peaks, three bars for each case."""
-    sides = {"ddp": ("DDP", OTHER), "stock": ("stock FSDP2", STOCK), "fsdp2x": ("fsdp2x", OURS)}
-    for index, (side, (label, color)) in enumerate(sides.items()):
-        peaks = [result[side]["peak"] / 2**20 for result in record["results"]]
-        axes.bar([place + 0.27 * (index - 1) for place in range(len(peaks))], peaks, 0.27, label=label, color=color)
-    axes.set_xticks(range(len(record["results"])), [result["case"] for result in record["results"]])
-    axes.set_ylabel("MiB, peak, all ranks")
-
-
-def plot_ways(axes, record: dict) -> None:
-    """Seconds of each way to load or export, ours first."""
-    results = record["results"]
-    if record["benchmark"] == "load":
-        seconds = {way: result["seconds"] for way, result in results["ways"].items()}
-    else:
-        ways = {way: result for way, result in results.items() if isinstance(result, dict)}
-        seconds = {way: result["step"]["median_ms"] / 1e3 for way, result in ways.items()}
-    ours = ("fsdp2x", "shm", "process_group")
-    for place, (way, value) in enumerate(seconds.items()):
-        axes.bar([place], [value], 0.6, label=way, color=OURS if way.startswith(ours) else STOCK)
-    axes.set_xticks(range(len(seconds)), list(seconds), fontsize=7)
-    axes.set_ylabel("s")
-
-
-def plot_sequence(axes, record: dict) -> None:
-    """Tokens a second of each side, ours in blue."""
-    bars = [
-        (f"{case}\n{side}", side in ("packed", "ulysses"), 1e3 * values["tokens"] / values["step"]["median_ms"])
-        for case, sides in record["results"].items()
-        for side, values in sides.items()
-    ]
-    _plot_bars(axes, bars, ("without", "fsdp2x.sequence"), "tokens of samples a second")
-
-
-def plot_moe(axes, record: dict) -> None:
-    """Milliseconds of a step of each side."""
-    bars = [
-        (f"{case}\n{side}", side == "grouped_mm" or "chunks" in side, phases["step"]["median_ms"])
-        for case, sides in record["results"].items()
-        for side, phases in sides.items()
-    ]
-    _plot_bars(axes, bars, ("loop, whole", "grouped, tiled"), "ms")
-
-
-def plot_score(axes, record: dict) -> None:
-    """Seconds of a step of each side."""
-    bars = [
-        (f"{case}\n{side}", side == "score", values["step"]["median_ms"] / 1e3)
-        for case, result in record["results"].items()
-        for side, values in result["sides"].items()
-    ]
-    _plot_bars(axes, bars, ("with logits", "rl.score"), "s, CPU time")
-
-
-def _plot_bars(axes, bars: list[tuple[str, bool, float]], labels: tuple[str, str], unit: str) -> None:
-    """Bars of (name, whether it is ours, value), under the labels of the others and of ours."""
-    for label, ours, color in ((labels[0], False, OTHER), (labels[1], True, OURS)):
-        chosen = [(place, value) for place, (_, mine, value) in enumerate(bars) if mine == ours]
-        if chosen:
-            axes.bar(*zip(*chosen, strict=True), 0.6, label=label, color=color)
-    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
-    axes.set_ylabel(unit)
-
-
-PLOTS = {
-    "step": plot_pairs,
-    "optimizer": plot_pairs,
-    "host": plot_host,
-    "collectives": plot_collectives,
-    "memory": plot_memory,
-    "load": plot_ways,
-    "export": plot_ways,
-    "sequence": plot_sequence,
-    "moe": plot_moe,
-    "score": plot_score,
-    "checkpoint": plot_pairs,
-}
-
-
-def draw(record: dict, path: Path) -> None:
-    """Writes one plot."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
-    PLOTS[record["benchmark"]](axes, record)
-    axes.set_title(TITLES[record["benchmark"]])
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, equal numbers give an equal file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
 def fill(text: str, sections: list[str]) -> str:
     """``text`` with the sections between the marks.
 
@@ -299,14 +144,14 @@ def main() -> int:
     sections = []
     records = load(args.results)
     for record in records:
-        plot = f"plots/{record['name']}.png" if has_plots and record["benchmark"] in PLOTS else None
+        plot = f"plots/{record['name']}.png" if has_plots and record["benchmark"] in plots.PANELS else None
         if plot is not None and not args.check:
-            draw(record, args.out / plot)
+            plots.draw(plots.PANELS[record["benchmark"]](record["results"]), args.out / plot)
         sections.append(section(record, plot))
     filled = fill(text, sections)
     of_overview = [record for name in OVERVIEW for record in records if record["name"] == name]
     if not (args.check or args.no_plots) and len(of_overview) == len(OVERVIEW):
-        overview.draw(*of_overview, args.out / "plots/overview.png")
+        plots.draw(plots.overview(*of_overview), args.out / "plots/overview.png")
     if args.check:
         if filled != text:
             print("README.md does not show these results: run benchmarks/report.py", file=sys.stderr)

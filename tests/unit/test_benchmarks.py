@@ -55,12 +55,16 @@ def records() -> dict[str, object]:
             "units": {
                 "fsdp2x": phases("step", "clip", "optimizer"),
                 "stock": phases("step", "clip", "optimizer", factor=4.0),
+                "one step": phases("step", "optimizer"),
                 "unsharded": phases("step", "clip", "optimizer"),
                 "floor": phases("optimizer"),
             }
         },
-        "sync": {way: phases("step", factor=4.0) for way in ("per tensor", "one bucket", "push", "delta", "copy")}
-        | {"wire_bytes": dict.fromkeys(("per tensor", "one bucket", "push", "delta", "copy"), 2**20)},
+        "sync": {
+            "per tensor": phases("step", factor=4.0),
+            **{way: phases("step") for way in ("one bucket", "push", "delta", "copy")},
+            "wire_bytes": dict.fromkeys(("per tensor", "one bucket", "push", "delta", "copy"), 2**20),
+        },
         "muon": {
             "layers": {
                 "ranks": 2,
@@ -116,17 +120,41 @@ def test_the_readme_shows_the_recorded_results():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_picture_of_the_readme_has_no_text_on_another(monkeypatch, tmp_path):
+@pytest.fixture
+def plots(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(FOLDER)
-    import overview
+    import plots
 
-    step, memory = (json.loads((FOLDER / f"results/{name}_cpu_2ranks.json").read_text()) for name in ("step", "memory"))
-    figure = overview.draw(step, memory, tmp_path / "overview.png")
-    assert overview.overlaps(figure) == []
+    return plots
+
+
+def recorded(name: str) -> dict:
+    return json.loads((FOLDER / f"results/{name}.json").read_text())
+
+
+def test_the_picture_of_the_readme_has_no_text_on_another(plots, tmp_path):
+    panels = plots.overview(recorded("step_cpu_2ranks"), recorded("memory_cpu_2ranks"))
+    figure = plots.draw(panels, tmp_path / "overview.png")
+    assert plots.overlaps(figure) == []
     bars = figure.axes[0].texts
     bars[0].set_position(bars[1].get_position())
-    assert len(overview.overlaps(figure)) == 1
+    assert len(plots.overlaps(figure)) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [path.stem for path in sorted((FOLDER / "results").glob("*.json"))])
+def test_pictures_are_read(plots, tmp_path, name):
+    """No text lies on another, few bars a panel, ours first, and every panel has its unit."""
+    record = recorded(name)
+    if record["benchmark"] not in plots.PANELS:
+        pytest.skip("a table alone")
+    panels = plots.PANELS[record["benchmark"]](record["results"])
+    assert plots.overlaps(plots.draw(panels, tmp_path / "plot.png")) == []
+    for panel in panels:
+        assert panel.title and panel.unit
+        if isinstance(panel, plots.Bars):
+            assert 1 < len(panel.bars) <= plots.MOST_BARS and panel.bars[0].color == plots.OURS
 
 
 @pytest.mark.full
