@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File, Files
-
 import messages
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
