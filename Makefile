@@ -46,7 +46,7 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve bench sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve bench bench-record sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -60,6 +60,7 @@ help:
 	@echo "make test-vllm  pushes into a real vLLM on the CPU (6 GB in build/vllm); skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
+	@echo "make bench-record  five full runs of the main ones on a machine that does nothing else, appended to a history"
 
 ifneq ($(TOOLS),)
 # The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
@@ -175,6 +176,10 @@ docs-serve: $(DOCS_TOOLS)
 
 bench: build
 	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench --out out/bench
+	-$(RUN_PYTHON) benchmarks/history.py check out/bench
+
+bench-record: build
+	$(RUN_PYTHON) benchmarks/history.py record $(BENCH_ARGS)
 
 clean:
 	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .config import ConfigError, DataConfig
 from .text_files import find_files
@@ -94,10 +95,11 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
         )
     packing = " packed" if config.packing else ""
     digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
-    logger.info(
-        "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
-        num_files, num_text_bytes, num_tokens, num_blocks - num_held_out, config.block_size, num_held_out,
-    )  # fmt: skip
+    if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same
+        logger.info(
+            "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
+            num_files, num_text_bytes, num_tokens, num_blocks - num_held_out, config.block_size, num_held_out,
+        )  # fmt: skip
     split = num_blocks - num_held_out
     return Blocks(blocks[:split], blocks[split:], num_files, num_text_bytes, digest.hexdigest())
 

@@ -1,0 +1,60 @@
+"""The history of benchmarks: ratios of results, their ranges, and what lies below them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def history(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import history
+
+    return history
+
+
+@pytest.fixture
+def result():
+    return json.loads((FOLDER / "results/step_cpu_2ranks.json").read_text())
+
+
+def test_a_line_has_the_ratios_of_the_report(history, result):
+    line = history.entry("step_cpu_2ranks", result, 0.1)
+    assert line["ratios"]["comm: FSDP2"] == pytest.approx(6.72, abs=0.01)
+    assert line["ratios"]["lora: DDP, unsharded"] < 1
+    assert line["commit"] == result["environment"]["commit"] and line["load"] == 0.1
+
+
+def test_ranges_and_what_is_below_them(history, result):
+    line = history.entry("step_cpu_2ranks", result, 0.1)
+    lines = []
+    for day, factor in enumerate((0.9, 0.8, 1.0, 1.2, 1.1)):
+        scaled = {row: factor * value for row, value in line["ratios"].items()}
+        lines.append({**line, "day": f"2026-01-0{1 + day % 2}", "ratios": scaled})
+    (row,) = [row for row in history.table(lines) if "| comm: FSDP2 |" in row]
+    assert row.endswith("| 6.72x | 5.37x to 8.06x | 5 | 2 | 1 |")
+    assert history.regressions(lines, {"step_cpu_2ranks": result}) == []
+    assert history.regressions(lines[:4], {"step_cpu_2ranks": result}) == []
+    for phase in result["results"]["comm"]["stock"].values():
+        phase["median_ms"] *= 0.7
+    (said,) = history.regressions(lines, {"step_cpu_2ranks": result})
+    assert said.startswith("step_cpu_2ranks, comm: FSDP2: 4.70x, the 5 runs before had 5.37x and more")
+    assert history.regressions(lines[:4], {"step_cpu_2ranks": result}) == []
+
+
+def test_a_run_is_appended(history, monkeypatch, tmp_path):
+    """Each in a process of its own; one that fails leaves no line."""
+    (tmp_path / "bench.py").write_text(
+        "import json, sys\n"
+        f"text = open({str(FOLDER / 'results/step_cpu_2ranks.json')!r}).read()\n"
+        "open(sys.argv[-1], 'w').write(text)\n"
+    )
+    monkeypatch.setattr(history, "HERE", tmp_path)
+    monkeypatch.setattr(history.run_all, "FULL", {"step": ["bench.py"], "gone": ["gone.py"]})
+    assert history.record(["step"], 2, tmp_path / "history.jsonl") == 0
+    assert history.record(["gone"], 1, tmp_path / "history.jsonl") == 1
+    lines = history.read(tmp_path / "history.jsonl")
+    assert [line["name"] for line in lines] == ["step", "step"] and history.read(tmp_path / "none") == []
