@@ -24,6 +24,7 @@ from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
 from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source, unsharded_class
+from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
@@ -74,7 +75,7 @@ def load_hf(
             names the model's class, or the model is not transformers'; or they hold a part of its adapter. True:
             missing and unexpected names are an error. False: missing weights are reported and initialised.
         ignore_mismatched_sizes: initialise weights whose shape differs, instead of raising.
-        progress: a bar on rank 0, where tqdm is installed.
+        progress: a bar on rank 0 where standard error is a terminal and tqdm is installed.
 
     Raises:
         CheckpointError: on every rank: files that are missing, damaged or do not fit; a weight of another kind of
@@ -100,7 +101,7 @@ def load_hf(
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
         reads = mode == "each" or not dist.is_initialized() or dist.get_rank() == 0
         together(lambda: _check(plan.steps, mode) if reads else None, what=what)
-        bar = _Bar(sum(target.num_bytes for target, _ in plan.steps), progress)
+        bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
         together(lambda: materialize(model, targets), what=what)
         place_initial = together(lambda: initial_values(model, targets, plan.missing, seed), what=what)
         with _partly_filled():
@@ -288,24 +289,3 @@ def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
         else:
             sources[0].read(box[0], target.local)
         bar.add(target.num_bytes)
-
-
-class _Bar:
-    """tqdm on rank 0; nothing elsewhere, or without tqdm."""
-
-    def __init__(self, total_bytes: int, wanted: bool) -> None:
-        self._bar = None
-        if wanted and (not dist.is_initialized() or dist.get_rank() == 0):
-            try:
-                from tqdm.auto import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, leave=False)
-
-    def add(self, num_bytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(num_bytes)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

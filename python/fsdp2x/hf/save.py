@@ -211,7 +211,8 @@ class _Job:
         """All tensors. Collective; raises on every rank."""
         rows = [family for family in self.families if by_rows and self._is_rows(family)]
         done = {name for family in rows for name in family.params}
-        with Writer(folder, self.layout) as writer:
+        num_writers = dist.get_world_size() if by_rows and dist.is_initialized() else 1
+        with Writer(folder, self.layout, num_writers=num_writers) as writer:
             together(lambda: self._write_rows(rows, writer), what=what)
             rest = {name for name in self.entries if name not in done}
             buckets = stream_as(

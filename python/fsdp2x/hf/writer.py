@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fsdp2x.hf.layout import Layout
+from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.sources import Computed
 from fsdp2x.reading.tensors import Source
 
@@ -29,17 +30,20 @@ def make_files(folder: Path, layout: Layout) -> None:
 
 
 class Writer:
-    """The weight files of a folder, opened when this rank first writes to them."""
+    """The weight files of a folder, opened when this rank first writes to them; a bar shows how far it is."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(self, folder: Path, layout: Layout, *, num_writers: int = 1) -> None:
+        """``num_writers``: ranks that write about as much each, which is all that the bar is told of them."""
         self._folder, self._layout = folder, layout
         self._fds: dict[int, int] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bar = ProgressBar(sum(file.num_bytes for file in layout.files) // num_writers, "Writing weights")
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *exception) -> None:
+        self._bar.close()
         for fd in self._fds.values():
             os.close(fd)
 
@@ -64,6 +68,7 @@ class Writer:
             while len(data):
                 count = os.pwrite(self._fds[index], data, offset)
                 data, offset = data[count:], offset + count
+                self._bar.add(count)
 
     def copy(self, name: str, source: Source, dtype: torch.dtype) -> None:
         """Writes a source, converted, as tensor ``name``, through a buffer of a few MiB."""
