@@ -14,12 +14,15 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "real"
 ENGINES = ("stock", "shm", "process_group")
+# A line for each comparison of this session.
+SPEEDS: list[str] = []
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,7 +40,7 @@ def python_with(package: str) -> str:
     # Without dependencies: torch, transformers and accelerate are the project's, whatever a package would like.
     words = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "-r"]
     done = subprocess.run(
-        [*map(str, words), str(HERE / "requirements" / f"{package}.txt")], capture_output=True, text=True, timeout=280
+        [*map(str, words), str(HERE / "requirements" / f"{package}.txt")], capture_output=True, text=True, timeout=900
     )
     if done.returncode != 0:
         pytest.skip(f"{package} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
@@ -45,16 +48,20 @@ def python_with(package: str) -> str:
     return str(python)
 
 
-def results_of(package: str, script: str, engine: str, folder: Path, *words: str, ranks: int = 2) -> list:
+def results_of(
+    package: str, script: str, engine: str, folder: Path, *words: str, ranks: int = 2, torchrun: bool = True
+) -> list[dict]:
     """What each rank of ``scripts/<script>.py`` writes as JSON to the path that is its first argument.
 
     Args:
         engine: ``"stock"`` runs the script as it is, a transport runs it through ``fsdp2x.run`` over that transport.
         words: further arguments.
+        torchrun: False for a script that starts its ranks itself, and fsdp2x in them where FSDP2X_TRANSPORT is set.
     """
-    command = [python_with(package), "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command += [] if engine == "stock" else ["-m", "fsdp2x.run"]
-    command += [str(HERE / "scripts" / f"{script}.py"), str(folder / f"{engine}.json"), *words]
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if torchrun else []
+    install = ["-m", "fsdp2x.run"] if torchrun and engine != "stock" else []
+    command = [python_with(package), *launch, *install, str(HERE / "scripts" / f"{script}.py")]
+    command += [str(folder / f"{engine}.json"), *words]
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {} if engine == "stock" else {"FSDP2X_TRANSPORT": engine}
@@ -62,7 +69,7 @@ def results_of(package: str, script: str, engine: str, folder: Path, *words: str
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
             raise
@@ -70,12 +77,37 @@ def results_of(package: str, script: str, engine: str, folder: Path, *words: str
     return [json.loads((folder / f"{engine}.json.{rank}").read_text()) for rank in range(ranks)]
 
 
-def same_as_stock(package: str, script: str, folder: Path, *words: str, ranks: int = 2) -> dict:
-    """Runs ``script`` on stock and over both transports; all that its ranks write must be equal, bit for bit."""
-    found = {engine: results_of(package, script, engine, folder, *words, ranks=ranks) for engine in ENGINES}
+def same_as_stock(
+    package: str, script: str, folder: Path, *words: str, ranks: int = 2, torchrun: bool = True
+) -> dict[str, list[dict]]:
+    """Runs ``script`` on stock and over both transports; all that its ranks write must be equal, bit for bit.
+
+    FSDP2X_REAL_ROUNDS runs of each, in turn (1 by default), tell how fast steps are: in SPEEDS, for the summary.
+    """
+    rounds, num_rounds = [], int(os.environ.get("FSDP2X_REAL_ROUNDS", "1"))
+    for i in range(num_rounds):
+        place = folder / f"round{i}"
+        place.mkdir()
+        rounds.append(
+            {name: results_of(package, script, name, place, *words, ranks=ranks, torchrun=torchrun) for name in ENGINES}
+        )
+    for found in rounds:
+        for engine in ENGINES[1:]:
+            # Only a run of ours has our classes: that it was ours is part of the result.
+            assert all(rank["is_ours"] for rank in found[engine]), f"{engine}: the model is not sharded by fsdp2x"
+            for part in ("values", "units"):
+                assert [rank[part] for rank in found[engine]] == [rank[part] for rank in found["stock"]], engine
+        assert not any(rank["is_ours"] for rank in found["stock"])
+    _note_speed(" ".join([script, *words]), ranks, rounds)
+    return rounds[0]
+
+
+def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]]) -> None:
+    """Of each round the ratio of median steps, after two to warm up; of the rounds their median and range."""
+    steps = [{name: median(found[name][0]["seconds"][1:]) for name in ENGINES} for found in rounds]
+    row = f"{what}: {ranks} ranks, {len(rounds[0]['stock'][0]['values'])} numbers equal"
+    row += f", a step of stock {1e3 * median(times['stock'] for times in steps):.0f} ms"
     for engine in ENGINES[1:]:
-        # Only a run of ours has our classes: that it was ours is part of the result.
-        assert all(rank["is_ours"] for rank in found[engine]), f"{engine}: the model is not sharded by fsdp2x"
-        assert [rank["values"] for rank in found[engine]] == [rank["values"] for rank in found["stock"]], engine
-    assert not any(rank["is_ours"] for rank in found["stock"])
-    return found
+        ratios = sorted(times["stock"] / times[engine] for times in steps)
+        row += f", {engine} {median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    SPEEDS.append(row)

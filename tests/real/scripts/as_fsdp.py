@@ -1,0 +1,18 @@
+"""accelerate's state is told that it is FSDP, as by ``install()``: accelerate turns it on for accelerators only."""
+
+import accelerate.state
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+make = accelerate.state.AcceleratorState.__init__
+
+
+def as_fsdp(self, *args, **kwargs):
+    make(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU and kwargs.get("fsdp_plugin") is not None:
+        # The shared state too: every later AcceleratorState() takes the type from there.
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.fsdp_plugin = kwargs["fsdp_plugin"]
+
+
+accelerate.state.AcceleratorState.__init__ = as_fsdp

@@ -1,0 +1,28 @@
+"""A tokenizer and a Qwen3 of two layers, the same in every process, and texts."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+WORDS = [f"w{i}" for i in range(60)]
+TABLE = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+TEXTS = [" ".join(WORDS[(3 * i + 7 * j) % 60] for j in range(8 + i % 5)) for i in range(32)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    plain = Tokenizer(models.WordLevel(TABLE, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def qwen3(**changes) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": len(TABLE), "max_position_embeddings": 64}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | {"eos_token_id": 1} | changes))
+
+
+def batches(num: int, rows: int, rank: int) -> list[torch.Tensor]:
+    """``num`` tensors of token ids ``[rows, 12]``, other ones on every rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randint(3, len(TABLE), (rows, 12), generator=generator) for _ in range(num)]

@@ -1,0 +1,100 @@
+# ruff: noqa: E402 - what a CPU needs comes before the imports.
+"""torchtitan's Trainer with llama3's debug model, by default in its default setting, spmd_types; settings follow.
+
+For a CPU: the device is "cpu", the memory monitor is a stub, attention is torch's instead of compiled flex attention,
+timeouts are not changed after the first step, nothing is compiled, and gloo, which has no PREMUL_SUM, is asked to sum.
+"""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+import torch
+import torch._utils
+
+torch._utils._get_available_device_type = lambda: "cpu"
+
+import torchtitan.components.metrics as metrics
+import torchtitan.distributed.fsdp as wrapping
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.llama3 import config_registry, model_registry
+
+import report
+
+stats = types.SimpleNamespace(
+    max_active_gib=0, max_active_pct=0, max_reserved_gib=0, max_reserved_pct=0, num_alloc_retries=0, num_ooms=0
+)
+monitor = types.SimpleNamespace(
+    device_name="cpu", device_capacity_gib=1.0, reset_peak_stats=lambda: None, get_peak_stats=lambda: stats
+)
+metrics.build_device_memory_monitor = lambda: monitor
+dist_utils.set_pg_timeouts = lambda **kwargs: None
+
+
+def causal(q, k, v, *, scale, enable_gqa, **kwargs):
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    return out, None
+
+
+FlexAttention._compiled_flex_attn = staticmethod(causal)
+divide = wrapping.disable_fsdp_gradient_division
+
+
+def divide_by_sums(model):
+    divide(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+wrapping.disable_fsdp_gradient_division = divide_by_sums
+
+folder = Path(f"{sys.argv[1]}.data.{os.environ['RANK']}")
+folder.mkdir(exist_ok=True)
+words = [f"w{i}" for i in range(100)]
+plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *words])}, unk_token="<unk>"))
+plain.pre_tokenizer = pre_tokenizers.Whitespace()
+plain.save(str(folder / "tokenizer.json"))
+(folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+(folder / "data").mkdir(exist_ok=True)
+rows = [{"text": " ".join(words[(i * 7 + j * j) % 100] for j in range(60))} for i in range(64)]
+(folder / "data" / "data.json").write_text("\n".join(map(json.dumps, rows)))
+
+config = config_registry.llama3_debugmodel()
+config.model_spec = model_registry("debugmodel", attn_backend="flex")
+config.hf_assets_path = str(folder)
+config.dataloader.dataset_path = str(folder / "data")
+config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 6
+config.dump_folder = str(folder)
+# The weights are drawn by every process from its own clock unless a seed is set.
+config.debug.seed = 7
+for setting in sys.argv[2:]:
+    place, _, value = setting.partition("=")
+    *holders, name = place.split(".")
+    holder = config
+    for part in holders:
+        holder = getattr(holder, part)
+    assert hasattr(holder, name), setting
+    setattr(holder, name, json.loads(value))
+
+losses = []
+log = metrics.MetricsProcessor.log
+
+
+def recorded(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs):
+    losses.extend((global_avg_loss, grad_norm))
+    return log(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **kwargs)
+
+
+metrics.MetricsProcessor.log = recorded
+trainer = config.build()
+trainer.train()
+assert len(losses) >= 6, losses
+report.write(losses, trainer.model_parts[0])
+trainer.close()

@@ -1,0 +1,132 @@
+"""verl's SFTTrainer with its FSDP engine on a tiny Qwen3: sharded, LoRA, HSDP, checkpoints on the way.
+
+For a CPU: a platform and the engine are registered through verl's own registries, `Tracking` is a recorder.
+"""
+
+# ruff: noqa: E402
+import contextlib
+import os
+import sys
+import types
+
+os.environ |= {"VERL_PLATFORM": "cpu"}
+import pandas
+import tiny
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_module
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+import report
+
+
+def nothing(*_, **__):
+    return None
+
+
+class CPU(PlatformBase):
+    device_name, vendor_name = "cpu", "cpu"
+    device_module = types.SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        set_device=nothing,
+        synchronize=nothing,
+        empty_cache=nothing,
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        memory_allocated=lambda *_: 0,
+        memory_reserved=lambda *_: 0,
+        max_memory_allocated=lambda *_: 0,
+        max_memory_reserved=lambda *_: 0,
+        reset_peak_memory_stats=nothing,
+        mem_get_info=lambda *_: (1, 1),
+        get_device_name=lambda *_: "cpu",
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
+    is_available = is_ipc_supported = lambda self: True
+    current_device = lambda self: "cpu"  # noqa: E731
+    device_count = lambda self: 1  # noqa: E731
+    get_device_capability = lambda self, index=0: (None, None)  # noqa: E731
+    communication_backend_name = lambda self: "gloo"  # noqa: E731
+    visible_devices_envvar = lambda self: "NO_DEVICES"  # noqa: E731
+    nvtx_range = lambda self, message: contextlib.nullcontext()  # noqa: E731
+    ray_resource_name = lambda self: "CPU"  # noqa: E731
+    ray_noset_envvars = lambda self: []  # noqa: E731
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = nothing
+    manual_seed = manual_seed_all = lambda self, seed: torch.manual_seed(seed)
+
+
+PlatformRegistry.register(platform="cpu")(CPU)
+
+import verl.trainer.sft_trainer as sft
+from verl.utils.fsdp_utils import set_reshard_after_forward
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+
+values = []
+
+
+class Recorder:
+    def __init__(self, **_):
+        pass
+
+    def log(self, data, step):
+        values.extend(data[name] for name in ("train/loss", "train/grad_norm") if name in data)
+
+
+sft.Tracking = Recorder
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+folder = sys.argv[1]
+if rank == 0:
+    tiny.qwen3().save_pretrained(folder + ".model")
+    words = tiny.tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}"
+    words.save_pretrained(folder + ".model")
+    rows = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in tiny.TEXTS]
+    pandas.DataFrame({"messages": rows}).to_parquet(folder + ".parquet")
+dist.barrier()
+settings = {
+    "data.train_files": folder + ".parquet",
+    "data.train_batch_size": 8,
+    "data.micro_batch_size_per_gpu": 2,
+    "data.use_dynamic_bsz": False,
+    "data.max_length": 64,
+    "data.num_workers": 0,
+    "data.ignore_input_ids_mismatch": True,
+    "data.pad_mode": "no_padding",
+    "model.path": folder + ".model",
+    "model.use_remove_padding": False,
+    "model.enable_gradient_checkpointing": True,
+    "+model.override_config.attn_implementation": "sdpa",
+    "engine.strategy": "fsdp2",
+    "engine.use_torch_compile": False,
+    "optim.lr": 0.01,
+    "trainer.default_local_dir": folder + ".saved",
+    "trainer.total_epochs": 3,
+    "trainer.total_training_steps": 8,
+    "trainer.save_freq": 4,
+    "trainer.device": "cpu",
+    "trainer.resume_mode": "disable",
+} | {
+    "fsdp": {},
+    "lora": {"model.lora_rank": 4, "model.target_modules": "[q_proj,v_proj]"},
+    "hsdp": {"engine.fsdp_size": 2},
+    "no_reshard": {"engine.reshard_after_forward": False, "engine.forward_prefetch": True},
+}[sys.argv[2]]
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("sft_trainer_engine", overrides=[f"{name}={value}" for name, value in settings.items()])
+trainer = sft.SFTTrainer(config=config)
+if sys.argv[2] == "no_reshard":
+    # verl's own, which writes the state of upstream: units free their weights after all, the root too.
+    set_reshard_after_forward(trainer.engine.module, True)
+trainer.fit()
+model = trainer.engine.module
+values += [p.full_tensor().double().sum().item() for p in model.parameters()]
+report.write(values, model)
+dist.destroy_process_group()

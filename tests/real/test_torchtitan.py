@@ -1,0 +1,33 @@
+"""torchtitan: its Trainer with llama3's debug model; the default setting annotates parameters by spmd_types."""
+
+import pytest
+from environments import ENGINES, results_of, same_as_stock
+
+SETTINGS = {
+    "default": [],
+    "full_dtensor": ['parallelism.spmd_backend="full_dtensor"'],
+    "fp32_no_reshard": ['training.mixed_precision_param="float32"', 'parallelism.fsdp_reshard_after_forward="never"'],
+    "hsdp": ["parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2"],
+    "tp": ["parallelism.tensor_parallel_degree=2"],
+}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_llama3(tmp_path, how):
+    ranks = 4 if how in ("hsdp", "tp") else 2
+    same_as_stock("torchtitan", "torchtitan_llama3", tmp_path, *SETTINGS[how], ranks=ranks)
+
+
+@pytest.mark.parametrize("writer", ["stock", "shm"])
+def test_every_engine_resumes_from_the_checkpoint_of(tmp_path, writer):
+    def run(engine, name, *settings):
+        place = tmp_path / name
+        place.mkdir()
+        return results_of("torchtitan", "torchtitan_llama3", engine, place, *settings)[0]["values"]
+
+    saved = ["checkpoint.enable=true", f'checkpoint.folder="{tmp_path}/saved"', "checkpoint.interval=3"]
+    whole = run(writer, "whole", *saved)
+    assert len(whole) == 12
+    for engine in ENGINES:
+        again = run(engine, engine, *saved, "checkpoint.load_step=3", "checkpoint.interval=100")
+        assert again == whole[6:], engine
