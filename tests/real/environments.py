@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import pytest
 
@@ -69,7 +69,7 @@ def results_of(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=300)
+            output, _ = process.communicate(timeout=420)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
             raise
@@ -102,12 +102,31 @@ def same_as_stock(
     return rounds[0]
 
 
-def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]]) -> None:
-    """Of each round the ratio of median steps, after two to warm up; of the rounds their median and range."""
-    steps = [{name: median(found[name][0]["seconds"][1:]) for name in ENGINES} for found in rounds]
-    row = f"{what}: {ranks} ranks, {len(rounds[0]['stock'][0]['values'])} numbers equal"
-    row += f", a step of stock {1e3 * median(times['stock'] for times in steps):.0f} ms"
-    for engine in ENGINES[1:]:
-        ratios = sorted(times["stock"] / times[engine] for times in steps)
-        row += f", {engine} {median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+def same_with_example(package: str, script: str, folder: Path, *words: str, without: str | None = None) -> None:
+    """The package on our engine, then with the example of ``examples/integrations`` that its script knows.
+
+    Args:
+        without: the word in place of ``example`` for a run without it; None for no word.
+    """
+    ways = {"shm": [without] if without else [], "example": ["example"]}
+    rounds = []
+    for i in range(int(os.environ.get("FSDP2X_REAL_ROUNDS", "1"))):
+        found = {}
+        for name, way in ways.items():
+            place = folder / f"{name}{i}"
+            place.mkdir()
+            found[name] = results_of(package, script, "shm", place, *way, *words)
+        assert [rank["values"] for rank in found["example"]] == [rank["values"] for rank in found["shm"]]
+        rounds.append(found)
+    _note_speed(" ".join([script, "with its example", *words]), 2, rounds, "shm")
+
+
+def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]], base: str = "stock") -> None:
+    """Of every step but the first the ratio of its times on both; of these ratios the median and the middle half."""
+    steps = {name: [each for found in rounds for each in found[name][0]["seconds"][1:]] for name in rounds[0]}
+    row = f"{what}: {ranks} ranks, {len(rounds[0][base][0]['values'])} numbers equal"
+    row += f", a step of {base} {1e3 * median(steps[base]):.0f} ms"
+    for name in [name for name in steps if name != base]:
+        first, middle, last = quantiles(a / b for a, b in zip(steps[base], steps[name], strict=True))
+        row += f", {name} {middle:.2f}x ({first:.2f} to {last:.2f})"
     SPEEDS.append(row)

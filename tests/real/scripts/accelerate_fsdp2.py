@@ -5,6 +5,7 @@ For a CPU: as_fsdp.py.
 
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {"ACCELERATE_USE_CPU": "true"}
 
@@ -19,6 +20,7 @@ import report
 del as_fsdp
 settings = {
     "plain": {},
+    "example": {},
     "cpu_ram_efficient": {"cpu_ram_efficient_loading": True},
     "no_reshard_checkpointing": {"reshard_after_forward": False, "activation_checkpointing": True},
 }[sys.argv[2]]
@@ -29,6 +31,11 @@ accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2, cpu
 model = tiny.qwen3(tie_word_embeddings=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
+if sys.argv[2] == "example":
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "integrations"))
+    from accelerate_local_step import step_locally
+
+    step_locally(optimizer)
 values = []
 
 

@@ -1,8 +1,9 @@
 # ruff: noqa: E402 - what a CPU needs comes before the imports.
 """OLMo-core's Trainer on an OLMo 2 of two layers: its FSDP in bf16 or fp32, prefetching, a checkpoint, and a resume.
 
-No change for a CPU. cached_path, which fetches from clouds and wants their packages, is a stub; torch is newer than the
-package asks for.
+No change for a CPU. Bookkeeping is not in a thread: there ranks can wait for different collectives of it, for ever, on
+stock as well as here. cached_path, which fetches from clouds and wants their packages, is a stub; torch is newer than
+the package asks for.
 """
 
 import os
@@ -77,7 +78,7 @@ def main() -> None:
             save_folder=sys.argv[1] + ".saved",
             save_overwrite=False,
             metrics_collect_interval=1,
-            cancel_check_interval=1,
+            async_bookkeeping=False,
             max_duration=Duration.steps(steps),
             callbacks={"checkpointer": CheckpointerCallback(save_interval=4), "recorder": Recorder()},
         ).build(modules, loader)

@@ -74,7 +74,8 @@ config.training.local_batch_size, config.training.seq_len, config.training.steps
 config.dump_folder = str(folder)
 # The weights are drawn by every process from its own clock unless a seed is set.
 config.debug.seed = 7
-for setting in sys.argv[2:]:
+example = sys.argv[2:3] == ["example"]
+for setting in sys.argv[3:] if example else sys.argv[2:]:
     place, _, value = setting.partition("=")
     *holders, name = place.split(".")
     holder = config
@@ -94,6 +95,11 @@ def recorded(self, step, global_avg_loss, global_max_loss, grad_norm, *args, **k
 
 metrics.MetricsProcessor.log = recorded
 trainer = config.build()
+if example:
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "integrations"))
+    from torchtitan_local_step import step_locally
+
+    step_locally(trainer)
 trainer.train()
 assert len(losses) >= 6, losses
 report.write(losses, trainer.model_parts[0])

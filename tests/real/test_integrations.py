@@ -1,0 +1,15 @@
+"""examples/integrations: each computes what the package computes without it."""
+
+from environments import same_with_example
+
+
+def test_accelerate(tmp_path):
+    same_with_example("huggingface", "accelerate_fsdp2", tmp_path, without="plain")
+
+
+def test_torchtitan(tmp_path):
+    same_with_example("torchtitan", "torchtitan_llama3", tmp_path)
+
+
+def test_trl(tmp_path):
+    same_with_example("trl", "trl_sync_weights", tmp_path, without="plain")
