@@ -122,11 +122,11 @@ def same_with_example(package: str, script: str, folder: Path, *words: str, with
 
 
 def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]], base: str = "stock") -> None:
-    """Of every step but the first the ratio of its times on both; of these ratios the median and the middle half."""
+    """Of every step but the first two the ratio of its times on both; of these the median and the middle half."""
     steps = {name: [each for found in rounds for each in found[name][0]["seconds"][1:]] for name in rounds[0]}
     row = f"{what}: {ranks} ranks, {len(rounds[0][base][0]['values'])} numbers equal"
     row += f", a step of {base} {1e3 * median(steps[base]):.0f} ms"
     for name in [name for name in steps if name != base]:
-        first, middle, last = quantiles(a / b for a, b in zip(steps[base], steps[name], strict=True))
+        first, middle, last = quantiles(a / b for a, b in zip(steps[base], steps[name], strict=False))
         row += f", {name} {middle:.2f}x ({first:.2f} to {last:.2f})"
     SPEEDS.append(row)

@@ -16,11 +16,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import report
 
-if sys.argv[2] == "example":
-    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "integrations"))
-    from trl_sync_in_buckets import sync_in_buckets
-
-    sync_in_buckets()
 dist.init_process_group("gloo")
 model = tiny.qwen3(num_hidden_layers=8)
 for layer in model.model.layers:
@@ -28,6 +23,11 @@ for layer in model.model.layers:
 fully_shard(model)
 sender = VLLMGeneration.__new__(VLLMGeneration)
 sender.accelerator = Accelerator(cpu=True)
+if sys.argv[2] == "example":
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "integrations"))
+    from trl_sync_in_buckets import sync_in_buckets
+
+    sync_in_buckets(sender)
 values, seconds = [], []
 for _ in range(20):
     start = time.perf_counter()
