@@ -39,9 +39,11 @@ def python_with(package: str) -> str:
     inner.joinpath("shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
     # Without dependencies: torch, transformers and accelerate are the project's, whatever a package would like.
     words = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "-r"]
-    done = subprocess.run(
-        [*map(str, words), str(HERE / "requirements" / f"{package}.txt")], capture_output=True, text=True, timeout=900
-    )
+    command = [*map(str, words), str(HERE / "requirements" / f"{package}.txt")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{package} cannot be installed here: no end after 15 minutes")
     if done.returncode != 0:
         pytest.skip(f"{package} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
     record.write_text(wanted)
