@@ -4,6 +4,6 @@ import pytest
 from environments import same_as_stock
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("fp32", 2), ("bf16", 2), ("hsdp", 4)])
-def test_trainer(tmp_path, how, ranks):
-    same_as_stock("olmo_core", "olmo_core_trainer", tmp_path, how, ranks=ranks)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_trainer(tmp_path, dtype):
+    same_as_stock("olmo_core", "olmo_core_trainer", tmp_path, dtype)

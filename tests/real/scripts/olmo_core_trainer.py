@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - what a CPU needs comes before the imports.
-"""OLMo-core's Trainer on an OLMo 2 of two layers: its FSDP in bf16 or fp32, prefetching, a checkpoint, and a resume.
+"""OLMo-core's Trainer on an OLMo 2 of two layers: its FSDP in bf16 or fp32, prefetching, checkpoints.
 
 No change for a CPU. Bookkeeping is not in a thread: there ranks can wait for different collectives of it, for ever, on
 stock as well as here. cached_path, which fetches from clouds and wants their packages, is a stub; torch is newer than
@@ -63,8 +63,7 @@ def main() -> None:
             max_sequence_length=16,
             optim=AdamWConfig(lr=1e-2),
             dp_config=TransformerDataParallelConfig(
-                name=DataParallelType.hsdp if sys.argv[2] == "hsdp" else DataParallelType.fsdp,
-                num_replicas=2 if sys.argv[2] == "hsdp" else None,
+                name=DataParallelType.fsdp,
                 param_dtype=DType.bfloat16 if sys.argv[2] == "bf16" else None,
                 prefetch_factor=1,
             ),
