@@ -105,8 +105,10 @@ class MemoryPlan:
             **({} if self.simulation is None else {"simulation": self.simulation.to_dict()}),
         }
 
-    def __str__(self) -> str:
-        request, report = self.request, self.report
+    @property
+    def headline(self) -> str:
+        """What is planned, in a line."""
+        request = self.request
         computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
         head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
         head += f", on {request.device}" + (f", offload {request.offload}" if request.offload != "none" else "")
@@ -114,7 +116,11 @@ class MemoryPlan:
             head += f", experts over {request.expert_parallel} ranks"
         if request.micro_batches > 1:
             head += f", {request.micro_batches} micro-batches a step"
-        lines = [head, "", str(report)]
+        return head
+
+    def __str__(self) -> str:
+        request, report = self.request, self.report
+        lines = [self.headline, "", str(report)]
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
         if self.fits is not None:

@@ -44,23 +44,28 @@ def explanation(report: MemoryReport) -> str:
     return "\n".join(["columns of units", *columns(heads, 2), "", "rows", *columns(rows, 2)])
 
 
+def parts(report: MemoryReport, peak_bytes: int) -> list[tuple[str, str, int]]:
+    """What fills the device at the peak: a letter, a name and bytes; what of it the host holds is left out."""
+    if report.host_bytes > 0:  # not told apart
+        found = [("r", "at rest", report.device_resting_bytes)]
+    else:
+        found = [("s", "shards", report.shard_bytes), ("g", "gradients", report.gradient_bytes)]
+        found += [("o", "optimizer", report.optimizer_bytes or 0), ("b", "buffers", report.unsharded_bytes)]
+    rest = peak_bytes - sum(size for _, _, size in found)
+    return [*found, ("t", "a step's", max(rest, 0))]
+
+
 def bar(report: MemoryReport, peak_bytes: int, memory_bytes: int | None) -> str:
     """A line as long as the memory, or as the peak, with a letter for each part of the device's, and what they mean."""
-    host = report.host_bytes > 0
-    parts = [("s", "shards", report.shard_bytes), ("g", "gradients", report.gradient_bytes)]
-    parts += [("o", "optimizer", report.optimizer_bytes or 0), ("b", "buffers", report.unsharded_bytes)]
-    if host:  # what of them the host holds is not told apart
-        parts = [("r", "at rest", report.device_resting_bytes)]
-    rest = peak_bytes - sum(size for _, _, size in parts)
-    parts.append(("t", "a step's", max(rest, 0)))
+    found = parts(report, peak_bytes)
     whole = max(memory_bytes or 0, peak_bytes)
     if whole == 0:
         return ""
     line, seen = "", 0
-    for letter, _, size in parts:
+    for letter, _, size in found:
         seen += size
         line += letter * (round(_WIDTH * seen / whole) - len(line))
-    shown = [f"{letter} {name} {readable(size)}" for letter, name, size in parts if size]
+    shown = [f"{letter} {name} {readable(size)}" for letter, name, size in found if size]
     if whole > peak_bytes:
         shown.append(f"free for activations {readable(whole - peak_bytes)}")
     limit = ""
