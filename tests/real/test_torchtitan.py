@@ -6,7 +6,6 @@ from environments import ENGINES, results_of, same_as_stock
 SETTINGS = {
     "default": [],
     "full_dtensor": ['parallelism.spmd_backend="full_dtensor"'],
-    "fp32_no_reshard": ['training.mixed_precision_param="float32"', 'parallelism.fsdp_reshard_after_forward="never"'],
     "hsdp": ["parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2"],
     "tp": ["parallelism.tensor_parallel_degree=2"],
 }

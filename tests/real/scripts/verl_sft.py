@@ -1,4 +1,4 @@
-"""verl's SFTTrainer with its FSDP engine on a tiny Qwen3: sharded, LoRA, HSDP, checkpoints on the way.
+"""verl's SFTTrainer with its FSDP engine on a tiny Qwen3: sharded, LoRA, prefetching, checkpoints on the way.
 
 For a CPU: a platform and the engine are registered through verl's own registries, `Tracking` is a recorder.
 """
@@ -116,7 +116,6 @@ settings = {
 } | {
     "fsdp": {},
     "lora": {"model.lora_rank": 4, "model.target_modules": "[q_proj,v_proj]"},
-    "hsdp": {"engine.fsdp_size": 2},
     "no_reshard": {"engine.reshard_after_forward": False, "engine.forward_prefetch": True},
 }[sys.argv[2]]
 with initialize_config_module("verl.trainer.config", version_base=None):
