@@ -71,7 +71,7 @@ def results_of(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=420)
+            output, _ = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
             raise

@@ -29,10 +29,10 @@ def supervise(answer: str) -> None:
 
     groups = [start(0, 0), start(1, 0)]
     try:
-        assert groups[1].wait(timeout=120) != 0, "group 1 was to be killed"
+        assert groups[1].wait(timeout=240) != 0, "group 1 was to be killed"
         groups[1] = start(1, 1)
         for group in groups:
-            assert group.wait(timeout=120) == 0, "a group failed"
+            assert group.wait(timeout=240) == 0, "a group failed"
     finally:
         for group in groups:
             group.terminate()
