@@ -1,9 +1,9 @@
 # ruff: noqa: E402 - what a CPU needs comes before the imports.
 """OLMo-core's Trainer on an OLMo 2 of two layers: its FSDP in bf16 or fp32, prefetching, checkpoints.
 
-No change for a CPU. Bookkeeping is not in a thread: there ranks can wait for different collectives of it, for ever, on
-stock as well as here. cached_path, which fetches from clouds and wants their packages, is a stub; torch is newer than
-the package asks for.
+No change for a CPU. Bookkeeping is not in a thread: queues of it differ from rank to rank there, and with a check at
+every step ranks can wait for different collectives. cached_path, which fetches from clouds and wants their packages, is
+a stub; torch is newer than the package asks for.
 """
 
 import os
