@@ -118,7 +118,10 @@ def train(answer: str, group: int, life: int) -> None:
         values.append((step, loss.item(), num_groups[-1]))
     weights = torch.cat([param.to_local().flatten() for param in model.parameters()]).double()
     end = f"{weights.sum().item().hex()} {weights.square().sum().item().hex()}"
-    Path(f"{answer}.end.{group}.{rank}").write_text(end)
+    # Under its name only when it is whole: the other group waits for the name.
+    part = Path(f"{answer}.end.{group}.{rank}.part")
+    part.write_text(end)
+    part.rename(f"{answer}.end.{group}.{rank}")
     if group == 0:
         assert [count for _, _, count in values[:KILLED]] == [2] * KILLED, values
         assert 1 in num_groups, "group 0 did no step alone"
