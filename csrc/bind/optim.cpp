@@ -3,6 +3,7 @@
 
 #include "bind/own.hpp"
 #include "engine/optim/clip.hpp"
+#include "engine/optim/coded_moments.hpp"
 #include "engine/optim/optimizer.hpp"
 
 namespace fsdp2x {
@@ -22,17 +23,20 @@ void bind_optim(py::module_& m) {
   m.def(
       "adamw_step",
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
-         bool bf16_moments, const py::object& stochastic, uint64_t seed, std::optional<DeviceSteps*> on_device,
+         bool narrow_moments, const py::object& stochastic, uint64_t seed, std::optional<DeviceSteps*> on_device,
          const std::optional<at::Tensor>& grad_scale) {
         std::vector<AdamWGroup> groups;
         for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
           groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
         }
-        return adamw_step(groups, state.ptr(), make_state.ptr(), {bf16_moments, own_unless_none(stochastic), seed},
+        return adamw_step(groups, state.ptr(), make_state.ptr(), {narrow_moments, own_unless_none(stochastic), seed},
                           on_device.value_or(nullptr), grad_scale.value_or(at::Tensor()));
       },
-      py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("bf16_moments"), py::arg("stochastic"),
+      py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("narrow_moments"), py::arg("stochastic"),
       py::arg("seed"), py::arg("on_device"), py::arg("grad_scale"));
+  m.def("num_moment_blocks", &num_moment_blocks, py::arg("numel"));
+  m.def("decode_moments", &decode_moments, py::arg("codes"), py::arg("scales"), py::arg("is_signed"));
+  m.def("encode_moments", &encode_moments, py::arg("values"), py::arg("is_signed"));
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   m.def(
       "sgd_step",

@@ -8,6 +8,7 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
+#include "core/moment_codes.hpp"
 
 namespace fsdp2x::cpu {
 
@@ -45,13 +46,44 @@ class Operand {
   alignas(kAlignBytes) float tile_[kTileNumel];
 };
 
+// A moment of a step as floats: an operand, or codes and scales.
+class Moment {
+ public:
+  Moment(const KernelTable& table, DType type, void* data, float* scales, bool is_signed)
+      : table_(table),
+        floats_(table, type, data),
+        codes_(type == DType::byte ? static_cast<uint8_t*>(data) : nullptr),
+        scales_(scales),
+        is_signed_(is_signed) {}
+
+  float* load(int64_t begin, int64_t count) {
+    if (codes_ == nullptr) return floats_.load(begin, count);
+    table_.load_moments[is_signed_](tile_, codes_ + begin, scales_ + begin / kMomentBlock, count);
+    return tile_;
+  }
+  void store(int64_t begin, int64_t count, const uint16_t* bits) {
+    if (codes_ == nullptr) return floats_.store(begin, count, bits);
+    table_.store_moments[is_signed_][bits != nullptr](codes_ + begin, scales_ + begin / kMomentBlock, tile_, bits,
+                                                      count);
+  }
+
+ private:
+  const KernelTable& table_;
+  Operand floats_;
+  uint8_t* codes_;
+  float* scales_;
+  bool is_signed_;
+  alignas(kAlignBytes) float tile_[kTileNumel];
+};
+static_assert(kTileNumel % kMomentBlock == 0);
+
 // The rounding bits of a tile.
 class Bits {
  public:
   // Null when the piece rounds to nearest even, or when `type` is not rounded.
   const uint16_t* draw(const KernelTable& table, const Rounding* rounding, DType type, Draw draw, int64_t begin,
                        int64_t count) {
-    if (rounding == nullptr || type != DType::bf16) return nullptr;
+    if (rounding == nullptr || (type != DType::bf16 && type != DType::byte)) return nullptr;
     for (int64_t done = 0; done < count;) {
       const int64_t position = rounding->offset + begin + done;
       const int64_t within = position % rounding->run;
@@ -78,16 +110,16 @@ void adamw(const AdamWPiece& piece, const AdamWStep& step) {
   if (piece.type != DType::f32 && piece.type != DType::bf16 && piece.type != DType::f16) {
     throw Error(std::string("adamw: parameters of type ") + dtype_name(piece.type) + "; expected f32, bf16 or f16");
   }
-  if (piece.moments != DType::f32 && piece.moments != DType::bf16) {
-    throw Error(std::string("adamw: moments of type ") + dtype_name(piece.moments) + "; expected f32 or bf16");
+  if (piece.moments != DType::f32 && piece.moments != DType::bf16 && piece.moments != DType::byte) {
+    throw Error(std::string("adamw: moments of type ") + dtype_name(piece.moments) + "; expected f32, bf16 or byte");
   }
   const KernelTable& table = kernel_table();
   const auto loop = table.adamw[piece.max_exp_avg_sq != nullptr];
   Operand param(table, piece.type, piece.param);
   Operand grad(table, piece.type, piece.grad);
-  Operand exp_avg(table, piece.moments, piece.exp_avg);
-  Operand exp_avg_sq(table, piece.moments, piece.exp_avg_sq);
-  Operand max_exp_avg_sq(table, piece.moments, piece.max_exp_avg_sq);
+  Moment exp_avg(table, piece.moments, piece.exp_avg, piece.exp_avg_scales, true);
+  Moment exp_avg_sq(table, piece.moments, piece.exp_avg_sq, piece.exp_avg_sq_scales, false);
+  Moment max_exp_avg_sq(table, piece.moments, piece.max_exp_avg_sq, piece.max_exp_avg_sq_scales, false);
   Bits bits;
   const bool in_place = piece.type == DType::f32 && piece.moments == DType::f32;
   const int64_t tile = in_place ? std::max<int64_t>(piece.numel, 1) : kTileNumel;
@@ -103,6 +135,14 @@ void adamw(const AdamWPiece& piece, const AdamWStep& step) {
     exp_avg_sq.store(begin, count, squares);
     max_exp_avg_sq.store(begin, count, squares);
   }
+}
+
+void decode_moments(float* values, const uint8_t* codes, const float* scales, int64_t numel, bool is_signed) {
+  kernel_table().load_moments[is_signed](values, codes, scales, numel);
+}
+
+void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t numel, bool is_signed) {
+  kernel_table().store_moments[is_signed][false](codes, scales, values, nullptr, numel);
 }
 
 void sgd(const SgdPiece& piece, const SgdStep& step) {

@@ -9,6 +9,7 @@
 #endif
 
 #include "cpu/kernel_elements.hpp"
+#include "cpu/kernel_moments.hpp"
 #include "cpu/kernel_optimizers.hpp"
 #include "cpu/kernel_table.hpp"
 
@@ -258,6 +259,12 @@ KernelTable make_table() {
   table.adamw[true] = adamw<true>;
   table.rounding_bits = rounding_bits;
   table.store_stochastic = store_stochastic;
+  table.load_moments[false] = load_moments<false>;
+  table.load_moments[true] = load_moments<true>;
+  table.store_moments[false][false] = store_moments<false, false>;
+  table.store_moments[false][true] = store_moments<false, true>;
+  table.store_moments[true][false] = store_moments<true, false>;
+  table.store_moments[true][true] = store_moments<true, true>;
   fill_sgd<false>(table);
   fill_sgd<true>(table);
   return table;

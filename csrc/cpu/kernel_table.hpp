@@ -58,6 +58,10 @@ struct KernelTable {
   void (*rounding_bits)(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks);
   // dst (bf16) = acc, rounded up or down by the bits.
   void (*store_stochastic)(void* dst, const float* acc, const uint16_t* bits, int64_t numel);
+  // Moments in 8 bits, from the beginning of a block on (core/moment_codes.hpp): [has a sign], and [stochastic]; `bits`
+  // are not read without.
+  void (*load_moments[2])(float* values, const uint8_t* codes, const float* scales, int64_t numel);
+  void (*store_moments[2][2])(uint8_t* codes, float* scales, const float* values, const uint16_t* bits, int64_t numel);
   // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
   void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
 };

@@ -63,7 +63,8 @@ struct AdamWArgs {
   AdamWStep steps[kMaxGroups];
   const void* grads[kMaxTable] = {};  // null: the entry's segments are not stepped
   const float* grad_scale = nullptr;  // null, or the factor of all gradients, in the table's memory
-  bool stochastic = false;            // bf16 parameters and moments are rounded by `rounding`, not to nearest
+  bool stochastic = false;  // bf16 parameters and moments, and codes, are rounded by `rounding`, not to nearest
+  bool coded = false;       // moments are codes
   RoundingKey rounding;
 };
 

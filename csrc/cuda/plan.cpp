@@ -169,10 +169,13 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments) {
 
 AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
   for (const AdamWSegment& segment : segments) {
-    if (!computes(segment.type) || !computes(segment.moment_type) || segment.moment_type == DType::f16) {
+    const bool is_coded = segment.moment_type == DType::byte && segment.exp_avg_scales != nullptr &&
+                          segment.exp_avg_sq_scales != nullptr &&
+                          (segment.max_exp_avg_sq == nullptr || segment.max_exp_avg_sq_scales != nullptr);
+    if (!computes(segment.type) || segment.moment_type == DType::f16 || !(computes(segment.moment_type) || is_coded)) {
       throw Error(std::string("the CUDA kernels cannot step parameters of type ") + dtype_name(segment.type) +
                   " with moments of type " + dtype_name(segment.moment_type) +
-                  "; expected f32, bf16 or f16, and f32 or bf16");
+                  "; expected f32, bf16 or f16, and f32, bf16 or bytes with scales");
     }
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);

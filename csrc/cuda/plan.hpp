@@ -120,14 +120,17 @@ struct AdamWSegment {
   void* param = nullptr;
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
-  void* max_exp_avg_sq = nullptr;  // null: no amsgrad
+  void* max_exp_avg_sq = nullptr;   // null: no amsgrad
+  float* exp_avg_scales = nullptr;  // one for each block of codes (core/moment_codes.hpp); null but for codes
+  float* exp_avg_sq_scales = nullptr;
+  float* max_exp_avg_sq_scales = nullptr;
   int64_t numel = 0;
   int64_t first_tile = 0;
   Numbers numbers;
   int32_t source = 0;              // entry of the launch's table of gradients
   int32_t group = 0;               // entry of the launch's table of steps
   DType type = DType::f32;         // of the parameter and its gradient
-  DType moment_type = DType::f32;  // f32 or bf16
+  DType moment_type = DType::f32;  // f32 or bf16; byte: codes, all segments of a launch or none
   bool operator==(const AdamWSegment&) const = default;
 };
 
@@ -163,7 +166,8 @@ inline bool serves(const Copy& copy) { return copy.src == copy.dst || computes(c
 CopyPlan make_plan(std::vector<CopySegment> segments);
 PackPlan make_plan(std::vector<PackSegment> segments);
 ReducePlan make_plan(std::vector<ReduceSegment> segments);
-// Throws Error as well for moments that are neither f32 nor bf16, and for a group or gradient that no launch can name.
+// Throws Error as well for moments that are neither f32, bf16 nor codes with scales, and for a group or gradient that
+// no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
 SgdPlan make_plan(std::vector<SgdSegment> segments);
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "cuda/bodies/coded_adamw.hpp"
 #include "cuda/bodies/copy.hpp"
 #include "cuda/bodies/optimizer.hpp"
 #include "cuda/bodies/reduce.hpp"
@@ -75,7 +76,25 @@ void scale_gradients(const ReduceList& list, const TargetTable& targets, const d
   run_tiles(ScaleBody{list, targets, factor}, list.num_tiles);
 }
 
+template <bool kStochastic>
+void coded_adamw(const CodedAdamWBody<kStochastic>& body, int64_t num_tiles) {
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    for (int pass = 0; pass < kCodedPasses && body.steps(tile); ++pass) {
+      MomentTriple scales[kThreads], peaks[kThreads];
+      for (int thread = 0; thread < kThreads; ++thread) {
+        scales[thread] = body.scales(tile, pass, thread);
+        peaks[thread] = body.peaks(tile, pass, thread, scales[thread]);
+      }
+      for (int thread = 0; thread < kThreads; ++thread) {
+        body.step(tile, pass, thread, scales[thread], block_peaks(peaks, thread));
+      }
+    }
+  }
+}
+
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
+  if (args.coded && args.stochastic) return coded_adamw(CodedAdamWBody<true>{list, args}, list.num_tiles);
+  if (args.coded) return coded_adamw(CodedAdamWBody<false>{list, args}, list.num_tiles);
   if (args.stochastic) return run_tiles(AdamWBody<true>{list, args}, list.num_tiles);
   run_tiles(AdamWBody<false>{list, args}, list.num_tiles);
 }

@@ -314,12 +314,15 @@ def adamw_step(
     groups: Sequence[tuple[list, float, bool, float, float, float, float, bool, bool]],
     state: dict,
     make_state: Callable,
-    bf16_moments: bool,
+    narrow_moments: bool,
     stochastic: Any,
     seed: int,
     on_device: DeviceSteps | None,
     grad_scale: torch.Tensor | None,
 ) -> list[tuple[int, int]]: ...
+def num_moment_blocks(numel: int) -> int: ...
+def decode_moments(codes: torch.Tensor, scales: torch.Tensor, is_signed: bool) -> torch.Tensor: ...
+def encode_moments(values: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]: ...
 def pooled_zeros(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]: ...
 def sgd_step(
     groups: Sequence[tuple[list, float, float, float, float, bool, bool]],

@@ -58,6 +58,7 @@ SETTINGS = {
     "plain": (torch.float32, {}),
     "amsgrad": (torch.float32, {"amsgrad": True, "weight_decay": 0.1}),
     "bf16 moments": (torch.float32, {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 3}),
+    "int8 moments": (torch.float32, {"moments_dtype": "int8", "amsgrad": True}),
     "stepped by torch's functions": (torch.float64, {"amsgrad": True}),
 }
 

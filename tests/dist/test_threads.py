@@ -108,6 +108,7 @@ def main() -> None:
         (torch.float32, 1, fsdp2x.optim.SGD, {"momentum": 0.9}),
         (torch.float32, 1, fsdp2x.optim.AdamW, stochastic),
         (torch.bfloat16, 0, fsdp2x.optim.AdamW, stochastic),
+        (torch.float32, 1, fsdp2x.optim.AdamW, {**stochastic, "moments_dtype": "int8"}),
     ]
     for number, case in enumerate(cases):
         # With its newline in one write: torchrun's ranks are unbuffered, and share the pipe.

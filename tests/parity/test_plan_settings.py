@@ -44,6 +44,7 @@ CHANGES = {
     "data.packing": ("one backward", True),
     "optimizer.name": ("run", "sgd"),
     "optimizer.momentum": ("sgd", 0.9),
+    "optimizer.moments_dtype": ("run", "int8"),
     "parallel.strategy": ("run", "SHARD_GRAD_OP"),
     "parallel.expert_parallel": ("experts", 2),
     "parallel.reshard_after_forward": ("run", False),

@@ -17,6 +17,13 @@ SETTINGS = {
     "bf16 moments": (AdamW, torch.float32, {"moments_dtype": torch.bfloat16}),
     "bf16": (AdamW, torch.bfloat16, {"moments_dtype": torch.bfloat16, "amsgrad": True}),
     "fp16": (AdamW, torch.float16, {"moments_dtype": torch.float32}),
+    "int8 moments": (AdamW, torch.float32, {"moments_dtype": "int8"}),
+    "fp16, int8 moments": (AdamW, torch.float16, {"moments_dtype": "int8", "amsgrad": True}),
+    "stochastic, int8 moments": (
+        AdamW,
+        torch.bfloat16,
+        {"moments_dtype": "int8", "stochastic_rounding": True, "seed": 7},
+    ),
     "stochastic": (
         AdamW,
         torch.bfloat16,

@@ -65,6 +65,21 @@ FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
 }
 
+// One element's moments behind a gradient; torch interpolates from the nearer end.
+FSDP2X_HOST_DEVICE void update_moments(const AdamWStep& step, float gradient, float& m, float& v) {
+  const bool from_average = step.weight < 0.5f;
+  const float coefficient = from_average ? step.weight : step.weight - 1.0f;
+  m = fmaf(coefficient, gradient - m, from_average ? m : gradient);
+  v = fmaf(step.rest2 * gradient, gradient, v * step.beta2);
+}
+
+FSDP2X_HOST_DEVICE float largest_square(float before, float v) { return before >= v || before != before ? before : v; }
+
+FSDP2X_HOST_DEVICE float stepped_param(const AdamWStep& step, float p, float m, float second) {
+  const float denominator = sqrtf(second) / step.root + step.eps;
+  return p * step.decay + step.minus_size * m / denominator;
+}
+
 // `kFloats`: parameter, gradient and moments are f32.
 template <bool kStochastic, bool kFloats>
 struct AdamWStepper {
@@ -84,31 +99,19 @@ struct AdamWStepper {
     load<N>(type, segment.param, i, p);
     load<N>(moment_type, segment.exp_avg, i, m);
     load<N>(moment_type, segment.exp_avg_sq, i, v);
-    // torch interpolates from the nearer end.
-    const bool from_average = step.weight < 0.5f;
-    const float coefficient = from_average ? step.weight : step.weight - 1.0f;
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) {
-      const float gradient = g[k] * step.sign * grad_scale;
-      m[k] = fmaf(coefficient, gradient - m[k], from_average ? m[k] : gradient);
-      v[k] = fmaf(step.rest2 * gradient, gradient, v[k] * step.beta2);
-    }
+    for (int k = 0; k < N; ++k) update_moments(step, g[k] * step.sign * grad_scale, m[k], v[k]);
     store_rounded<N, kStochastic>(moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     if (segment.max_exp_avg_sq != nullptr) {
       float largest[N];
       load<N>(moment_type, segment.max_exp_avg_sq, i, largest);
       FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) {
-        v[k] = largest[k] >= v[k] || largest[k] != largest[k] ? largest[k] : v[k];
-      }
+      for (int k = 0; k < N; ++k) v[k] = largest_square(largest[k], v[k]);
       // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
       store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     }
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) {
-      const float denominator = sqrtf(v[k]) / step.root + step.eps;
-      p[k] = p[k] * step.decay + step.minus_size * m[k] / denominator;
-    }
+    for (int k = 0; k < N; ++k) p[k] = stepped_param(step, p[k], m[k], v[k]);
     store_rounded<N, kStochastic>(type, segment.param, i, p, rounding, Draw::param, number);
     store_rounded<N, kStochastic>(moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
   }

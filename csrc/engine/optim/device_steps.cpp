@@ -24,7 +24,7 @@ bool has_same_bits(const Step& a, const Step& b) {
   return std::memcmp(&a, &b, sizeof(Step)) == 0;
 }
 
-// --- what an optimizer has of its own: hyperparameters of a launch's groups, rounding, state -------------------------
+// --- what an optimizer has of its own: hyperparameters of a launch's groups, how it stores, state -- -----------------
 
 bool is_group(const DeviceAdamWJob& job, const cuda::AdamWArgs& args, int group) {
   return has_same_bits(args.steps[group], job.step);
@@ -41,18 +41,22 @@ void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
   args.momentum[group] = job.momentum;
 }
 
-bool rounds_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
-  return args.stochastic == job.is_stochastic && (!job.is_stochastic || args.rounding.step == job.key.step);
+bool is_coded(const DeviceAdamWJob& job) { return job.exp_avg_scales.defined(); }
+
+bool stores_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
+  return args.coded == is_coded(job) && args.stochastic == job.is_stochastic &&
+         (!job.is_stochastic || args.rounding.step == job.key.step);
 }
 
-bool rounds_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
+bool stores_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
 
-void set_rounding(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
+void set_storing(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
+  args.coded = is_coded(job);
   args.stochastic = job.is_stochastic;
   args.rounding = job.key;
 }
 
-void set_rounding(const DeviceSgdJob&, cuda::SgdArgs&) {}
+void set_storing(const DeviceSgdJob&, cuda::SgdArgs&) {}
 
 cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
   cuda::AdamWSegment segment;
@@ -60,6 +64,13 @@ cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
   segment.exp_avg = job.exp_avg.mutable_data_ptr();
   segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
   if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
+  if (is_coded(job)) {
+    segment.exp_avg_scales = job.exp_avg_scales.mutable_data_ptr<float>();
+    segment.exp_avg_sq_scales = job.exp_avg_sq_scales.mutable_data_ptr<float>();
+    if (job.max_exp_avg_sq.defined()) {
+      segment.max_exp_avg_sq_scales = job.max_exp_avg_sq_scales.mutable_data_ptr<float>();
+    }
+  }
   if (job.is_stochastic) segment.numbers = job.numbers;
   segment.type = engine_dtype(job.param.scalar_type());
   segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
@@ -79,7 +90,7 @@ template <class Job>
 bool has_room(const Launch<Job>& launch, const Job& job) {
   const bool is_known = launch.num_groups > 0 && is_group(job, launch.args, launch.num_groups - 1);
   return launch.device == job.param.device() && launch.segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
-         (is_known || launch.num_groups < cuda::kMaxGroups) && rounds_alike(job, launch.args);
+         (is_known || launch.num_groups < cuda::kMaxGroups) && stores_alike(job, launch.args);
 }
 
 template <class Job>
@@ -100,11 +111,11 @@ std::vector<Launch<Job>> launches_of(const std::vector<Job>& jobs) {
   std::vector<Launch<Job>> launches;
   for (const Job& job : jobs) {
     if (job.param.numel() == 0) continue;
-    // Those of another rounding or device may have come between.
+    // Those stored otherwise, or on another device, may have come between.
     auto launch = std::find_if(launches.rbegin(), launches.rend(), [&](const auto& one) { return has_room(one, job); });
     if (launch == launches.rend()) {
       launches.emplace_back().device = job.param.device();
-      set_rounding(job, launches.back().args);
+      set_storing(job, launches.back().args);
       launch = launches.rbegin();
     }
     add(*launch, job);

@@ -20,9 +20,10 @@ struct DeviceAdamWJob {
   using Args = cuda::AdamWArgs;
   at::Tensor param, grad;
   bool is_stochastic = false;
-  RoundingKey key;                                 // where rounding is stochastic
-  cuda::Numbers numbers;                           // likewise
-  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one undefined without amsgrad
+  RoundingKey key;                                                      // where rounding is stochastic
+  cuda::Numbers numbers;                                                // likewise
+  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
+  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined but for codes
   AdamWStep step;
 };
 

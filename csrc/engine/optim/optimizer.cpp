@@ -9,6 +9,7 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
+#include "core/moment_codes.hpp"
 #include "cpu/adamw.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"
@@ -80,7 +81,8 @@ LocalTensor local_item(PyObject* dict, PyObject* key) {
 
 struct AdamWJob {
   Pair pair;
-  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one undefined without amsgrad
+  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
+  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined but for codes
   at::Tensor count;
   const AdamWGroup* group;
   cpu::AdamWStep step;
@@ -92,11 +94,44 @@ bool is_step_count(const at::Tensor& tensor) {
   return is_plain_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.numel() == 1;
 }
 
+// The names of a moment in a parameter's state.
+struct MomentNames {
+  PyObject *values, *codes, *scales;
+};
+
+MomentNames moment_names(const std::string& name) {
+  return {interned(name.c_str()), interned((name + "_codes").c_str()), interned((name + "_scales").c_str())};
+}
+
+// A moment of a state: its memory, and its scales if that holds codes.
+struct MomentMemory {
+  at::Tensor memory, scales;
+};
+
+// Undefined memory: the kernels cannot take it.
+MomentMemory moment_of(const Pair& pair, PyObject* state, const MomentNames& names, bool takes_narrow_moments) {
+  if (takes_narrow_moments && look_up(state, names.codes) != nullptr) {
+    LocalTensor codes = local_item(state, names.codes);
+    LocalTensor scales = local_item(state, names.scales);
+    const int64_t num_blocks = (pair.param.tensor.numel() + kMomentBlock - 1) / kMomentBlock;
+    if (!pair.fits(codes, at::kByte) || scales.spec || !is_plain_memory(scales.tensor, pair.device) ||
+        scales.tensor.scalar_type() != at::kFloat || scales.tensor.numel() != num_blocks) {
+      return {};
+    }
+    return {std::move(codes.tensor), std::move(scales.tensor)};
+  }
+  LocalTensor values = local_item(state, names.values);
+  const bool is_narrow =
+      takes_narrow_moments && values.tensor.defined() && values.tensor.scalar_type() == at::kBFloat16;
+  if (!pair.fits(values, is_narrow ? at::kBFloat16 : at::kFloat)) return {};
+  return {std::move(values.tensor), {}};
+}
+
 // The parameters of an optimizer are numbered through its groups; 2^40 elements each draw bits of their own.
 constexpr int kNumberBits = 40;
 
-cpu::Rounding rounding_of(const Bf16Rules& bf16, size_t group, size_t index, size_t number) {
-  const PyRef place = PyRef::steal(PyObject_CallFunction(bf16.stochastic.get(), "nn", group, index));
+cpu::Rounding rounding_of(const NarrowRules& rules, size_t group, size_t index, size_t number) {
+  const PyRef place = PyRef::steal(PyObject_CallFunction(rules.stochastic.get(), "nn", group, index));
   unsigned long long first = 0;
   long long run = 0, stride = 0;
   if (!place || !PyArg_ParseTuple(place.get(), "KLL", &first, &run, &stride)) throw_python_error();
@@ -104,7 +139,7 @@ cpu::Rounding rounding_of(const Bf16Rules& bf16, size_t group, size_t index, siz
     throw Error("adamw_step: parameter " + std::to_string(number) + " has no room for its rounding bits");
   }
   cpu::Rounding rounding;
-  rounding.key.seed = bf16.seed;
+  rounding.key.seed = rules.seed;
   rounding.first = static_cast<uint64_t>(number) << kNumberBits | first;
   rounding.run = run;
   rounding.stride = stride;
@@ -112,26 +147,26 @@ cpu::Rounding rounding_of(const Bf16Rules& bf16, size_t group, size_t index, siz
 }
 
 bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& pair, PyObject* state,
-                   bool takes_bf16_moments) {
+                   bool takes_narrow_moments) {
   static PyObject* const step_name = interned("step");
-  static PyObject* const exp_avg_name = interned("exp_avg");
-  static PyObject* const exp_avg_sq_name = interned("exp_avg_sq");
-  static PyObject* const max_name = interned("max_exp_avg_sq");
+  static const MomentNames names[] = {moment_names("exp_avg"), moment_names("exp_avg_sq"),
+                                      moment_names("max_exp_avg_sq")};
   if (!pair.fits() || engine_dtype(pair.param.tensor.scalar_type()) == DType::byte ||
       pair.param.tensor.scalar_type() == at::kDouble) {
     return false;
   }
-  LocalTensor exp_avg = local_item(state, exp_avg_name);
-  LocalTensor exp_avg_sq = local_item(state, exp_avg_sq_name);
   LocalTensor count = local_item(state, step_name);
-  LocalTensor largest = group.amsgrad ? local_item(state, max_name) : LocalTensor();
-  const bool narrow = takes_bf16_moments && exp_avg.tensor.defined() && exp_avg.tensor.scalar_type() == at::kBFloat16;
-  const at::ScalarType type = narrow ? at::kBFloat16 : at::kFloat;
-  if (!pair.fits(exp_avg, type) || !pair.fits(exp_avg_sq, type) || !is_step_count(count.tensor) || count.spec ||
-      (group.amsgrad && !pair.fits(largest, type))) {
-    return false;
+  if (!is_step_count(count.tensor) || count.spec) return false;
+  MomentMemory moments[3];
+  for (size_t i = 0; i < (group.amsgrad ? 3 : 2); ++i) {
+    moments[i] = moment_of(pair, state, names[i], takes_narrow_moments);
+    if (!moments[i].memory.defined() || moments[i].memory.scalar_type() != moments[0].memory.scalar_type()) {
+      return false;
+    }
   }
-  jobs.push_back({std::move(pair), std::move(exp_avg.tensor), std::move(exp_avg_sq.tensor), std::move(largest.tensor),
+  auto& [exp_avg, exp_avg_sq, largest] = moments;
+  jobs.push_back({std::move(pair), std::move(exp_avg.memory), std::move(exp_avg_sq.memory), std::move(largest.memory),
+                  std::move(exp_avg.scales), std::move(exp_avg_sq.scales), std::move(largest.scales),
                   std::move(count.tensor), &group, cpu::AdamWStep(), false, cpu::Rounding()});
   return true;
 }
@@ -177,7 +212,16 @@ const std::byte* const_at(const at::Tensor& tensor, int64_t index) {
   return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
 }
 
+float* scales_at(const at::Tensor& scales, int64_t begin) {
+  return scales.defined() ? scales.mutable_data_ptr<float>() + begin / kMomentBlock : nullptr;
+}
+
 void run(const AdamWJob& job, int64_t begin, int64_t end) {
+  if (job.exp_avg_scales.defined()) {  // a range steps the blocks that begin in it
+    begin = (begin + kMomentBlock - 1) / kMomentBlock * kMomentBlock;
+    end = std::min((end + kMomentBlock - 1) / kMomentBlock * kMomentBlock, job.pair.param.tensor.numel());
+    if (begin >= end) return;
+  }
   cpu::AdamWPiece piece;
   piece.type = engine_dtype(job.pair.param.tensor.scalar_type());
   piece.moments = engine_dtype(job.exp_avg.scalar_type());
@@ -186,6 +230,9 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
   piece.exp_avg = at(job.exp_avg, begin);
   piece.exp_avg_sq = at(job.exp_avg_sq, begin);
   if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = at(job.max_exp_avg_sq, begin);
+  piece.exp_avg_scales = scales_at(job.exp_avg_scales, begin);
+  piece.exp_avg_sq_scales = scales_at(job.exp_avg_sq_scales, begin);
+  piece.max_exp_avg_sq_scales = scales_at(job.max_exp_avg_sq_scales, begin);
   piece.numel = end - begin;
   cpu::Rounding rounding = job.rounding;
   rounding.offset = begin;
@@ -202,6 +249,9 @@ DeviceAdamWJob device_job(const AdamWJob& job) {
           job.exp_avg,
           job.exp_avg_sq,
           job.max_exp_avg_sq,
+          job.exp_avg_scales,
+          job.exp_avg_sq_scales,
+          job.max_exp_avg_sq_scales,
           job.step};
 }
 
@@ -293,8 +343,8 @@ LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
 
 }  // namespace
 
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state, const Bf16Rules& bf16,
-                    DeviceSteps* on_device, const at::Tensor& grad_scale) {
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                    const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale) {
   std::vector<AdamWJob> jobs;
   std::vector<size_t> first_numbers;
   size_t num_params = 0;
@@ -310,11 +360,12 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
       own = state_of(state, param);
       if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
     }
-    if (!add_adamw_job(jobs, groups[g], pair_of(param, grad, on_device), own, bf16.moments)) return false;
+    if (!add_adamw_job(jobs, groups[g], pair_of(param, grad, on_device), own, rules.narrow_moments)) return false;
     AdamWJob& job = jobs.back();
-    job.is_stochastic = bf16.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
-                                            job.exp_avg.scalar_type() == at::kBFloat16);
-    if (job.is_stochastic) job.rounding = rounding_of(bf16, g, i, first_numbers[g] + i);
+    job.is_stochastic =
+        rules.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
+                             job.exp_avg.scalar_type() == at::kBFloat16 || job.exp_avg_scales.defined());
+    if (job.is_stochastic) job.rounding = rounding_of(rules, g, i, first_numbers[g] + i);
     return true;
   });
   count_steps(jobs);

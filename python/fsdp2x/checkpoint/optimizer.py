@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
+from fsdp2x.optim.coded_moments import widened
 from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
@@ -48,7 +49,7 @@ def named_state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Any
             members = [_name(names, param, index, position) for position, param in enumerate(group["params"])]
             for name, param in zip(members, group["params"], strict=True):
                 if optimizer.state.get(param):
-                    state[name] = dict(optimizer.state[param])
+                    state[name] = widened(optimizer.state[param])
             groups.append({**_settings(group), "params": members})
     return {"state": state, "param_groups": groups}
 

@@ -58,7 +58,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         choices=("none", "optimizer", "gradients", "all"),
         help="what is in host memory: nothing, the optimizer's state, gradients as well, or shards, too",
     )
-    command.add_argument("--optimizer", choices=("adamw", "sgd", "sgd_momentum", "none"))
+    command.add_argument(
+        "--optimizer",
+        choices=("adamw", "adamw_float32", "adamw_bfloat16", "adamw_int8", "sgd", "sgd_momentum", "none"),
+        help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
+    )
     command.add_argument(
         "--expert-parallel", "--expert_parallel", type=int, metavar="E", help="ranks that share the experts of a block"
     )

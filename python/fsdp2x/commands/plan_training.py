@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2x.train import ConfigError, TrainConfig, parse_config
+from fsdp2x.train.config import OptimizerConfig
 from fsdp2x.train.dialects import translate_file
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.resolve import resolve_batching
@@ -58,7 +59,7 @@ def read_training(
         else parallel.transport,
         "device": device,
         "offload": offload_mode(parallel.offload),
-        "optimizer": "sgd_momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name,
+        "optimizer": _optimizer(optimizer),
         "expert_parallel": parallel.expert_parallel,
         "expert_fsdp_size": parallel.expert_fsdp_size,
         "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
@@ -88,6 +89,13 @@ def _refuse_unforeseen(config: TrainConfig) -> None:
             f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
             "foretold; plan with auto, fsdp2x or fused"
         )
+
+
+def _optimizer(config: OptimizerConfig) -> str:
+    """By the name that plans have for it."""
+    if config.name == "sgd":
+        return "sgd_momentum" if config.momentum else "sgd"
+    return config.name if config.moments_dtype is None else f"{config.name}_{config.moments_dtype}"
 
 
 def _param_dtype(setting: str | None, device: str) -> str | None:

@@ -54,7 +54,7 @@ class GroupFacts:
     gradient_bytes: int  # unsharded gradients at once, as autograd makes them: the largest, on a device all of them
     wide_scratch_bytes: int  # a scratch of gradients that others are added to, without gradient sync
     num_trained: int  # parameters
-    trained_bytes: int  # their rows of this rank in their own dtype: what an optimizer keeps per moment
+    trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
     gradient_pool_bytes: int = 0
     staging_bytes: int = 0  # of all ranks, in what a device gathers packed
     reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
@@ -63,7 +63,6 @@ class GroupFacts:
     reduced_bytes: int = 0  # the reduced rows of this rank
     landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
     keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
-    state_block_bytes: int = 0  # of it, one moment of all parameters
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
     params: tuple[ParamFacts, ...] = ()
@@ -72,6 +71,10 @@ class GroupFacts:
     direct_chunk_bytes: tuple[int, ...] = ()  # of a rank, of parameters that a device gathers one by one
     packed_reduce_bytes: int = 0  # of a rank, in what a device reduces packed, flags included
     direct_reduce_bytes: tuple[int, ...] = ()  # likewise, in each reduction of a gradient that is not packed
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(numel * dtype.itemsize for numel, dtype in self.trained)
 
     @property
     def is_trainable(self) -> bool:
@@ -161,7 +164,7 @@ def _count(
         gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
         wide_scratch_bytes=layout.wide_scratch_bytes,
         num_trained=len(trained),
-        trained_bytes=sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in trained),
+        trained=tuple((_row_numel(shape, ranks), shape[3]) for shape in trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
         staging_bytes=_C.packed_segment_bytes(layout, pack_below) * ranks.world,
@@ -171,7 +174,6 @@ def _count(
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
-        state_block_bytes=sum(_C.align_up(_row_numel(shape, ranks) * shape[3].itemsize) for shape in trained),
         reduces_unused=reduces_unused,
         small=small,
         direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, pack_below)),

@@ -8,18 +8,37 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.memory.facts import ModelFacts
+from fsdp2x.memory.facts import GroupFacts, ModelFacts
 from fsdp2x.optim.host_moments import buffer_bytes
+from fsdp2x.optim.moments import INT8, moments_dtype_of, moment_bytes
 from fsdp2x.optim.muon import Muon
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
 
 # A float32 scalar that counts the steps, one for each parameter.
 _STEP_BYTES = 4
 _TORCH_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 
 
-# Moments, and counters of steps, of the optimizers that can be planned for.
-PLANNED = {"adamw": (2, 1), "sgd": (0, 0), "sgd_momentum": (1, 0), "none": (0, 0)}
+@dataclass(frozen=True)
+class _Kept:
+    """What an optimizer keeps of a parameter that it trains."""
+
+    num_moments: int = 0
+    num_counters: int = 0  # of steps
+    moments_dtype: torch.dtype | str | None = None  # None: that of the parameter
+
+
+# The optimizers that can be planned for.
+PLANNED = {
+    "adamw": _Kept(2, 1),
+    "adamw_float32": _Kept(2, 1, torch.float32),
+    "adamw_bfloat16": _Kept(2, 1, torch.bfloat16),
+    "adamw_int8": _Kept(2, 1, INT8),
+    "sgd": _Kept(),
+    "sgd_momentum": _Kept(1),
+    "none": _Kept(),
+}
 
 
 @dataclass(frozen=True)
@@ -32,19 +51,27 @@ class StateBytes:
 
 
 def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
-    """What one of ``PLANNED`` keeps on this rank, with moments in the dtype of the parameters."""
-    num_moments, num_counters = PLANNED[name]
+    """What one of ``PLANNED`` keeps on this rank."""
+    planned = PLANNED[name]
     groups = [group for unit in facts.units for group in unit.groups]
 
-    def kept(of: list) -> int:
-        counters = num_counters * _STEP_BYTES * sum(group.num_trained for group in of)
-        return counters + num_moments * sum(group.trained_bytes for group in of)
+    def moment(group: GroupFacts) -> list[int]:
+        """Bytes of the tensors of one moment of all parameters."""
+        return [
+            num_bytes
+            for numel, dtype in group.trained
+            for num_bytes in moment_bytes(numel, moments_dtype_of(dtype, planned.moments_dtype))
+        ]
+
+    def kept(of: list[GroupFacts]) -> int:
+        counters = planned.num_counters * _STEP_BYTES * sum(group.num_trained for group in of)
+        return counters + planned.num_moments * sum(sum(moment(group)) for group in of)
 
     brought = [group for group in groups if group.keeps_host_state and group.is_trainable]
     return StateBytes(
         kept(groups),
         kept([group for group in groups if group.offloads or group.keeps_host_state]),
-        buffer_bytes([num_moments * group.state_block_bytes for group in brought]),
+        buffer_bytes([planned.num_moments * sum(map(_C.align_up, moment(group))) for group in brought]),
     )
 
 
@@ -82,11 +109,8 @@ def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: tor
     if isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
         return local.numel() * local.itemsize
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):
-        dtype = param.dtype
-        narrow = (torch.float32, torch.bfloat16, torch.float16)
-        if getattr(optimizer, "moments_dtype", None) is not None and dtype in narrow:
-            dtype = optimizer.moments_dtype
-        return (3 if group["amsgrad"] else 2) * local.numel() * dtype.itemsize + _STEP_BYTES
+        dtype = moments_dtype_of(param.dtype, getattr(optimizer, "moments_dtype", None))
+        return (3 if group["amsgrad"] else 2) * sum(moment_bytes(local.numel(), dtype)) + _STEP_BYTES
     if isinstance(optimizer, torch.optim.SGD):
         return local.numel() * local.itemsize if group["momentum"] else 0
     raise ValueError(

@@ -50,8 +50,9 @@ def plan_memory(
     ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
     groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
     with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
-    ``optimizer``: one of adamw, sgd, sgd_momentum, none. ``expert_parallel``: ranks that share the experts of a block,
-    each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``, ``before_last``: as for
+    ``optimizer``: adamw, sgd, sgd_momentum or none; adamw_float32, adamw_bfloat16, adamw_int8 with that
+    ``moments_dtype``. ``expert_parallel``: ranks that share the experts of a block, each part of which
+    ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``, ``before_last``: as for
     ``memory_report``. ``local_world_size``: ranks of one host; None: all.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.arguments import checked
 from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.coded_moments import narrowed, widened
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import (
@@ -21,13 +23,12 @@ from fsdp2x.optim.local import (
     number,
     refuse_sparse,
 )
-from fsdp2x.optim.moments import place_in_whole, zeros_like_all
+from fsdp2x.optim.moments import INT8, moments_dtype_of, new_pieces, pieces, place_in_whole
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state, marks_exist
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
 
 class AdamW(EngineStep, torch.optim.AdamW):
@@ -50,6 +51,14 @@ class AdamW(EngineStep, torch.optim.AdamW):
     parameter's number and step count, and the element's place in the whole parameter: the same on every processor, for
     any number of ranks and threads, on all replicas, and after loading a state.
 
+    With ``moments_dtype="int8"`` a moment takes one byte an element, and four for each 256 of a rank's elements: their
+    largest magnitude. The 8 bits are a power code (``magnitude = largest * (code / 127) ** 4``, 255 without a sign), of
+    half the error in updates that float8 with the same scales has. A square above zero is never rounded to zero. What
+    is stored is rounded once a step; the parameter moves by the moments before. ``state_dict`` and checkpoints have
+    float32, which takes that memory while they are made, so that states go to other world sizes, other
+    ``moments_dtype`` and torch; the same blocks get the same codes again. ``optimizer.state`` itself has
+    ``exp_avg_codes`` and ``exp_avg_scales``, which ``flatten_optimizer_state_dict=True`` of torch cannot load.
+
     Of parameters sharded with ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` the moments are in host memory, one block
     for each unit. A step brings them to the device block by block, with the copies of two beside the compute, takes
     them back, and returns when they are there; its numbers are those of a step without offloading.
@@ -64,11 +73,11 @@ class AdamW(EngineStep, torch.optim.AdamW):
             be tensors of one element.
         foreach, fused: accepted for compatibility and without a meaning: every step is fused.
         capturable, differentiable: must be False.
-        moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters, ``torch.float32`` or
-            ``torch.bfloat16``; None (default) gives moments the dtype of their parameter, as torch does. States of
-            another dtype are converted when they are loaded, here and by torch.
-        stochastic_rounding: round what is stored in bfloat16, parameters and moments, stochastically instead of to
-            nearest even. Only where a kernel steps.
+        moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters, ``torch.float32``,
+            ``torch.bfloat16`` or ``"int8"``; None (default) gives moments the dtype of their parameter, as torch does.
+            States of another dtype are converted when they are loaded, here and by torch.
+        stochastic_rounding: round what is stored in bfloat16 or in 8 bits, parameters and moments, stochastically
+            instead of to nearest. Only where a kernel steps.
         seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
         max_grad_norm: clip the gradients of all groups together to this 2-norm; None (default): they are used as they
             are.
@@ -101,15 +110,16 @@ class AdamW(EngineStep, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        moments_dtype: torch.dtype | None = None,
+        moments_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
-        if moments_dtype not in (None, torch.float32, torch.bfloat16):
+        if moments_dtype not in (None, torch.float32, torch.bfloat16, INT8):
             raise ValueError(
-                f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype}, expected None, torch.float32 or torch.bfloat16"
+                f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype!r}, expected None, torch.float32, torch.bfloat16 "
+                "or 'int8'"
             )
         if stochastic_rounding and moments_dtype is None:
             raise ValueError(
@@ -146,6 +156,11 @@ class AdamW(EngineStep, torch.optim.AdamW):
         for index, param in zip(saved, params, strict=True):
             if index in kept:
                 self.state[param].update(kept[index])
+            if self._moments_dtype_of(param) == INT8:
+                if param in self.state:
+                    values = {name: v for name, v in state_dict["state"][index].items() if name in _MOMENTS}
+                    self.state[param] = narrowed(param, {**self.state[param], **values}, _MOMENTS)
+                continue
             if self.moments_dtype is None or id(param) in ours:
                 continue
             for name in _MOMENTS:
@@ -159,6 +174,17 @@ class AdamW(EngineStep, torch.optim.AdamW):
                 state["step"] = state["step"].cpu()
         if kept:
             self._host_moments.take_in(self.state, on_host)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; moments in 8 bits come as their values, in float32."""
+        if self.moments_dtype != INT8:
+            return super().state_dict()
+        narrow = self.state
+        self.state = defaultdict(dict, {param: widened(state) for param, state in narrow.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = narrow
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -204,7 +230,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
         if not marks_exist():
             return []
         return [
-            Wanted(param, _MOMENTS if group["amsgrad"] else _MOMENTS[:2], self._moments_dtype_of(param))
+            Wanted(param, tuple(pieces(param, _names(group), self._moments_dtype_of(param))))
             for group in self.param_groups
             for param in group["params"]
             if param.requires_grad and host_state(param) is not None
@@ -215,27 +241,24 @@ class AdamW(EngineStep, torch.optim.AdamW):
         """Device memory that a step takes beside parameters and gradients, for moments that come from the host."""
         return step_bytes(self._wanted_on_host())
 
-    def _moments_dtype_of(self, param: Tensor) -> torch.dtype:
-        if self.moments_dtype is not None and param.dtype in _SIXTEEN_BITS | {torch.float32}:
-            return self.moments_dtype
-        return param.dtype
+    def _moments_dtype_of(self, param: Tensor) -> torch.dtype | str:
+        return moments_dtype_of(param.dtype, self.moments_dtype)
 
     def _make_states(self, group: int, index: int) -> None:
         """The state of the parameter with this place, and of all others that have a gradient and no state yet."""
         asked = self.param_groups[group]["params"][index]
         wanted = [
-            (param, name)
+            (param, piece)
             for group in self.param_groups
             for param in group["params"]
             if param is asked or (param.grad is not None and not self.state.get(param))
-            for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])
+            for piece in pieces(param, _names(group), self._moments_dtype_of(param))
         ]
-        moments = zeros_like_all((param, self._moments_dtype_of(param)) for param, _ in wanted)
-        for (param, name), moment in zip(wanted, moments, strict=True):
+        for (param, piece), zeros in zip(wanted, new_pieces(wanted), strict=True):
             state = self.state[param]
             if "step" not in state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state[name] = moment
+            state[piece.name] = zeros
 
     def _place_of(self, group: int, index: int) -> tuple[int, int, int]:
         param = self.param_groups[group]["params"][index]
@@ -250,13 +273,16 @@ class AdamW(EngineStep, torch.optim.AdamW):
         self, group: dict[str, Any], params: list[Tensor], states: dict, grad_scale: Tensor | None
     ) -> None:
         columns: list[list[Tensor]] = [[], [], [], [], []]
-        rounded = []
+        rounded, coded = [], []
         for param in params:
             refuse_sparse("optim.AdamW", param.grad)
-            state = states[param]
-            moments = [state[name] for name in (_MOMENTS if group["amsgrad"] else _MOMENTS[:2])]
+            state = widened(states[param])
+            moments = [state[name] for name in _names(group)]
+            is_coded = state.keys() != states[param].keys()
+            if is_coded:
+                coded.append((param, state))
             _, grad, *_ = tensors = local_tensors([param, scaled(param.grad, grad_scale), *moments])
-            if self.stochastic_rounding and torch.bfloat16 in {tensor.dtype for tensor in tensors}:
+            if self.stochastic_rounding and (is_coded or torch.bfloat16 in {tensor.dtype for tensor in tensors}):
                 raise NotImplementedError(
                     f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "
                     f"{param.device}, whose gradient has dtype {param.grad.dtype}; it needs a parameter that a kernel "
@@ -289,6 +315,14 @@ class AdamW(EngineStep, torch.optim.AdamW):
         )
         for tensor, copy in rounded:
             tensor.copy_(copy)
+        for param, state in coded:
+            for name, value in narrowed(param, state, _names(group)).items():
+                if value is not states[param].get(name):
+                    local_tensors([states[param][name]])[0].copy_(local_tensors([value])[0])
+
+
+def _names(group: dict[str, Any]) -> tuple[str, ...]:
+    return _MOMENTS if group["amsgrad"] else _MOMENTS[:2]
 
 
 def _settings(group: dict[str, Any], params: list[Tensor]) -> tuple:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsdp2x.optim.moments import MomentTensor
 from fsdp2x.runtime import torch_private, transport
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import HostState, host_state
@@ -26,28 +28,28 @@ _NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """The moments of one parameter: their names in its state, and their dtype."""
+    """The moments of one parameter: the tensors of its state that are in host memory."""
 
     param: Tensor
-    names: tuple[str, ...]
-    dtype: torch.dtype
+    pieces: tuple[MomentTensor, ...]
 
 
 @dataclass(frozen=True)
 class _Moment:
     param: Tensor
-    name: str
+    piece: MomentTensor
     tensor: Tensor  # in the block
     offset: int
 
 
 def block_bytes(members: Iterable[Wanted]) -> int:
     """Bytes of the block of these moments."""
-    return sum(len(one.names) * _C.align_up(_local_bytes(one.param, one.dtype)) for one in members)
+    return sum(_C.align_up(_local_bytes(one.param, piece)) for one in members for piece in one.pieces)
 
 
-def _local_bytes(param: Tensor, dtype: torch.dtype) -> int:
-    return torch_private.local_tensor(param).numel() * dtype.itemsize
+def _local_bytes(param: Tensor, piece: MomentTensor) -> int:
+    numel = torch_private.local_tensor(param).numel() if piece.numel is None else piece.numel
+    return numel * piece.dtype.itemsize
 
 
 def buffer_bytes(sizes: list[int]) -> int:
@@ -67,9 +69,15 @@ def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
     return members
 
 
-def _in_pool(pool: Tensor, offset: int, param: Tensor, dtype: torch.dtype) -> Tensor:
-    local = _C.tensor_in_pool(pool, offset, list(torch_private.local_tensor(param).shape), dtype)
-    return torch_private.dtensor(local, torch_private.spec_with_dtype(torch_private.spec_of(param), dtype))
+def _in_pool(pool: Tensor, offset: int, param: Tensor, piece: MomentTensor) -> Tensor:
+    if piece.numel is not None:
+        return _C.tensor_in_pool(pool, offset, [piece.numel], piece.dtype)
+    local = _C.tensor_in_pool(pool, offset, list(torch_private.local_tensor(param).shape), piece.dtype)
+    return torch_private.dtensor(local, torch_private.spec_with_dtype(torch_private.spec_of(param), piece.dtype))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _Block:
@@ -84,14 +92,14 @@ class _Block:
         self.moments: list[_Moment] = []
         offset = 0
         for one in members:
-            for name in one.names:
-                tensor = _in_pool(self.memory, offset, one.param, one.dtype)
-                self.moments.append(_Moment(one.param, name, tensor, offset))
-                offset += _C.align_up(_local_bytes(one.param, one.dtype))
+            for piece in one.pieces:
+                tensor = _in_pool(self.memory, offset, one.param, piece)
+                self.moments.append(_Moment(one.param, piece, tensor, offset))
+                offset += _C.align_up(_local_bytes(one.param, piece))
 
     def is_of(self, members: list[Wanted]) -> bool:
         return len(members) == len(self.members) and all(
-            one.param is other.param and (one.names, one.dtype) == (other.names, other.dtype)
+            one.param is other.param and one.pieces == other.pieces
             for one, other in zip(members, self.members, strict=True)
         )
 
@@ -105,20 +113,20 @@ class _Block:
                 state = states[moment.param]
             if "step" not in state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            value = state.get(moment.name)
-            own = torch_private.local_tensor(moment.tensor)
+            value = state.get(moment.piece.name)
+            own = _local(moment.tensor)
             if value is None:
                 own.zero_()
             elif self._holds(value, moment):
                 continue
             else:
-                own.copy_(torch_private.local_tensor(value) if hasattr(value, "_local_tensor") else value)
-            state[moment.name] = moment.tensor
+                own.copy_(_local(value))
+            state[moment.piece.name] = moment.tensor
 
     def _holds(self, value: Tensor, moment: _Moment) -> bool:
         if value is not moment.tensor:
             return False
-        own = torch_private.local_tensor(value)
+        own = _local(value)
         return own.numel() == 0 or own.data_ptr() == self.memory.data_ptr() + moment.offset
 
     def on_device(self, buffer: Tensor, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> dict:
@@ -128,7 +136,7 @@ class _Block:
             if id(moment.param) not in stepped:
                 continue
             state = found.setdefault(moment.param, {"step": states[moment.param]["step"]})
-            state[moment.name] = _in_pool(buffer, moment.offset, moment.param, moment.tensor.dtype)
+            state[moment.piece.name] = _in_pool(buffer, moment.offset, moment.param, moment.piece)
         return found
 
 

@@ -1,9 +1,10 @@
-"""Where moments lie in memory, and where the elements of a local shard lie in the whole parameter."""
+"""What tensors moments are, where they lie in memory, and where the elements of a local shard lie in the whole parameter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,58 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
+
+
+INT8 = "int8"  # stands for a dtype: codes in 8 bits with a scale for each block of them
+CODES, SCALES = "_codes", "_scales"  # behind the name of a moment
+
+
+_NARROWED = {torch.float32, torch.bfloat16, torch.float16}  # parameters whose moments may be of another dtype
+
+
+def moments_dtype_of(dtype: torch.dtype, wanted: torch.dtype | str | None) -> torch.dtype | str:
+    """What the moments of a parameter of ``dtype`` are kept in, with ``moments_dtype=wanted``."""
+    return dtype if wanted is None or dtype not in _NARROWED else wanted
+
+
+@dataclass(frozen=True)
+class MomentTensor:
+    """One tensor of a moment in a parameter's state."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int | None = None  # of a plain tensor; None: it is shaped and cut like its parameter
+
+
+def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> list[MomentTensor]:
+    """The tensors of a parameter's moments, in the order of ``names``."""
+    if dtype != INT8:
+        return [MomentTensor(name, dtype) for name in names]
+    own = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
+    num_blocks = _C.num_moment_blocks(own.numel())
+    return [
+        piece
+        for name in names
+        for piece in (MomentTensor(name + CODES, torch.uint8), MomentTensor(name + SCALES, torch.float32, num_blocks))
+    ]
+
+
+def moment_bytes(numel: int, dtype: torch.dtype | str) -> list[int]:
+    """Bytes of each tensor of a moment of so many elements."""
+    if dtype != INT8:
+        return [numel * dtype.itemsize]
+    return [numel, _C.num_moment_blocks(numel) * torch.float32.itemsize]
+
+
+def new_pieces(params_and_pieces: Sequence[tuple[Tensor, MomentTensor]]) -> list[Tensor]:
+    """Zeros for each piece of a parameter."""
+    pairs = []
+    for param, piece in params_and_pieces:
+        if piece.numel is None:
+            pairs.append((param, piece.dtype))
+        else:
+            pairs.append((torch.empty(piece.numel, dtype=piece.dtype, device=param.device), piece.dtype))
+    return zeros_like_all(pairs)
 
 
 def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

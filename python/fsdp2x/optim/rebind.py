@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2x.arguments import checked
+from fsdp2x.optim.coded_moments import narrowed, widened
 from fsdp2x.runtime.stale import original_number
 from fsdp2x.units.lookup import named_params, units_of
 
@@ -48,7 +49,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
             f"{type(model).__name__}; build the optimizer from the parameters of the model that was sharded"
         )
     states = {
-        old: _sharded_state(records[original_number(old)][0], optimizer.state[old], old, new)
+        old: _moved_state(records[original_number(old)][0], optimizer.state[old], old, new)
         for old, new in replaced.items()
         if old in optimizer.state
     }
@@ -60,6 +61,12 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
         if old in states:
             optimizer.state[new] = states[old]
     return len(replaced)
+
+
+def _moved_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter) -> dict:
+    wide = widened(state)
+    coded = tuple(key for key in wide if key not in state)
+    return narrowed(new, _sharded_state(name, wide, old, new), coded)
 
 
 def _sharded_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter) -> dict:

@@ -144,6 +144,9 @@ class OptimizerConfig:
     eps: float = setting(1e-8, "AdamW's epsilon")
     weight_decay: float = setting(0.1, "decay of parameters with two or more dims; norms and biases get none")
     momentum: float = setting(0.0, "momentum of sgd")
+    moments_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
+        None, "dtype of AdamW's moments: int8 takes a quarter of float32; unset: that of the parameters"
+    )
     implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
         "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
     )
@@ -159,6 +162,18 @@ class OptimizerConfig:
             "optimizer.momentum",
             self.momentum,
             "0, since optimizer.name is adamw",
+        )
+        require(
+            self.moments_dtype is None or self.name == "adamw",
+            "optimizer.moments_dtype",
+            self.moments_dtype,
+            f"null, since optimizer.name is {self.name}",
+        )
+        require(
+            self.moments_dtype is None or self.implementation in ("auto", "fsdp2x"),
+            "optimizer.moments_dtype",
+            self.moments_dtype,
+            f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's",
         )
 
 
