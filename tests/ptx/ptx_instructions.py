@@ -151,6 +151,8 @@ def _select(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 def _convert(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     to, from_ = parts[-2:]
+    if parts[1] == "rzi" and from_ in FLOATS and to not in FLOATS and len(parts) == 4:
+        return t.put(operands[0], f"cut_off<{cpp_type(to)}>({t.value(operands[1], from_)})")
     rounds = to in FLOATS and (from_ not in FLOATS or bits_of(to) < bits_of(from_))
     if len(operands) != 2 or (from_ in FLOATS and to not in FLOATS) or rounds != ("rn" in parts) or "sat" in parts:
         raise ValueError
@@ -200,6 +202,7 @@ def _of_one(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
         raise ValueError
     x = t.value(operands[1], type_)
     forms = {"neg": "-{}", "not": "~{}", "sqrt": "std::sqrt({})", "rcp": "1 / {}", "popc": "std::popcount({})"}
+    forms["abs"] = "std::fabs({})" if type_ in FLOATS else "magnitude({})"
     if type_ == "pred":
         return t.put(operands[0], f"!{x}")
     return t.put(operands[0], f"{type_}({forms[head].format(x)})")
@@ -207,8 +210,21 @@ def _of_one(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 def _extreme(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     if parts[-1] in FLOATS:
-        raise ValueError
+        require_exact(parts)
+        if parts[0] != "min" or len(parts) != 2:
+            raise ValueError
+        return t.put(operands[0], f"smaller({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
     return t.put(operands[0], f"std::{parts[0]}({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
+
+
+def _field(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
+    """Bits out of the middle of an integer, extended by their sign where it has one."""
+    type_, (first, num) = parts[-1], map(int, operands[2:])
+    width = bits_of(type_)
+    if type_ not in ("s32", "u32") or not 0 < num <= width - first <= width:
+        raise ValueError
+    upper = f"{type_}({t.value(operands[1], unsigned(type_))} << {width - first - num})"
+    return t.put(operands[0], f"{type_}({upper} >> {width - num})")
 
 
 def _shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
@@ -274,7 +290,8 @@ _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]
     "ret": lambda t, parts, operands: "co_return;" if t.entry.waits else "return;",
     "bra": lambda t, parts, operands: f"goto {identifier(operands[0])};",
     **dict.fromkeys(("add", "sub", "mul", "mad", "div", "rem", "and", "or", "xor"), _arithmetic),
-    **dict.fromkeys(("neg", "not", "sqrt", "rcp", "popc"), _of_one),
+    **dict.fromkeys(("abs", "neg", "not", "sqrt", "rcp", "popc"), _of_one),
+    "bfe": _field,
     **dict.fromkeys(("min", "max"), _extreme),
     **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys(("prmt", "bfe"), _bits),

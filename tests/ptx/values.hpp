@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 namespace fsdp2x::ptx {
@@ -53,6 +54,28 @@ inline T as(Register bits) {
     std::memcpy(&value, &whole, sizeof(T));
     return value;
   }
+}
+
+// A float as an integer: towards zero, to the nearest end of what T holds, NaN to zero.
+template <class T, class F>
+inline T cut_off(F value) {
+  if (value != value) return 0;
+  if (value <= static_cast<F>(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
+  if (value >= static_cast<F>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
+  return static_cast<T>(value);
+}
+
+// A number before NaN, the negative zero before the positive.
+template <class F>
+inline F smaller(F x, F y) {
+  if (x == y) return std::signbit(x) ? x : y;
+  return y != y || x < y ? x : y;
+}
+
+// Of an integer's bits, with a sign.
+template <class Bits>
+inline Bits magnitude(Bits bits) {
+  return static_cast<std::make_signed_t<Bits>>(bits) < 0 ? static_cast<Bits>(Bits{0} - bits) : bits;
 }
 
 // A value in a register, extended by its sign.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from models import STACK_UNITS, inputs
@@ -73,7 +74,7 @@ def train(model, optimizer, ctx, steps, max_norm: float | None = 0.1) -> None:
 
 def moments(optimizer) -> dict:
     return {
-        f"{number}.{name}": value.to_local().clone()
+        f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value).clone()
         for number, state in enumerate(optimizer.state.values())
         for name, value in state.items()
         if name != "step"
