@@ -217,16 +217,6 @@ def _extreme(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     return t.put(operands[0], f"std::{parts[0]}({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
 
 
-def _field(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
-    """Bits out of the middle of an integer, extended by their sign where it has one."""
-    type_, (first, num) = parts[-1], map(int, operands[2:])
-    width = bits_of(type_)
-    if type_ not in ("s32", "u32") or not 0 < num <= width - first <= width:
-        raise ValueError
-    upper = f"{type_}({t.value(operands[1], unsigned(type_))} << {width - first - num})"
-    return t.put(operands[0], f"{type_}({upper} >> {width - num})")
-
-
 def _shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     type_ = cpp_type(parts[-1])
     function = {"shl": "shift_left", "shr": "shift_right"}[parts[0]]
@@ -235,6 +225,10 @@ def _shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 def _bits(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     """Instructions that `values.hpp` has a function of the same name for, of 32 bits."""
+    if parts == ["bfe", "s32"]:  # the bits, extended by their sign: of a whole byte alone
+        if operands[3] != "8":
+            raise ValueError
+        return t.put(operands[0], f"s32(s8(bfe({', '.join(t.value(operand, 'u32') for operand in operands[1:])})))")
     if parts[1:] not in (["b32"], ["u32"]):
         raise ValueError
     return t.put(operands[0], f"{parts[0]}({', '.join(t.value(operand, 'u32') for operand in operands[1:])})")
@@ -291,7 +285,6 @@ _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]
     "bra": lambda t, parts, operands: f"goto {identifier(operands[0])};",
     **dict.fromkeys(("add", "sub", "mul", "mad", "div", "rem", "and", "or", "xor"), _arithmetic),
     **dict.fromkeys(("abs", "neg", "not", "sqrt", "rcp", "popc"), _of_one),
-    "bfe": _field,
     **dict.fromkeys(("min", "max"), _extreme),
     **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys(("prmt", "bfe"), _bits),
