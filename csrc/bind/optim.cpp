@@ -13,6 +13,8 @@ namespace {
 using AdamWTuple = std::tuple<py::list, double, bool, double, double, double, double, bool, bool>;
 // (params, lr, momentum, dampening, weight_decay, nesterov, maximize)
 using SgdTuple = std::tuple<py::list, double, double, double, double, bool, bool>;
+// (params, lr, beta1, beta2, 1 - lr * weight_decay, maximize)
+using LionTuple = std::tuple<py::list, double, double, double, double, bool>;
 
 }  // namespace
 
@@ -50,6 +52,18 @@ void bind_optim(py::module_& m) {
                         grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"), py::arg("grad_scale"));
+  m.def(
+      "lion_step",
+      [](const std::vector<LionTuple>& tuples, const py::dict& state, const py::function& make_state,
+         std::optional<DeviceSteps*> on_device, const std::optional<at::Tensor>& grad_scale) {
+        std::vector<LionGroup> groups;
+        for (const auto& [params, lr, beta1, beta2, decay, maximize] : tuples) {
+          groups.push_back({own(params), lr, beta1, beta2, decay, maximize});
+        }
+        return lion_step(groups, state.ptr(), make_state.ptr(), on_device.value_or(nullptr),
+                         grad_scale.value_or(at::Tensor()));
+      },
+      py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("on_device"), py::arg("grad_scale"));
   py::class_<DeviceClip>(m, "DeviceClip")
       .def(py::init<bool>(), py::arg("with_twins") = false)
       .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })

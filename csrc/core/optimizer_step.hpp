@@ -24,6 +24,17 @@ struct SgdStep {
   float sign = 1.0f;  // -1: the gradient's opposite (maximize)
 };
 
+// One step of Lion.
+struct LionStep {
+  float decay = 1.0f;  // 1 - lr * weight_decay
+  float beta1 = 0.0f;
+  float rest1 = 0.0f;  // 1 - beta1
+  float beta2 = 0.0f;
+  float rest2 = 0.0f;  // 1 - beta2
+  float minus_lr = 0.0f;
+  float sign = 1.0f;  // -1: the gradient's opposite (maximize)
+};
+
 // What happens to the momentum buffer: there is none; it becomes the gradient; it is updated. `nesterov` looks ahead.
 enum class SgdMomentum { none, first, first_nesterov, later, later_nesterov };
 

@@ -150,4 +150,8 @@ void sgd(const SgdPiece& piece, const SgdStep& step) {
   loop(piece.param, piece.grad, piece.buffer, piece.numel, step);
 }
 
+void lion(float* param, const float* grad, float* average, int64_t numel, const LionStep& step) {
+  kernel_table().lion(param, grad, average, numel, step);
+}
+
 }  // namespace fsdp2x::cpu

@@ -58,4 +58,7 @@ struct SgdPiece {
 // Updates the parameter and its momentum buffer.
 void sgd(const SgdPiece& piece, const SgdStep& step);
 
+// Updates the parameter and its average of gradients (Chen et al., 2023, arXiv 2302.06675, algorithm 2).
+void lion(float* param, const float* grad, float* average, int64_t numel, const LionStep& step);
+
 }  // namespace fsdp2x::cpu

@@ -267,6 +267,7 @@ KernelTable make_table() {
   table.store_moments[true][true] = store_moments<true, true>;
   fill_sgd<false>(table);
   fill_sgd<true>(table);
+  table.lion = lion;
   return table;
 }
 

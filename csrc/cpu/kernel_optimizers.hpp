@@ -62,6 +62,20 @@ void sgd(float* __restrict param, const float* __restrict grad, float* __restric
   }
 }
 
+// NaN stays: a gradient that is lost shows.
+inline float sign_of(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+void lion(float* __restrict param, const float* __restrict grad, float* __restrict average, int64_t numel,
+          const LionStep& step) {
+  const LionStep s = step;
+  for (int64_t i = 0; i < numel; ++i) {
+    const float g = grad[i] * s.sign;
+    const float way = __builtin_fmaf(s.rest1, g, average[i] * s.beta1);
+    average[i] = __builtin_fmaf(s.rest2, g, average[i] * s.beta2);
+    param[i] = __builtin_fmaf(s.minus_lr, sign_of(way), param[i] * s.decay);
+  }
+}
+
 // --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 #ifdef __AVX2__

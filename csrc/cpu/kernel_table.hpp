@@ -36,6 +36,7 @@ struct Arithmetic {
 };
 
 using fsdp2x::AdamWStep;
+using fsdp2x::LionStep;
 using fsdp2x::SgdMomentum;
 using fsdp2x::SgdStep;
 inline constexpr int kNumSgdMomentum = 5;
@@ -64,6 +65,7 @@ struct KernelTable {
   void (*store_moments[2][2])(uint8_t* codes, float* scales, const float* values, const uint16_t* bits, int64_t numel);
   // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
   void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
+  void (*lion)(float* param, const float* grad, float* average, int64_t numel, const LionStep& step);
 };
 
 const KernelTable& kernel_table_base();

@@ -75,6 +75,12 @@ struct SgdArgs {
   const float* grad_scale = nullptr;
 };
 
+struct LionArgs {
+  LionStep steps[kMaxGroups];
+  const void* grads[kMaxTable] = {};
+  const float* grad_scale = nullptr;
+};
+
 // The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
 struct SignalTable {
   uint32_t* pad[kMaxRanks] = {};
@@ -133,6 +139,8 @@ struct Kernels {
 
   // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);
+
+  void (*lion)(const LionList& list, const LionArgs& args, Stream stream);
 };
 
 // Runs on the host, at once.

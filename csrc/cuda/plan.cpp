@@ -191,6 +191,14 @@ SgdPlan make_plan(std::vector<SgdSegment> segments) {
   return cut(std::move(segments));
 }
 
+LionPlan make_plan(std::vector<LionSegment> segments) {
+  for (const LionSegment& segment : segments) {
+    require_group(segment.group, kMaxGroups);
+    require_entry(segment.source);
+  }
+  return cut(std::move(segments));
+}
+
 CopyPlan plan_copies(std::span<const Copy> copies) {
   std::vector<CopySegment> segments;
   for (const Copy& copy : copies) segments.push_back(segment_of(copy));

@@ -145,6 +145,17 @@ struct SgdSegment {
   bool operator==(const SgdSegment&) const = default;
 };
 
+// Likewise.
+struct LionSegment {
+  float* param = nullptr;
+  float* average = nullptr;
+  int64_t numel = 0;
+  int64_t first_tile = 0;
+  int32_t source = 0;
+  int32_t group = 0;
+  bool operator==(const LionSegment&) const = default;
+};
+
 using CopyPlan = Plan<CopySegment>;
 using CopyList = List<CopySegment>;
 using PackPlan = Plan<PackSegment>;
@@ -155,6 +166,8 @@ using AdamWPlan = Plan<AdamWSegment>;
 using AdamWList = List<AdamWSegment>;
 using SgdPlan = Plan<SgdSegment>;
 using SgdList = List<SgdSegment>;
+using LionPlan = Plan<LionSegment>;
+using LionList = List<LionSegment>;
 
 // The kernels compute in fp32: what has an f64 side they can move, but neither cast nor add.
 inline bool computes(DType type) { return type == DType::f32 || type == DType::bf16 || type == DType::f16; }
@@ -170,6 +183,7 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments);
 // no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
 SgdPlan make_plan(std::vector<SgdSegment> segments);
+LionPlan make_plan(std::vector<LionSegment> segments);
 
 // --- the plans of a unit; one table entry is one parameter ----------------------------------------------------------
 

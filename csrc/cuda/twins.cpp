@@ -101,6 +101,8 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
 
 void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
 
+void lion(const LionList& list, const LionArgs& args, Stream) { run_tiles(LionBody{list, args}, list.num_tiles); }
+
 void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream) {
   using Clock = std::chrono::steady_clock;
   require_signals(signals, epoch);
@@ -148,6 +150,7 @@ const Kernels& twin_kernels() {
       .sgd = sgd,
       .peer_barrier = peer_barrier,
       .is_capturing = [](Stream) { return false; },
+      .lion = lion,
   };
   return kernels;
 }

@@ -331,6 +331,13 @@ def sgd_step(
     on_device: DeviceSteps | None,
     grad_scale: torch.Tensor | None,
 ) -> list[tuple[int, int]]: ...
+def lion_step(
+    groups: Sequence[tuple[list, float, float, float, float, bool]],
+    state: dict,
+    make_state: Callable,
+    on_device: DeviceSteps | None,
+    grad_scale: torch.Tensor | None,
+) -> list[tuple[int, int]]: ...
 
 class DeviceClip:
     def __init__(self, with_twins: bool = False) -> None: ...

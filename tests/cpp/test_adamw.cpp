@@ -224,6 +224,29 @@ TEST_P(Optimizer, SgdEqualsItsTwin) {
   }
 }
 
+TEST_P(Optimizer, LionEqualsItsTwin) {
+  std::mt19937_64 random(6);
+  for (const int64_t numel : kSizes) {
+    const LionStep step{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, numel % 2 == 1 ? -1.0f : 1.0f};
+    Buffer param(DType::f32, numel), grad(DType::f32, numel), average(DType::f32, numel);
+    fill(param, numel, random);
+    fill(grad, numel, random);
+    fill(average, numel, random);
+    Buffer param_twin = param, average_twin = average;
+    for (int64_t i = 0; i < numel; ++i) {
+      const float g = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i), old = average.get_float(i);
+      const float direction = std::fma(0.1f, g, old * 0.9f);
+      const float sign = std::isnan(direction) ? direction : direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;
+      param_twin.set(i, std::fma(-0.03f, sign, param.get_float(i) * 0.997f));
+      average_twin.set(i, std::fma(0.01f, g, old * 0.99f));
+    }
+    cpu::lion(static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
+              static_cast<float*>(average.data()), numel, step);
+    EXPECT_TRUE(param.equals(param_twin, false)) << numel;
+    EXPECT_TRUE(average.equals(average_twin, false)) << numel;
+  }
+}
+
 TEST_P(Optimizer, SquaresAreSummedInF64) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal;

@@ -291,6 +291,48 @@ TEST(Sgd, EveryMomentumAndOption) {
   }
 }
 
+// --- Lion ------------------------------------------------------------------------------------------------------------
+
+TEST(Lion, EverySizeAndAlignment) {
+  std::mt19937_64 random(4);
+  for (const int64_t numel : kSizes) {
+    for (const size_t shift : {size_t{0}, size_t{1}}) {
+      for (const float grad_scale : {1.0f, 0.25f}) {
+        Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
+               average = normal_values(DType::f32, numel, random);
+        for (int64_t i = 0; i < numel; ++i) {
+          if (i % 5 == 1) grad.set(i, 0.0f);
+          if (i % 5 == 1 && i % 2 == 0) average.set(i, 0.0f);
+          if (i % 11 == 3) grad.set(i, std::numeric_limits<float>::quiet_NaN());
+        }
+        const Region params(bytes_of(param, numel), shift * 4), grads(bytes_of(grad, numel), shift * 4),
+            averages(bytes_of(average, numel), shift * 4);
+        const Region scale(std::as_bytes(std::span(&grad_scale, 1)), 0);
+        LionSegment segment;
+        segment.param = params.as<float>();
+        segment.average = averages.as<float>();
+        segment.numel = numel;
+        segment.source = 1;
+        segment.group = 2;
+        LionArgs args;
+        args.steps[2] = {0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f};
+        args.grads[1] = grads.data();
+        if (grad_scale != 1.0f) args.grad_scale = scale.as<float>();
+        std::vector<LionSegment> segments(2, segment);
+        segments[0].source = 0;  // a gradient that is missing
+        const Uploaded plan(make_plan(segments));
+        kernels().lion(plan.list(), args, nullptr);
+        LionStep step = args.steps[2];
+        step.sign *= grad_scale;
+        cpu::lion(static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
+                  static_cast<float*>(average.data()), numel, step);
+        EXPECT_TRUE(same(DType::f32, params.read(), bytes_of(param, numel))) << numel << " shift " << shift;
+        EXPECT_TRUE(same(DType::f32, averages.read(), bytes_of(average, numel))) << numel << " shift " << shift;
+      }
+    }
+  }
+}
+
 // --- random rounding -------------------------------------------------------------------------------------------------
 
 TEST(Philox, KnownAnswers) {

@@ -113,7 +113,7 @@ def test_training_goes_on_to_the_bit(ctx, form):
 
 @distributed(world_sizes=(1, 2, 3))
 def test_states_go_to_other_worlds_and_dtypes(ctx):
-    """Whole states, into a model that is not sharded and back, where blocks begin elsewhere; into float32 as they are."""
+    """Whole states, into a model that is not sharded, where blocks begin elsewhere; into float32 as they are."""
     only_fsdp2x(ctx)
     model, optimizer = make(ctx)
     train(ctx, model, optimizer)

@@ -19,6 +19,7 @@ KINDS = {
     "adamw": (fsdp2x.optim.AdamW, {"lr": 1e-2}),
     "adamw bf16": (fsdp2x.optim.AdamW, {"lr": 1e-2, "moments_dtype": torch.bfloat16}),
     "adamw int8": (fsdp2x.optim.AdamW, {"lr": 1e-2, "moments_dtype": "int8"}),
+    "lion": (fsdp2x.optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "sgd": (fsdp2x.optim.SGD, {"lr": 0.1}),
     "sgd nesterov": (fsdp2x.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }

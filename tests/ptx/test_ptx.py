@@ -14,6 +14,7 @@ PROGRAM_OF = {
     "AdamWBody": "ptx_optimizer",
     "CopyBody": "ptx_copies",
     "GatherPeersBody": "ptx_copies",
+    "LionBody": "ptx_optimizer",
     "PackBody": "ptx_pack",
     "ReduceBody": "ptx_reduce",
     "ScaleBody": "ptx_reduce",
@@ -74,7 +75,10 @@ def test_floats_are_written_in_whole_sectors(architecture):
     as those of its 16-bit parameters."""
     for entry in ptx_build.entries(architecture):
         adjoining = [i for i in entry.instructions if i.parts[0] == "st" and i.operands[0].endswith("+16]")]
-        assert not adjoining or entry.title.startswith(("AdamWBody", "coded_adamw_kernel")), (entry.title, [str(i) for i in adjoining])
+        assert not adjoining or entry.title.startswith(("AdamWBody", "coded_adamw_kernel")), (
+            entry.title,
+            [str(i) for i in adjoining],
+        )
 
 
 def survivors(most: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""AdamW and SGD through the device's kernels, run by their twins: the bits of the CPU kernels, and plans that stay."""
+"""AdamW, Lion and SGD through the device's kernels, run by their twins: the bits of the CPU's, and plans that stay."""
 
 import copy
 import pickle
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from device_twins import step_by_twins
-from fsdp2x.optim import SGD, AdamW
+from fsdp2x.optim import SGD, AdamW, Lion
 
 SIZES = ((5, 7), (0, 3), (1033,), (), (6, 4, 3), (70000,))
 SETTINGS = {
@@ -29,6 +29,8 @@ SETTINGS = {
         torch.bfloat16,
         {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 7},
     ),
+    "lion": (Lion, torch.float32, {"lr": 1e-2}),
+    "lion maximize": (Lion, torch.float32, {"maximize": True, "weight_decay": 0.2, "betas": (0.95, 0.98)}),
     "sgd": (SGD, torch.float32, {}),
     "sgd maximize": (SGD, torch.float32, {"maximize": True, "weight_decay": 0.2}),
     "sgd momentum": (SGD, torch.float32, {"momentum": 0.9, "dampening": 0.3}),

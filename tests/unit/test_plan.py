@@ -167,7 +167,7 @@ def test_sizes_that_are_none(text):
 
 def test_unknown_optimizer_and_transport():
     with pytest.raises(PlanError, match="expected one of adamw"):
-        plan_memory(Stack(), 2, optimizer="lion")
+        plan_memory(Stack(), 2, optimizer="rprop")
     with pytest.raises(PlanError, match="expected process_group or shm"):
         plan_memory(Stack(), 2, transport="nccl")
 
@@ -179,6 +179,7 @@ def test_unknown_optimizer_and_transport():
         ({"offload": "half"}, "offload: got 'half', expected one of none, optimizer, gradients, all"),
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "expected gradients or all with sgd_momentum"),
+        ({"offload": "optimizer", "optimizer": "lion"}, "expected gradients or all with lion"),
     ],
 )
 def test_what_no_device_can_do(options, message):

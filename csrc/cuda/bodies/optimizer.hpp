@@ -192,4 +192,47 @@ struct SgdBody {
   }
 };
 
+// Of floats alone.
+struct LionStepper {
+  const LionSegment& segment;
+  const void* grad;
+  LionStep step;
+  float grad_scale;
+
+  template <int N>
+  FSDP2X_HOST_DEVICE void run(int64_t i) const {
+    float p[N], g[N], m[N];
+    load_units<float, N>(grad, i, g);
+    load_units<float, N>(segment.param, i, p);
+    load_units<float, N>(segment.average, i, m);
+    FSDP2X_UNROLL
+    for (int k = 0; k < N; ++k) {
+      const float d = g[k] * step.sign * grad_scale;
+      const float way = fmaf(step.rest1, d, m[k] * step.beta1);
+      m[k] = fmaf(step.rest2, d, m[k] * step.beta2);
+      const float sign = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;
+      p[k] = fmaf(step.minus_lr, sign, p[k] * step.decay);
+    }
+    store_units<float, N>(segment.param, i, p);
+    store_units<float, N>(segment.average, i, m);
+  }
+};
+
+struct LionBody {
+  static constexpr int kBlocks = 4;
+  LionList list;
+  LionArgs args;
+  FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
+    const LionSegment segment = list.segments[list.tile_segments[tile]];
+    const void* grad = args.grads[segment.source];
+    if (grad == nullptr) return;
+    const LionStepper stepper = {segment, grad, args.steps[segment.group],
+                                 args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
+    const bool use_vectors =
+        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned(segment.average);
+    const TileRange range = range_of(tile, segment.first_tile, segment.numel);
+    walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, stepper);
+  }
+};
+
 }  // namespace fsdp2x::cuda

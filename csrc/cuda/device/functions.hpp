@@ -16,6 +16,7 @@ void clip_factor(const double* square_sum, double max_norm, bool in_f64, double*
 void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream);
 void sgd(const SgdList& list, const SgdArgs& args, Stream stream);
+void lion(const LionList& list, const LionArgs& args, Stream stream);
 void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream stream);
 bool is_capturing(Stream stream);
 

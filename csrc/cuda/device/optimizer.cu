@@ -50,6 +50,10 @@ void sgd(const SgdList& list, const SgdArgs& args, Stream stream) {
   launch_tiles("sgd", SgdBody{list, args}, list.num_tiles, stream);
 }
 
+void lion(const LionList& list, const LionArgs& args, Stream stream) {
+  launch_tiles("lion", LionBody{list, args}, list.num_tiles, stream);
+}
+
 }  // namespace device
 
 }  // namespace fsdp2x::cuda

@@ -18,6 +18,7 @@ const Kernels* device_kernels() {
       .sgd = device::sgd,
       .peer_barrier = device::peer_barrier,
       .is_capturing = device::is_capturing,
+      .lion = device::lion,
   };
   return &kernels;
 }

@@ -34,12 +34,18 @@ bool is_group(const DeviceSgdJob& job, const cuda::SgdArgs& args, int group) {
   return has_same_bits(args.steps[group], job.step) && args.momentum[group] == job.momentum;
 }
 
+bool is_group(const DeviceLionJob& job, const cuda::LionArgs& args, int group) {
+  return has_same_bits(args.steps[group], job.step);
+}
+
 void set_group(const DeviceAdamWJob& job, cuda::AdamWArgs& args, int group) { args.steps[group] = job.step; }
 
 void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
   args.steps[group] = job.step;
   args.momentum[group] = job.momentum;
 }
+
+void set_group(const DeviceLionJob& job, cuda::LionArgs& args, int group) { args.steps[group] = job.step; }
 
 bool is_coded(const DeviceAdamWJob& job) { return job.exp_avg_scales.defined(); }
 
@@ -50,6 +56,8 @@ bool stores_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
 
 bool stores_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
 
+bool stores_alike(const DeviceLionJob&, const cuda::LionArgs&) { return true; }
+
 void set_storing(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
   args.coded = is_coded(job);
   args.stochastic = job.is_stochastic;
@@ -57,6 +65,8 @@ void set_storing(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
 }
 
 void set_storing(const DeviceSgdJob&, cuda::SgdArgs&) {}
+
+void set_storing(const DeviceLionJob&, cuda::LionArgs&) {}
 
 cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
   cuda::AdamWSegment segment;
@@ -81,6 +91,13 @@ cuda::SgdSegment segment_of(const DeviceSgdJob& job) {
   cuda::SgdSegment segment;
   segment.param = job.param.mutable_data_ptr<float>();
   if (job.buffer.defined()) segment.buffer = job.buffer.mutable_data_ptr<float>();
+  return segment;
+}
+
+cuda::LionSegment segment_of(const DeviceLionJob& job) {
+  cuda::LionSegment segment;
+  segment.param = job.param.mutable_data_ptr<float>();
+  segment.average = job.average.mutable_data_ptr<float>();
   return segment;
 }
 
@@ -146,6 +163,10 @@ void DeviceSteps::run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor&
 
 void DeviceSteps::run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale) {
   if (!jobs.empty()) run_all(jobs, grad_scale, sgd_plans_, kernels_->sgd);
+}
+
+void DeviceSteps::run(const std::vector<DeviceLionJob>& jobs, const at::Tensor& grad_scale) {
+  if (!jobs.empty()) run_all(jobs, grad_scale, lion_plans_, kernels_->lion);
 }
 
 }  // namespace fsdp2x

@@ -37,6 +37,15 @@ struct DeviceSgdJob {
   SgdMomentum momentum = SgdMomentum::none;
 };
 
+// Likewise.
+struct DeviceLionJob {
+  using Segment = cuda::LionSegment;
+  using Args = cuda::LionArgs;
+  at::Tensor param, grad;
+  at::Tensor average;
+  LionStep step;
+};
+
 // What an optimizer keeps between its steps.
 class DeviceSteps {
  public:
@@ -46,13 +55,15 @@ class DeviceSteps {
   // Enqueue one step on the current streams. `grad_scale`: undefined, or one number that all gradients count times of.
   void run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor& grad_scale);
   void run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale);
+  void run(const std::vector<DeviceLionJob>& jobs, const at::Tensor& grad_scale);
   // How many plans were built so far.
-  size_t num_plans() const { return adamw_plans_.num_built() + sgd_plans_.num_built(); }
+  size_t num_plans() const { return adamw_plans_.num_built() + sgd_plans_.num_built() + lion_plans_.num_built(); }
 
  private:
   DeviceKernels kernels_;
   KeptPlans<cuda::AdamWSegment> adamw_plans_;
   KeptPlans<cuda::SgdSegment> sgd_plans_;
+  KeptPlans<cuda::LionSegment> lion_plans_;
 };
 
 }  // namespace fsdp2x

@@ -37,6 +37,15 @@ struct SgdGroup {
   bool maximize = false;
 };
 
+struct LionGroup {
+  PyRef params;  // list of tensors
+  double lr = 0.0;
+  double beta1 = 0.0;
+  double beta2 = 0.0;
+  double decay = 1.0;  // 1 - lr * weight_decay
+  bool maximize = false;
+};
+
 // (group, index in it) of parameters with a gradient that were left as they are, because the kernels cannot take them:
 // another device, dtype or memory format, or placements that differ between parameter, gradient and state.
 using LeftOver = std::vector<std::pair<size_t, size_t>>;
@@ -65,5 +74,9 @@ std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int
 // As adamw_step; `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
 LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device,
                   const at::Tensor& grad_scale);
+
+// As adamw_step; `make_state(group, index)` sets "exp_avg" to zeros.
+LeftOver lion_step(const std::vector<LionGroup>& groups, PyObject* state, PyObject* make_state, DeviceSteps* on_device,
+                   const at::Tensor& grad_scale);
 
 }  // namespace fsdp2x

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.memory.facts import GroupFacts, ModelFacts
 from fsdp2x.optim.host_moments import buffer_bytes
-from fsdp2x.optim.moments import INT8, moments_dtype_of, moment_bytes
+from fsdp2x.optim.lion import Lion
+from fsdp2x.optim.moments import INT8, moment_bytes, moments_dtype_of
 from fsdp2x.optim.muon import Muon
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
@@ -35,6 +36,7 @@ PLANNED = {
     "adamw_float32": _Kept(2, 1, torch.float32),
     "adamw_bfloat16": _Kept(2, 1, torch.bfloat16),
     "adamw_int8": _Kept(2, 1, INT8),
+    "lion": _Kept(1),
     "sgd": _Kept(),
     "sgd_momentum": _Kept(1),
     "none": _Kept(),
@@ -83,7 +85,7 @@ def optimizer_bytes(
     ``is_on_host``: whether the state of a parameter is in host memory while its model is on an accelerator.
 
     Raises:
-        ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam, AdamW, Muon or SGD).
+        ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam(W), Lion, Muon or SGD).
     """
     total = on_host = 0
     for group in optimizer.param_groups:
@@ -106,7 +108,7 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: torch.Tensor) -> int:
     local = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
-    if isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
+    if isinstance(optimizer, Lion) or isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
         return local.numel() * local.itemsize
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):
         dtype = moments_dtype_of(param.dtype, getattr(optimizer, "moments_dtype", None))

@@ -50,7 +50,7 @@ def plan_memory(
     ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
     groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
     with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
-    ``optimizer``: adamw, sgd, sgd_momentum or none; adamw_float32, adamw_bfloat16, adamw_int8 with that
+    ``optimizer``: adamw, lion, sgd, sgd_momentum or none; adamw_float32, adamw_bfloat16, adamw_int8 with that
     ``moments_dtype``. ``expert_parallel``: ranks that share the experts of a block, each part of which
     ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``, ``before_last``: as for
     ``memory_report``. ``local_world_size``: ranks of one host; None: all.
@@ -87,8 +87,8 @@ def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatche
     if optimizer not in PLANNED:
         raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
     keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
-    if keeps_state and optimizer == "sgd_momentum":
-        raise PlanError("offload: got optimizer, which AdamW alone can do; expected gradients or all with sgd_momentum")
+    if keeps_state and optimizer in ("lion", "sgd_momentum"):
+        raise PlanError(f"offload: got optimizer, which AdamW alone can do; expected gradients or all with {optimizer}")
     return report_of(facts, planned_bytes(optimizer, facts), micro_batches=micro_batches)
 
 

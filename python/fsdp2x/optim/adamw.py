@@ -52,11 +52,11 @@ class AdamW(EngineStep, torch.optim.AdamW):
     any number of ranks and threads, on all replicas, and after loading a state.
 
     With ``moments_dtype="int8"`` a moment takes one byte an element, and four for each 256 of a rank's elements: their
-    largest magnitude. The 8 bits are a power code (``magnitude = largest * (code / 127) ** 4``, 255 without a sign), of
-    half the error in updates that float8 with the same scales has. A square above zero is never rounded to zero. What
-    is stored is rounded once a step; the parameter moves by the moments before. ``state_dict`` and checkpoints have
-    float32, which takes that memory while they are made, so that states go to other world sizes, other
-    ``moments_dtype`` and torch; the same blocks get the same codes again. ``optimizer.state`` itself has
+    largest magnitude. The 8 bits are a power code (``magnitude = largest * (code / 127) ** 4``, 255 without a sign),
+    whose error in updates is less than half of that of float8 with the same scales. A square above zero is never
+    rounded to zero. Where a gradient is not finite, the moments of its whole block are lost, and say so. ``state_dict``
+    and checkpoints have float32, which takes that memory while they are made, so that states go to other world sizes,
+    other ``moments_dtype`` and torch; the same blocks get the same codes again. ``optimizer.state`` itself has
     ``exp_avg_codes`` and ``exp_avg_scales``, which ``flatten_optimizer_state_dict=True`` of torch cannot load.
 
     Of parameters sharded with ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` the moments are in host memory, one block

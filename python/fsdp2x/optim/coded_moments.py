@@ -72,7 +72,5 @@ def _encoded(param: Tensor, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = _C.encode_moments(values, name in _SIGNED)
     codes, scales = codes.to(own.device), scales.to(own.device)
     if isinstance(param, DTensor):
-        codes = torch_private.dtensor(
-            codes, torch_private.spec_with_dtype(torch_private.spec_of(param), torch.uint8)
-        )
+        codes = torch_private.dtensor(codes, torch_private.spec_with_dtype(torch_private.spec_of(param), torch.uint8))
     return codes, scales

@@ -57,8 +57,8 @@ class EngineStep(torch.optim.Optimizer):
         for key in _UNSUPPORTED:
             if settings.get(key, False):
                 raise NotImplementedError(
-                    f"fsdp2x.optim.{self._name}: {key}=True is not supported; pass {key}=False, or use "
-                    f"torch.optim.{self._name}"
+                    f"fsdp2x.optim.{self._name}: {key}=True is not supported; pass {key}=False"
+                    + (f", or use torch.optim.{self._name}" if hasattr(torch.optim, self._name) else "")
                 )
 
     def _left_to_torch(self, left_over: list[tuple[int, int]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:

@@ -1,4 +1,4 @@
-"""What tensors moments are, where they lie in memory, and where the elements of a local shard lie in the whole parameter."""
+"""What tensors moments are, where they lie, and where the elements of a local shard lie in the whole parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
-
 
 INT8 = "int8"  # stands for a dtype: codes in 8 bits with a scale for each block of them
 CODES, SCALES = "_codes", "_scales"  # behind the name of a moment

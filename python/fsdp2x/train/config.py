@@ -138,9 +138,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = setting("adamw", "optimizer")
+    name: Literal["adamw", "lion", "sgd"] = setting("adamw", "optimizer")
     lr: float = setting(3e-4, "peak learning rate")
-    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's decay rates of the two moments")
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages")
     eps: float = setting(1e-8, "AdamW's epsilon")
     weight_decay: float = setting(0.1, "decay of parameters with two or more dims; norms and biases get none")
     momentum: float = setting(0.0, "momentum of sgd")
@@ -161,7 +161,13 @@ class OptimizerConfig:
             self.momentum == 0 or self.name == "sgd",
             "optimizer.momentum",
             self.momentum,
-            "0, since optimizer.name is adamw",
+            f"0, since optimizer.name is {self.name}",
+        )
+        require(
+            self.name != "lion" or self.implementation in ("auto", "fsdp2x"),
+            "optimizer.implementation",
+            self.implementation,
+            "auto or fsdp2x, since torch has no Lion",
         )
         require(
             self.moments_dtype is None or self.name == "adamw",

@@ -16,6 +16,7 @@ _IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
     ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
+    ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
     ("schedule.warmup_ratio",): (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps comes before it"),
     ("schedule.warmup_start_ratio",): (
         lambda c: c.schedule.warmup_steps == 0 and c.schedule.warmup_ratio == 0,

@@ -149,6 +149,8 @@ def make_optimizer(
     if config.name == "sgd":
         make = fsdp2x.optim.SGD if ours else torch.optim.SGD
         return make(groups, lr=config.lr, momentum=config.momentum, **options)
+    if config.name == "lion":
+        return fsdp2x.optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
     make = fsdp2x.optim.AdamW if ours else torch.optim.AdamW
