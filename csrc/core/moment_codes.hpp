@@ -64,21 +64,17 @@ FSDP2X_HOST_DEVICE uint8_t encoded_moment(float value, float inverse_scale, uint
   const float part = magnitude * inverse_scale;
   const float root = square_root(square_root(part)) * kTopCode<kSigned>;
   const float place = root < kTopCode<kSigned> ? root : kTopCode<kSigned>;  // NaN: the top
-  int code = 0;
+  // Selections between numbers instead of branches: loops over elements are vectors.
+  float whole = place + 0.5f;
   if constexpr (kStochastic) {
-    code = static_cast<int>(place);
-    const float low = moment_part<kSigned>(static_cast<float>(code));
-    const float high = moment_part<kSigned>(static_cast<float>(code + 1));
-    const bool is_up = static_cast<float>(random_bits) * (high - low) < (part - low) * 65536.0f;
-    code = is_up && place < kTopCode<kSigned> ? code + 1 : code;
-  } else {
-    code = static_cast<int>(place + 0.5f);
+    const auto lower = static_cast<float>(static_cast<int>(place));
+    const float low = moment_part<kSigned>(lower), high = moment_part<kSigned>(lower + 1.0f);
+    const float upper = lower < kTopCode<kSigned> ? lower + 1.0f : lower;
+    whole = static_cast<float>(random_bits) * (high - low) < (part - low) * 65536.0f ? upper : lower;
   }
-  if constexpr (kSigned) {
-    code = value < 0.0f ? -code : code;
-  } else {
-    code = code == 0 && value > 0.0f ? 1 : code;
-  }
+  const float least = !kSigned && value > 0.0f ? 1.0f : 0.0f;
+  const int magnitude_code = static_cast<int>(whole < least ? least : whole);
+  const int code = kSigned && value < 0.0f ? -magnitude_code : magnitude_code;
   return static_cast<uint8_t>(code);
 }
 
