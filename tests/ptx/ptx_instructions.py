@@ -211,9 +211,10 @@ def _of_one(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 def _extreme(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
     if parts[-1] in FLOATS:
         require_exact(parts)
-        if parts[0] != "min" or len(parts) != 2:
+        if len(parts) != 2:
             raise ValueError
-        return t.put(operands[0], f"smaller({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
+        function = {"min": "smaller", "max": "larger"}[parts[0]]
+        return t.put(operands[0], f"{function}({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
     return t.put(operands[0], f"std::{parts[0]}({t.value(operands[1], parts[-1])}, {t.value(operands[2], parts[-1])})")
 
 

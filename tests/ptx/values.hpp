@@ -65,11 +65,17 @@ inline T cut_off(F value) {
   return static_cast<T>(value);
 }
 
-// A number before NaN, the negative zero before the positive.
+// A number before NaN; the negative zero is smaller than the positive.
 template <class F>
 inline F smaller(F x, F y) {
   if (x == y) return std::signbit(x) ? x : y;
   return y != y || x < y ? x : y;
+}
+
+template <class F>
+inline F larger(F x, F y) {
+  if (x == y) return std::signbit(x) ? y : x;
+  return y != y || x > y ? x : y;
 }
 
 // Of an integer's bits, with a sign.
