@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from pathlib import Path
 from statistics import median, quantiles
@@ -67,14 +68,21 @@ def results_of(
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {} if engine == "stock" else {"FSDP2X_TRANSPORT": engine}
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=600)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
-            raise
+    # Of a short name, as sockets need: what packages leave behind, such as verl's locks, goes with it.
+    with tempfile.TemporaryDirectory(prefix="real-", ignore_cleanup_errors=True) as scratch:
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=600)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
+                raise
     assert process.returncode == 0, output[-6000:]
     return [json.loads((folder / f"{engine}.json.{rank}").read_text()) for rank in range(ranks)]
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import venv
@@ -107,7 +108,9 @@ def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool 
     cores = sorted(os.sched_getaffinity(0))
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(num_workers))
     log = folder / "log.txt"
-    with open(log, "w") as output:
+    # Sockets need a short name, and a server that is ended leaves them.
+    with open(log, "w") as output, tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
+        environment["VLLM_RPC_BASE_PATH"] = sockets
         # A session of its own: what it starts ends with it.
         server = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
