@@ -63,7 +63,7 @@ def connect(
 
     Args:
         model: sharded by ``fully_shard``, or a part of one.
-        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm`` or ``Sglang``.
+        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm``, ``Sglang`` or ``CheckpointEngine``.
         dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
         keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
             parameters' names and the names in files; ``*`` also matches dots.
@@ -144,8 +144,9 @@ class Session:
         refusal = _refusal_of(target, deltas)
         # Ranks that gather a bucket: this rank's ring, and that of rank 0.
         rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
-        said = self._exchange((layout_digest(plans), self._receives, refusal, rings))
-        digests, receivers, refusals, everywhere = zip(*said, strict=True)
+        introduction = None if refusal else target.introduction()
+        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, introduction))
+        digests, receivers, refusals, everywhere, introductions = zip(*said, strict=True)
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
         if len(set(digests)) > 1:
@@ -165,6 +166,7 @@ class Session:
                 "fsdp2x.sync.connect: no rank has an engine: Peer(rank=...) names none of the ranks, or every rank has "
                 "InProcess(None)"
             )
+        target.meet(list(introductions))
         self._own_rings, self._first_rings = (
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
         )

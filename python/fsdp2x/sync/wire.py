@@ -108,8 +108,7 @@ def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> Wire
         for plan in plans
         if deltas or not lies_in_ring(plan, rings)
     ]
-    specs = tuple(spec for plan in plans for spec in plan.specs)
-    return WireLayout(specs, files, max(spare, default=0))
+    return WireLayout(tuple(plan.specs for plan in plans), files, max(spare, default=0))
 
 
 def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -47,14 +48,18 @@ class Parcel:
 
 @dataclass(frozen=True)
 class WireLayout:
-    """All tensors in the order in which they come, and the memory files that parcels may lie in.
+    """The tensors of each bucket in the order in which they come, and the memory files that parcels may lie in.
 
     ``files``: descriptor and bytes of each. ``spare_bytes``: what a parcel takes that is in none of them, at most.
     """
 
-    specs: tuple[TensorSpec, ...]
+    buckets: tuple[tuple[TensorSpec, ...], ...]
     files: tuple[tuple[int, int], ...]
     spare_bytes: int
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for bucket in self.buckets for spec in bucket)
 
 
 class TargetError(RuntimeError):
@@ -74,6 +79,12 @@ class EngineTarget:
 
     def check(self, caller: str, deltas: bool) -> None:
         """Raises ValueError or NotImplementedError for what can be known before anything is gathered."""
+
+    def introduction(self) -> Any:
+        """What the targets of other ranks are told when a session is made; called after ``check``."""
+
+    def meet(self, introductions: list[Any]) -> None:
+        """Those of all ranks, in their order. Raises ValueError, the same on every rank."""
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         """Called on ranks that receive before each push; connects where there is no connection."""
