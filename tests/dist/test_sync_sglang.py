@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import device_handles
 import fsdp2x
 from fsdp2x.sync import Sglang, SyncError
 from harness import distributed
@@ -30,14 +31,14 @@ def step(model):
 @contextlib.contextmanager
 def engines(ctx, shapes, num=1, rank=0, **options):
     """(target, the engines on the rank that talks to them, none elsewhere)."""
-    pause = {"pause": options.pop("pause")} if "pause" in options else {}
+    said = {name: options.pop(name) for name in ("pause", "memory") if name in options}
     with contextlib.ExitStack() as stack:
         servers, addresses = [], [None]
         if ctx.rank == rank:
             servers = [Server(shapes, **options) for _ in range(num)]
             addresses = [[stack.enter_context(serving(server)) for server in servers]]
         dist.broadcast_object_list(addresses, src=rank)
-        yield Sglang(addresses[0], rank=rank, **pause), servers
+        yield Sglang(addresses[0], rank=rank, **said), servers
         dist.barrier()
 
 
@@ -75,6 +76,31 @@ def test_what_is_pushed_is_what_runs(ctx, num_workers, has_sessions):
                     assert server.num_post_loads == (number + 1 if has_sessions else 0)
                     assert server.flags == [(False, None)] * report.num_buckets, "a bucket flushes or labels"
                     server.flags.clear()
+
+
+@distributed(world_sizes=(2,))
+def test_buckets_in_memory_of_the_gpu(ctx):
+    """Every worker is sent a handle of its own; buckets are there until the copies ran, and go after the push."""
+    model, shapes = stack_model(ctx)
+    with device_handles.installed() as rebuilding, engines(ctx, shapes, 2, num_workers=2, memory="device") as found:
+        target, servers = found
+        with fsdp2x.sync.connect(model, target, bucket_bytes=300) as sync:
+            for version in range(2):
+                rebuilding.num_readers = 0
+                report = sync.push(version=version)
+                holds(servers, wire(model))
+                assert rebuilding.num_readers == 4 * report.num_buckets * (ctx.rank == 0)
+                assert rebuilding.num_open() == 0, "a bucket outlives its push"
+            for server in servers[:1]:
+                server.broken["end_weight_update"] = "out of order"
+            with pytest.raises(SyncError, match="out of order"):
+                sync.push(version=2)
+            assert rebuilding.num_open() == 0
+            sync.push(version=3)
+            holds(servers, wire(model))
+    with engines(ctx, shapes, memory="device") as (target, _), fsdp2x.sync.connect(model, target) as sync:
+        with pytest.raises(SyncError, match="this rank gathers weights on the CPU"):
+            sync.push(version=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
@@ -195,6 +221,8 @@ def test_what_is_refused(ctx):
         Sglang("localhost")
     with pytest.raises(ValueError, match="paused in place keeps the cache of the old weights"):
         Sglang("http://x", pause="in_place")
+    with pytest.raises(ValueError, match='memory must be "host" or "device"'):
+        Sglang("http://x", memory="gpu")
     with pytest.raises(NotImplementedError, match="SGLang loads whole tensors"):
         fsdp2x.sync.connect(model, Sglang("http://x"), deltas=True)
     with engines(ctx, shapes, num_replicas=2) as (target, servers), fsdp2x.sync.connect(model, target) as sync:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import device_handles
 import fsdp2x
 from fsdp2x.sync import SyncError, Vllm
 from fsdp2x.sync.vllm_worker import LayerwiseReload
@@ -45,12 +46,18 @@ def step(model):
 
 @contextlib.contextmanager
 def engine(ctx, way, world=1, **options):
-    """(target, the engine on rank 0, None elsewhere). "far": a server whose workers are on another host."""
+    """(target, the engine on rank 0, None elsewhere).
+
+    "far": a server whose workers are on another host; "one gpu": that reads buckets in memory of the trainer's GPU.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(installed())
         if way == "far":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr("fsdp2x.sync.vllm_worker.place_of_process", lambda: ["elsewhere", ""])
+        if way == "one gpu":
+            stack.enter_context(device_handles.installed())
+            options["memory"] = "device"
         core, given = None, [None]
         if ctx.rank == 0:
             core = Core(world)
@@ -85,7 +92,7 @@ AFTER = [("reset_prefix_cache", True), ("reset_encoder_cache",), ("set_weight_ve
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("way", ["server", "llm", "far"])
+@pytest.mark.parametrize("way", ["server", "llm", "far", "one gpu"])
 @distributed(world_sizes=(2,))
 def test_what_is_pushed_is_what_runs(ctx, way, num_workers):
     """Kept tensors, fused and padded layers, prepacked ones, experts, at every cut into buckets."""

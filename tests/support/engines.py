@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import device_handles
 from fsdp2x.sync import Peer
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
@@ -18,7 +19,7 @@ from fsdp2x.sync.engine_tcp import TcpReceiver
 
 # How receivers are reached: their address, and what else a target is told.
 SECRET = "of the engines of the tests"
-OVER = {"memory": {}, "tcp": {"secret": SECRET}}
+OVER = {"memory": {}, "tcp": {"secret": SECRET}, "device": {"memory": "device"}}
 
 
 class Layerwise:
@@ -100,6 +101,8 @@ def new_address(over="memory"):
 def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
     """(target, what is served on ``rank`` for each sink, None elsewhere)."""
     with contextlib.ExitStack() as stack:
+        if over == "device":
+            stack.enter_context(device_handles.installed())
         served = []
         if ctx.rank == rank:
             served = [stack.enter_context(Served(new_address(over), sink, timeout_s)) for sink in sinks]

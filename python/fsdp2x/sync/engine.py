@@ -4,7 +4,7 @@ This file needs torch 2.6 or newer and the standard library: copy it into any en
 with one answer, over a Unix socket; tensors lie in memory files, whose descriptors come with the layout:
 
     hello   {wire, session}              who comes; the answer says what is held
-    layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file
+    layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file, or a GPU's {device}
     begin   {mode, version, base}        from here on nothing is generated
     bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
     finish  {}                           all weights are there: what an engine does once per push
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import importlib
 import json
 import math
 import mmap
@@ -128,9 +129,8 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float, files: 
     rights = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
     while len(received) < num_bytes:
         connection.settimeout(_left(deadline))
-        part, ancillary, _, _ = connection.recvmsg(
-            min(num_bytes - len(received), 1 << 20), rights, socket.MSG_CMSG_CLOEXEC
-        )
+        size = min(num_bytes - len(received), 1 << 20)
+        part, ancillary, _, _ = connection.recvmsg(size, rights, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 numbers = array.array("i")
@@ -305,8 +305,7 @@ class Receiver:
             if not ready:
                 return None
             if self._connection in ready:
-                version = self._answer_one()
-                if version is not None:
+                if (version := self._answer_one()) is not None:
                     return version
             elif self._listener in ready:
                 self._accept()
@@ -414,6 +413,9 @@ class Receiver:
         if hasattr(self._sink, "check"):
             self._sink.check(layout)
         self._files = self._map(body["files"], files)
+        if "device" in body:
+            ipc = importlib.import_module(".engine_ipc" if __package__ else "engine_ipc", __package__)
+            self._files = [ipc.DeviceMemory(body["device"])]
         self._layout = layout
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""How the bytes of a push get to receivers: in memory files of this host, or in the stream of a TCP connection."""
+"""How the bytes of a push get to receivers: in memory files of this host, in a GPU's memory, or in a TCP connection."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from fsdp2x.runtime.native import _C
-from fsdp2x.sync import engine, engine_tcp
+from fsdp2x.sync import engine, engine_ipc, engine_tcp
 from fsdp2x.sync.targets.base import Parcel, WireLayout
+from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu
 
 Places = list[list[int]]
 
@@ -31,8 +32,8 @@ class Carrier(Protocol):
             OSError: there is none.
         """
 
-    def files(self) -> tuple[list[int], list[int]]:
-        """Bytes of each memory that buckets lie in, and the descriptors to send along."""
+    def memory(self) -> tuple[dict[str, Any], list[int]]:
+        """What one receiver is told of the memory that buckets lie in, and the descriptors to send along."""
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
         """The body of a bucket's request, and the bytes that follow it. ``indices``: of names in the layout."""
@@ -57,23 +58,14 @@ class MemoryCarrier:
         self._layout = layout
         if self._spare is None:
             self._spare = _Spare(max(layout.spare_bytes, mmap.PAGESIZE))
-        self._places = {descriptor: index for index, descriptor in enumerate(self.files()[1])}
+        self._places = {descriptor: index for index, descriptor in enumerate(self.memory()[1])}
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(timeout_s)
-            connection.connect(engine.bind_address(address))
-            if engine.peer_uid(connection) != os.getuid():
-                raise OSError("it belongs to another user")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return _connected(address, timeout_s)
 
-    def files(self) -> tuple[list[int], list[int]]:
+    def memory(self) -> tuple[dict[str, Any], list[int]]:
         files = [*self._layout.files, (self._spare.file, self._spare.num_bytes)]
-        return [num_bytes for _, num_bytes in files], [descriptor for descriptor, _ in files]
+        return {"files": [num_bytes for _, num_bytes in files]}, [descriptor for descriptor, _ in files]
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
         tensors: Places = []
@@ -99,6 +91,51 @@ class MemoryCarrier:
         self._spare = None
 
 
+class DeviceCarrier:
+    """Engines on this host read a buffer of this rank's GPU, which holds one parcel.
+
+    That is enough, because a parcel is made only after the one before was answered for. It lives as long as the layout:
+    an engine maps it once for all pushes.
+    """
+
+    def __init__(self) -> None:
+        self._memory: HandedMemory | None = None
+
+    def prepare(self, layout: WireLayout) -> None:
+        room = max(_C.ALIGN_BYTES, *(sum(_C.align_up(s.num_bytes) for s in bucket) for bucket in layout.buckets))
+        if self._memory is None:
+            # Deltas take at most half of their tensors' bytes, besides what aligns them.
+            self._memory = HandedMemory(accelerator_or_cpu(), room + _C.ALIGN_BYTES * len(layout.specs))
+
+    def connect(self, address: str, timeout_s: float) -> socket.socket:
+        return _connected(address, timeout_s)
+
+    def memory(self) -> tuple[dict[str, Any], list[int]]:
+        return {"files": [], "device": engine_ipc.describe_handle(self._memory.device_handle())}, []
+
+    def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
+        tensors: Places = []
+        deltas: Places = []
+        end = 0
+
+        def add(tensor: torch.Tensor, begin: int) -> int:
+            part = self._memory.bytes[begin : begin + tensor.nbytes]
+            part.view(tensor.dtype).copy_(tensor.reshape(-1))
+            return begin + tensor.nbytes
+
+        for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
+            tensors.append([indices[spec.name], 0, end])
+            end = _C.align_up(add(tensor, end))
+        for delta in parcel.deltas:
+            deltas.append([indices[delta.spec.name], 0, end, delta.positions.numel()])
+            end = _C.align_up(add(delta.values, add(delta.positions, end)))
+        self._memory.settle()
+        return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}, []
+
+    def close(self) -> None:
+        self._memory = None
+
+
 class StreamCarrier:
     """Bytes follow a bucket's request, aligned as in memory; each engine is sent its own."""
 
@@ -121,8 +158,8 @@ class StreamCarrier:
             raise
         return connection
 
-    def files(self) -> tuple[list[int], list[int]]:
-        return [self._room], []
+    def memory(self) -> tuple[dict[str, Any], list[int]]:
+        return {"files": [self._room]}, []
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
         tensors: Places = []
@@ -150,6 +187,20 @@ class StreamCarrier:
 
     def close(self) -> None:
         """It holds no memory."""
+
+
+def _connected(address: str, timeout_s: float) -> socket.socket:
+    """To a receiver of the same user on this host."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(engine.bind_address(address))
+        if engine.peer_uid(connection) != os.getuid():
+            raise OSError("it belongs to another user")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -51,6 +51,20 @@ class HandedMemory:
         rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
         return rebuild, (f"/proc/{os.getpid()}/fd/{self._file}", True, self._num_bytes)
 
+    def device_handle(self) -> tuple:
+        """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
+
+        Raises:
+            ValueError: the memory is not that of a GPU.
+        """
+        if self._file is not None:
+            raise ValueError(
+                'fsdp2x.sync: memory="device" hands out memory of a GPU, and this rank gathers weights on the CPU; '
+                'leave it at "host"'
+            )
+        arguments = reductions.reduce_tensor(self.bytes)[1]
+        return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
+
     def settle(self) -> None:
         """What was written is there, for other processes, too."""
         if self.device.type == "cuda":

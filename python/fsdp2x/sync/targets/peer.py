@@ -10,13 +10,14 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from fsdp2x.arguments import checked
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.sync import engine, engine_tcp
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.carriers import Carrier, MemoryCarrier, StreamCarrier
+from fsdp2x.sync.targets.carriers import Carrier, DeviceCarrier, MemoryCarrier, StreamCarrier
 
 
 class Peer(EngineTarget):
@@ -30,13 +31,23 @@ class Peer(EngineTarget):
     """
 
     @checked
-    def __init__(self, address: str | Sequence[str], *, rank: int = 0, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        rank: int = 0,
+        secret: str | None = None,
+        memory: Literal["host", "device"] = "host",
+    ) -> None:
         """
         Args:
             address: of one receiver, or of those of all workers of an engine: "@name" or the path of a socket; or
                 "tcp://host:port", all of them or none.
             rank: of the session's group, that talks to them; but over TCP it runs on the engines' host.
             secret: for TCP, and needed there: what both sides must know, of 16 characters or more.
+            memory: which one carries buckets on this host. ``"device"``: that of the rank's current GPU, by CUDA IPC:
+                engines see that GPU, have ``engine_ipc.py`` beside ``engine.py``, and do not write to what they are
+                given without a copy. Takes one bucket there.
 
         Raises:
             ValueError: no address, addresses of both kinds, or no secret where it is needed or one where it is not.
@@ -44,7 +55,9 @@ class Peer(EngineTarget):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
-        self._carrier = _carrier_of(self._addresses, secret)
+        if memory not in ("host", "device"):
+            raise ValueError(f'fsdp2x.sync.Peer: memory must be "host" or "device", got {memory!r}')
+        self._carrier = _carrier_of(self._addresses, secret, memory)
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know
         self._session, self._has_begun = "", False
@@ -80,12 +93,11 @@ class Peer(EngineTarget):
             raise TargetError(Failure("begin", reason)) from error
         hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
-        sizes, descriptors = self._carrier.files()
-        body = {"tensors": tensors, "files": sizes}
         try:
             self._ask([address], "begin", "hello", hello)
-            self._ask([address], "begin", "layout", body, descriptors)
-        except TargetError:
+            memory, descriptors = self._carrier.memory()
+            self._ask([address], "begin", "layout", {"tensors": tensors, **memory}, descriptors)
+        except (TargetError, ValueError):
             self._disconnect(address)
             raise
 
@@ -198,12 +210,14 @@ class Peer(EngineTarget):
             connection.close()
 
 
-def _carrier_of(addresses: Sequence[str], secret: str | None) -> Carrier:
+def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str) -> Carrier:
     over_tcp = [address.startswith(engine_tcp.SCHEME) for address in addresses]
     if not any(over_tcp):
         if secret is not None:
             raise ValueError("fsdp2x.sync.Peer: a secret is for addresses such as tcp://host:port; leave it out")
-        return MemoryCarrier()
+        return MemoryCarrier() if memory == "host" else DeviceCarrier()
+    if memory != "host":
+        raise ValueError('fsdp2x.sync.Peer: memory="device" is for engines on this host, not for addresses of TCP')
     if not all(over_tcp):
         raise ValueError("fsdp2x.sync.Peer: addresses of TCP and of this host; take one kind for all receivers")
     try:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
+from fsdp2x.sync.targets.handed_memory import HandedMemory
 from fsdp2x.sync.targets.routes import ControlError, Routes
-from fsdp2x.sync.targets.sglang_payload import flattened_bucket
+from fsdp2x.sync.targets.sglang_payload import flattened_bucket, handed_bucket
 
 _MISSING = "start SGLang 0.5.10 or newer"
 _IDLE_S = 60  # until what was aborted has left the scheduler
@@ -30,9 +31,10 @@ class Sglang(EngineTarget):
 
         Sglang("http://127.0.0.1:30000")                   also a list of them
 
-    Weights are in the requests, once per tensor-parallel worker, in base64. Each worker is given whole tensors, of
-    which it takes its part. A commit is labelled ``str(version)``. A push that fails leaves servers paused until a full
-    push succeeds. SGLang ignores tensors whose names it does not know, with a line in its log and an answer of success.
+    Weights are in the requests, once per tensor-parallel worker, in base64, or in memory of the GPU. Each worker is
+    given whole tensors, of which it takes its part. A commit is labelled ``str(version)``. A push that fails leaves
+    servers paused until a full push succeeds. SGLang ignores tensors whose names it does not know, with a line in its
+    log and an answer of success.
 
     Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
     log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
@@ -40,7 +42,12 @@ class Sglang(EngineTarget):
 
     @checked
     def __init__(
-        self, address: str | Sequence[str], *, rank: int = 0, pause: Literal["retract", "abort"] = "retract"
+        self,
+        address: str | Sequence[str],
+        *,
+        rank: int = 0,
+        pause: Literal["retract", "abort"] = "retract",
+        memory: Literal["host", "device"] = "host",
     ) -> None:
         """
         Args:
@@ -48,6 +55,9 @@ class Sglang(EngineTarget):
             rank: of the session's group, that talks to them.
             pause: what becomes of their requests. ``"retract"``: they go on with the new weights, what is cached of
                 them is computed again. ``"abort"``: they end.
+            memory: how buckets get there. ``"host"``: in the requests. ``"device"``: servers run on this host, and see
+                the GPU of the rank that talks to them; they are sent handles of its memory, which holds all buckets
+                until the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire.
         """
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
@@ -57,9 +67,13 @@ class Sglang(EngineTarget):
                 f'fsdp2x.sync.Sglang: pause must be "retract" or "abort", got {pause!r}: what is paused in place keeps '
                 "the cache of the old weights"
             )
+        if memory not in ("host", "device"):
+            raise ValueError(f'fsdp2x.sync.Sglang: memory must be "host" or "device", got {memory!r}')
         self._servers = [Routes(one, _MISSING) for one in addresses]
         self._rank, self._pause, self._acts = rank, pause, False
         self._num_workers: dict[str, int] = {}
+        self._on_device = memory == "device"
+        self._handed: list[HandedMemory] = []  # what workers may still read
         self._open: set[str] = set()  # servers with a session of ours
         self._has_begun = False
         self._asleep: set[str] = set()
@@ -142,15 +156,25 @@ class Sglang(EngineTarget):
         for parcel in parcels:
             self._answered()
             if self._failure is None and parcel.tensors:
-                payload = flattened_bucket(parcel.specs, parcel.tensors)
-                self._sent = parcel, [self._pool.submit(self._load, server, payload) for server in self._servers]
+                payloads = self._payloads(parcel)
+                self._sent = parcel, [self._pool.submit(self._load, s, payloads.pop()) for s in self._servers]
                 parcel.wait = self._answered
         self._answered()
         if self._failure is not None:
             raise TargetError(self._failure)
 
-    def _load(self, server: Routes, payload: str) -> None:
-        body = {"serialized_named_tensors": [payload] * self._num_workers[server.name]}
+    def _payloads(self, parcel: Parcel) -> list[list[str]]:
+        """Of each server, one for each of its workers; the last server comes first."""
+        counts = [self._num_workers[server.name] for server in reversed(self._servers)]
+        if not self._on_device:
+            payload = flattened_bucket(parcel.specs, parcel.tensors)
+            return [[payload] * count for count in counts]
+        memory, payloads = handed_bucket(parcel.specs, parcel.tensors, sum(counts))
+        self._handed.append(memory)
+        return [[payloads.pop() for _ in range(count)] for count in counts]
+
+    def _load(self, server: Routes, payloads: list[str]) -> None:
+        body = {"serialized_named_tensors": payloads}
         flags = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
         _require_success(server, server.ask("POST", "/update_weights_from_tensor", body={**body, **flags}))
 
@@ -180,6 +204,7 @@ class Sglang(EngineTarget):
                 _require_success(server, server.ask("POST", "/update_weight_version", body=body))
             for server in self._servers:
                 server.ask("POST", "/continue_generation", body={})
+        self._handed.clear()
 
     def abort(self, reason: str) -> None:
         self._answered()
@@ -189,8 +214,10 @@ class Sglang(EngineTarget):
             if server.name in self._open:
                 self._open.discard(server.name)
                 self._quietly(server, "/end_weight_update", {})
+        self._handed.clear()
 
     def close(self) -> None:
+        self._handed.clear()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -54,6 +54,7 @@ class Vllm(EngineTarget):
         rank: int = 0,
         pause: Literal["keep", "wait", "abort"] = "keep",
         partial: bool = False,
+        memory: Literal["host", "device"] = "host",
     ) -> None:
         """
         Args:
@@ -63,6 +64,7 @@ class Vllm(EngineTarget):
                 them is computed again. ``"wait"``: the push waits for their end. ``"abort"``: they end.
             partial: parameters that a push leaves out (``connect(params=...)``) keep what the engine holds. False: an
                 error. After ``sleep(2)`` they are one in any case.
+            memory: as for ``Peer``: ``"device"`` hands workers that see this rank's GPU a buffer there, by CUDA IPC.
         """
         if pause not in ("keep", "wait", "abort"):
             raise ValueError(f'fsdp2x.sync.Vllm: pause must be "keep", "wait" or "abort", got {pause!r}')
@@ -76,7 +78,9 @@ class Vllm(EngineTarget):
             self._controls, self._rank = ([] if engine is None else [LocalControl(engine)]), None
         else:
             raise TypeError(f"fsdp2x.sync.Vllm: an address, a vllm.LLM or None, got a {type(engine).__name__}")
-        self._pause, self._partial = pause, partial
+        if memory not in ("host", "device"):
+            raise ValueError(f'fsdp2x.sync.Vllm: memory must be "host" or "device", got {memory!r}')
+        self._pause, self._partial, self._memory = pause, partial, memory
         self._asleep: set[str] = set()  # what `sleep` took, and nobody brought back
         self._dropped = self._stopped = self._torn = False  # weights; requests; by a push that failed
         self._acts: bool | None = None  # whether this rank talks to engines, known when a session begins
@@ -232,13 +236,15 @@ class Vllm(EngineTarget):
         here = place_of_process()
         everyone = [answer for said in answers.values() for answer in said]
         by_tcp = any(answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone)
+        if by_tcp and self._memory == "device":
+            raise ControlError('a worker runs on another host, which reaches no memory of this GPU; say memory="host"')
         if by_tcp:
             everyone = [answer for control in self._controls for answer in self._listen_tcp(control, answers)]
         addresses = [answer["address"] for answer in everyone]
         if addresses != self._addresses:
             if self._peer is not None:
                 self._peer.close()
-            self._peer = Peer(addresses, secret=self._secret if by_tcp else None)
+            self._peer = Peer(addresses, secret=self._secret if by_tcp else None, memory=self._memory)
             self._addresses = addresses
         return states
 
