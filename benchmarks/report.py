@@ -21,6 +21,7 @@ import bench_host
 import bench_load
 import bench_memory
 import bench_moe
+import bench_moments
 import bench_muon
 import bench_optimizer
 import bench_scale
@@ -43,6 +44,7 @@ OVERVIEW = ("step_cpu_2ranks", "memory_cpu_2ranks")
 TITLES = {
     "step": "One training step",
     "optimizer": "Clipping and AdamW",
+    "moments": "AdamW by what moments are kept in",
     "muon": "A step of Muon",
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
@@ -62,6 +64,7 @@ TITLES = {
 ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "step": bench_step.rows_of,
     "optimizer": bench_optimizer.rows_of,
+    "moments": bench_moments.rows_of,
     "muon": bench_muon.rows_of,
     "host": bench_host.rows_of,
     "collectives": bench_collectives.rows_of,

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 FULL = {
     "step_cpu_2ranks": ["bench_step.py"],
     "optimizer_cpu_2ranks": ["bench_optimizer.py"],
+    "moments_cpu": ["bench_moments.py"],
     "muon_cpu_2ranks": ["bench_muon.py"],
     "muon_cpu_4ranks": ["bench_muon.py", "--world", "4"],
     "host_cpu": ["bench_host.py"],

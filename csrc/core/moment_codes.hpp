@@ -64,17 +64,17 @@ FSDP2X_HOST_DEVICE uint8_t encoded_moment(float value, float inverse_scale, uint
   const float part = magnitude * inverse_scale;
   const float root = square_root(square_root(part)) * kTopCode<kSigned>;
   const float place = root < kTopCode<kSigned> ? root : kTopCode<kSigned>;  // NaN: the top
-  // Selections between numbers instead of branches: loops over elements are vectors.
-  float whole = place + 0.5f;
+  // Integers and selections instead of branches: loops over elements are vectors.
+  int code = static_cast<int>(kStochastic ? place : place + 0.5f);
   if constexpr (kStochastic) {
-    const auto lower = static_cast<float>(static_cast<int>(place));
+    const auto lower = static_cast<float>(code);
     const float low = moment_part<kSigned>(lower), high = moment_part<kSigned>(lower + 1.0f);
-    const float upper = lower < kTopCode<kSigned> ? lower + 1.0f : lower;
-    whole = static_cast<float>(random_bits) * (high - low) < (part - low) * 65536.0f ? upper : lower;
+    code += static_cast<int>(static_cast<float>(random_bits) * (high - low) < (part - low) * 65536.0f);
+    code = code < static_cast<int>(kTopCode<kSigned>) ? code : static_cast<int>(kTopCode<kSigned>);
   }
-  const float least = !kSigned && value > 0.0f ? 1.0f : 0.0f;
-  const int magnitude_code = static_cast<int>(whole < least ? least : whole);
-  const int code = kSigned && value < 0.0f ? -magnitude_code : magnitude_code;
+  const int sign = -static_cast<int>(kSigned && value < 0.0f);
+  const int least = static_cast<int>(!kSigned && value > 0.0f);
+  code = ((code > least ? code : least) ^ sign) - sign;
   return static_cast<uint8_t>(code);
 }
 

@@ -18,24 +18,15 @@ void load_moments(float* __restrict values, const uint8_t* __restrict codes, con
   }
 }
 
-// The lanes are vectors of every set, and a maximum does not depend on which lane an element is compared in.
-inline constexpr int kPeakLanes = 16;
-
+// Bits of magnitudes are ordered as the magnitudes, with NaN above all, as in larger_peak(); and the largest integer is
+// found in vectors.
 inline float peak_of(const float* values, int64_t numel) {
-  float lanes[kPeakLanes] = {};
-  int64_t i = 0;
-  for (; i + kPeakLanes <= numel; i += kPeakLanes) {
-    for (int lane = 0; lane < kPeakLanes; ++lane) {
-      const float value = values[i + lane];
-      lanes[lane] = larger_peak(lanes[lane], value < 0.0f ? -value : value);
-    }
+  int32_t peak = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    const int32_t magnitude = __builtin_bit_cast(int32_t, values[i]) & 0x7fffffff;
+    peak = magnitude > peak ? magnitude : peak;
   }
-  for (int lane = 0; i < numel; ++i, ++lane) {
-    lanes[lane] = larger_peak(lanes[lane], values[i] < 0.0f ? -values[i] : values[i]);
-  }
-  float peak = lanes[0];
-  for (int lane = 1; lane < kPeakLanes; ++lane) peak = larger_peak(peak, lanes[lane]);
-  return peak;
+  return __builtin_bit_cast(float, peak);
 }
 
 template <bool kSigned, bool kStochastic>
