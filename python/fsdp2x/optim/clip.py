@@ -58,7 +58,7 @@ def clip_grad_norm_(
         )
     for index in gradients.multiply(factor):
         grad = params[index].grad
-        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local = local_tensor(grad)
         local.mul_(factor.to(local.device))
     return norm
 
@@ -132,7 +132,7 @@ _kept = WeakIdKeyDictionary()
 def _kernels_for(params: list[Tensor]) -> _C.DeviceClip:
     if not params:
         return _C.DeviceClip()
-    first = local_tensor(params[0]) if isinstance(params[0], DTensor) else params[0]
+    first = local_tensor(params[0])
     if first not in _kept:
         _kept[first] = _C.DeviceClip()
     return _kept[first]

@@ -113,8 +113,8 @@ class EMA:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
                 if self.name in state:
-                    averages.append(_local(state[self.name]))
-                    values.append(_local(param).to(averages[-1].dtype))
+                    averages.append(local_tensor(state[self.name]))
+                    values.append(local_tensor(param).detach().to(averages[-1].dtype))
                 elif param.grad is not None:  # which has its state, of which an empty one means "begin" to some
                     optimizer.state[param][self.name] = _copied(param, self._dtype)
         if averages:
@@ -124,7 +124,7 @@ class EMA:
         """Local tensors of each parameter of ``model`` that has an average, and of this."""
         here = {id(param) for param in model.parameters()}
         return [
-            (_local(param), _local(state[self.name]))
+            (local_tensor(param).detach(), local_tensor(state[self.name]))
             for param, state in self._optimizer.state.items()
             if id(param) in here and self.name in state
         ]
@@ -158,17 +158,13 @@ class EMA:
                 optimizer.state[param][self.name] = average.to(param.device, dtype, copy=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
 def _copied(param: Tensor, dtype: torch.dtype | None) -> Tensor:
     dtype = _dtype_of(param, dtype)
-    copied = _local(param).to(dtype, copy=True)
+    copied = local_tensor(param).detach().to(dtype, copy=True)
     if not isinstance(param, DTensor):
         return copied
     return torch_private.dtensor(copied, torch_private.spec_with_dtype(torch_private.spec_of(param), dtype))

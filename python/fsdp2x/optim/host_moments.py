@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from fsdp2x.optim.local import local_tensor
 from fsdp2x.optim.moments import MomentTensor
 from fsdp2x.runtime import torch_private, transport
 from fsdp2x.runtime.native import _C
@@ -48,7 +48,7 @@ def block_bytes(members: Iterable[Wanted]) -> int:
 
 
 def _local_bytes(param: Tensor, piece: MomentTensor) -> int:
-    numel = torch_private.local_tensor(param).numel() if piece.numel is None else piece.numel
+    numel = local_tensor(param).numel() if piece.numel is None else piece.numel
     return numel * piece.dtype.itemsize
 
 
@@ -72,12 +72,8 @@ def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
 def _in_pool(pool: Tensor, offset: int, param: Tensor, piece: MomentTensor) -> Tensor:
     if piece.numel is not None:
         return _C.tensor_in_pool(pool, offset, [piece.numel], piece.dtype)
-    local = _C.tensor_in_pool(pool, offset, list(torch_private.local_tensor(param).shape), piece.dtype)
+    local = _C.tensor_in_pool(pool, offset, list(local_tensor(param).shape), piece.dtype)
     return torch_private.dtensor(local, torch_private.spec_with_dtype(torch_private.spec_of(param), piece.dtype))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _Block:
@@ -114,19 +110,19 @@ class _Block:
             if "step" not in state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             value = state.get(moment.piece.name)
-            own = _local(moment.tensor)
+            own = local_tensor(moment.tensor)
             if value is None:
                 own.zero_()
             elif self._holds(value, moment):
                 continue
             else:
-                own.copy_(_local(value))
+                own.copy_(local_tensor(value))
             state[moment.piece.name] = moment.tensor
 
     def _holds(self, value: Tensor, moment: _Moment) -> bool:
         if value is not moment.tensor:
             return False
-        own = _local(value)
+        own = local_tensor(value)
         return own.numel() == 0 or own.data_ptr() == self.memory.data_ptr() + moment.offset
 
     def on_device(self, buffer: Tensor, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> dict:
@@ -237,4 +233,4 @@ class HostMoments:
 
 
 def _device_of(block: _Block) -> torch.device:
-    return torch_private.local_tensor(block.members[0].param).device
+    return local_tensor(block.members[0].param).device

@@ -25,8 +25,10 @@ def number(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """The plain local tensor, after the collective that may still be filling it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain local tensor of a DTensor, after the collective that may still be filling it; any other as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     return torch_private.wait_if_async(torch_private.local_tensor(tensor))
 
 
@@ -38,9 +40,7 @@ def local_tensors(tensors: list[Tensor | None]) -> list[Tensor | None]:
     specs = [torch_private.spec_of(t) for t in tensors if isinstance(t, DTensor)]
     if not specs or any((spec.mesh, spec.placements) != (specs[0].mesh, specs[0].placements) for spec in specs):
         return tensors
-    return [
-        torch_private.wait_if_async(torch_private.local_tensor(t)) if isinstance(t, DTensor) else t for t in tensors
-    ]
+    return [None if t is None else local_tensor(t) for t in tensors]
 
 
 def refuse_sparse(caller: str, grad: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.optim.local import local_tensor
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
@@ -38,8 +39,7 @@ def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> lis
     """The tensors of a parameter's moments, in the order of ``names``."""
     if dtype != INT8:
         return [MomentTensor(name, dtype) for name in names]
-    own = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
-    num_blocks = _C.num_moment_blocks(own.numel())
+    num_blocks = _C.num_moment_blocks(local_tensor(param).numel())
     return [
         piece
         for name in names
@@ -72,7 +72,7 @@ def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
     that saving or copying one of them does not take the others along.
     """
     pairs = list(pairs)
-    locals_ = [torch_private.local_tensor(t) if isinstance(t, DTensor) else t for t, _ in pairs]
+    locals_ = [local_tensor(tensor) for tensor, _ in pairs]
     pooled = [
         type(local) in (Tensor, torch.nn.Parameter)
         and local.device.type == "cpu"
