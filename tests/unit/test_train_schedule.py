@@ -143,3 +143,27 @@ def test_which_optimizer():
     assert type(sgd) is fsdp2x.optim.SGD and sgd.param_groups[0]["momentum"] == 0.9
     with pytest.raises(ConfigError, match="optimizer.momentum: got 0.9, expected 0, since optimizer.name is adamw"):
         OptimizerConfig(momentum=0.9)
+
+
+def test_muon_has_matrices_and_adamw_the_rest():
+    from models import build
+
+    model = build("llama")
+    decays = decay_groups(model)
+    config = OptimizerConfig(name="muon", lr=0.5, adamw_lr=0.25, weight_decay=0.3, betas=(0.8, 0.9))
+    optimizer = make_optimizer(model, config, decays)
+    matrices, decaying, plain = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(".layers." in names[id(p)] and p.ndim == 2 for p in matrices["params"])
+    assert {names[id(p)] for p in decaying["params"]} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all(p.ndim == 1 for p in plain["params"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
+    assert matrices["momentum"] == 0.95 and matrices["adjust_lr_fn"] == "match_rms_adamw"
+    assert decaying["betas"] == (0.8, 0.9) and not decaying["use_muon"]
+    schedule = Schedule(optimizer, ScheduleConfig(warmup_steps=4), 0.5, 20)
+    assert schedule.advance() == 0.5 / 4
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 4, 0.25 / 4, 0.25 / 4]
+    with pytest.raises(ConfigError, match="optimizer.adamw_lr: got 0.1, expected null, since optimizer.name is adamw"):
+        OptimizerConfig(adamw_lr=0.1)
+    with pytest.raises(ConfigError, match="optimizer.implementation: got 'fused', expected auto or fsdp2x"):
+        OptimizerConfig(name="muon", implementation="fused")

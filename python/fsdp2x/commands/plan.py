@@ -60,7 +60,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--optimizer",
-        choices=("adamw", "adamw_float32", "adamw_bfloat16", "adamw_int8", "lion", "sgd", "sgd_momentum", "none"),
+        choices=(
+            *("adamw", "adamw_float32", "adamw_bfloat16", "adamw_int8", "lion"),
+            *("muon", "muon_float32", "muon_bfloat16", "muon_int8", "sgd", "sgd_momentum", "none"),
+        ),
         help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
     )
     command.add_argument(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, ModelFacts
 from fsdp2x.optim.host_moments import buffer_bytes
 from fsdp2x.optim.lion import Lion
+from fsdp2x.optim.local import local_tensor
 from fsdp2x.optim.moments import INT8, moment_bytes, moments_dtype_of
 from fsdp2x.optim.muon import Muon
-from fsdp2x.runtime import torch_private
+from fsdp2x.optim.muon_groups import muon_param_groups
 from fsdp2x.runtime.native import _C
 
 # A float32 scalar that counts the steps, one for each parameter.
@@ -28,6 +29,7 @@ class _Kept:
     num_moments: int = 0
     num_counters: int = 0  # of steps
     moments_dtype: torch.dtype | str | None = None  # None: that of the parameter
+    steps_matrices: bool = False  # as Muon: one moment of each in its own dtype; the numbers are those of the others
 
 
 # The optimizers that can be planned for.
@@ -37,6 +39,10 @@ PLANNED = {
     "adamw_bfloat16": _Kept(2, 1, torch.bfloat16),
     "adamw_int8": _Kept(2, 1, INT8),
     "lion": _Kept(1),
+    "muon": _Kept(2, 1, steps_matrices=True),
+    "muon_float32": _Kept(2, 1, torch.float32, steps_matrices=True),
+    "muon_bfloat16": _Kept(2, 1, torch.bfloat16, steps_matrices=True),
+    "muon_int8": _Kept(2, 1, INT8, steps_matrices=True),
     "sgd": _Kept(),
     "sgd_momentum": _Kept(1),
     "none": _Kept(),
@@ -53,28 +59,45 @@ class StateBytes:
 
 
 def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
-    """What one of ``PLANNED`` keeps on this rank."""
+    """What one of ``PLANNED`` keeps on this rank.
+
+    Raises:
+        ValueError: Muon for a model that does not say which module is its output head.
+    """
     planned = PLANNED[name]
     groups = [group for unit in facts.units for group in unit.groups]
+    matrices = _matrices(facts.model) if planned.steps_matrices else frozenset()
 
-    def moment(group: GroupFacts) -> list[int]:
-        """Bytes of the tensors of one moment of all parameters."""
-        return [
-            num_bytes
-            for numel, dtype in group.trained
-            for num_bytes in moment_bytes(numel, moments_dtype_of(dtype, planned.moments_dtype))
-        ]
+    def moments(group: GroupFacts) -> Iterator[list[int]]:
+        """Bytes of the tensors of all moments of each parameter."""
+        for name, (numel, dtype) in zip(_trained(group), group.trained, strict=True):
+            if name in matrices:
+                yield [numel * dtype.itemsize]
+            else:
+                yield moment_bytes(numel, moments_dtype_of(dtype, planned.moments_dtype)) * planned.num_moments
 
     def kept(of: list[GroupFacts]) -> int:
-        counters = planned.num_counters * _STEP_BYTES * sum(group.num_trained for group in of)
-        return counters + planned.num_moments * sum(sum(moment(group)) for group in of)
+        num_counted = sum(name not in matrices for group in of for name in _trained(group))
+        counters = planned.num_counters * _STEP_BYTES * num_counted
+        return counters + sum(sum(sizes) for group in of for sizes in moments(group))
 
     brought = [group for group in groups if group.keeps_host_state and group.is_trainable]
     return StateBytes(
         kept(groups),
         kept([group for group in groups if group.offloads or group.keeps_host_state]),
-        buffer_bytes([planned.num_moments * sum(map(_C.align_up, moment(group))) for group in brought]),
+        buffer_bytes([sum(_C.align_up(size) for sizes in moments(group) for size in sizes) for group in brought]),
     )
+
+
+def _trained(group: GroupFacts) -> list[str]:
+    """Names of what ``group.trained`` has."""
+    return [param.fqn for param, trains in zip(group.params, group.trains, strict=True) if trains]
+
+
+def _matrices(model: nn.Module) -> frozenset[str]:
+    """Names of what Muon steps."""
+    groups = muon_param_groups(model)
+    return frozenset(name for group in groups if group["use_muon"] for name, _ in group["params"])
 
 
 def optimizer_bytes(
@@ -102,12 +125,12 @@ def optimizer_bytes(
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    local = torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return local.numel() * local.itemsize
 
 
 def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: torch.Tensor) -> int:
-    local = torch_private.local_tensor(param) if isinstance(param, DTensor) else param
+    local = local_tensor(param)
     if isinstance(optimizer, Lion) or isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
         return local.numel() * local.itemsize
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):

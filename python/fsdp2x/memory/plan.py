@@ -50,14 +50,15 @@ def plan_memory(
     ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
     groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
     with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
-    ``optimizer``: adamw, lion, sgd, sgd_momentum or none; adamw_float32, adamw_bfloat16, adamw_int8 with that
-    ``moments_dtype``. ``expert_parallel``: ranks that share the experts of a block, each part of which
-    ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``, ``before_last``: as for
-    ``memory_report``. ``local_world_size``: ranks of one host; None: all.
+    ``optimizer``: adamw, lion, muon with ``muon_param_groups(model)``, sgd, sgd_momentum or none; adamw_float32,
+    adamw_bfloat16, adamw_int8 with that ``moments_dtype``, likewise muon. ``expert_parallel``: ranks that share the
+    experts of a block, each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``,
+    ``before_last``: as for ``memory_report``. ``local_world_size``: ranks of one host; None: all.
 
     Raises:
         ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
-            what ``fully_shard`` refuses of ``auto_wrap`` and ``reshard_after_forward``.
+            muon for a model without ``get_output_embeddings()``; what ``fully_shard`` refuses of ``auto_wrap`` and
+            ``reshard_after_forward``.
     """
     accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
     facts = planned_facts(
@@ -87,9 +88,13 @@ def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatche
     if optimizer not in PLANNED:
         raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
     keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
-    if keeps_state and optimizer in ("lion", "sgd_momentum"):
+    if keeps_state and optimizer.partition("_")[0] != "adamw" and PLANNED[optimizer].num_moments:
         raise PlanError(f"offload: got optimizer, which AdamW alone can do; expected gradients or all with {optimizer}")
-    return report_of(facts, planned_bytes(optimizer, facts), micro_batches=micro_batches)
+    try:
+        state = planned_bytes(optimizer, facts)
+    except ValueError as error:
+        raise PlanError(f"optimizer: got {optimizer}: {error}") from error
+    return report_of(facts, state, micro_batches=micro_batches)
 
 
 def planned_facts(

@@ -190,7 +190,7 @@ def facts_of_plan(
         sharded.update((id(module), name) for one in owned for module, name in one.owners)
         group = spread.get(modules[0])
         ours = ranks if group is None else experts.ranks
-        params = [_param_of_plan(one, policy, ours.world, splits) for one in owned]
+        params = [_param_of_plan(one, param_names[one.param], policy, ours.world, splits) for one in owned]
         if group is not None:
             dim = 1 if cuts_columns(group, experts.ep, ours.world) else 0
             params = [replace(one, size=(one.size[0] // experts.ep, *one.size[1:]), shard_dim=dim) for one in params]
@@ -233,10 +233,12 @@ class ExpertRanks:
     ranks: Ranks
 
 
-def _param_of_plan(one: collect.OwnedParam, policy: MixedPrecisionPolicy, world: int, splits: bool) -> ParamFacts:
+def _param_of_plan(
+    one: collect.OwnedParam, name: str, policy: MixedPrecisionPolicy, world: int, splits: bool
+) -> ParamFacts:
     placement = even_placement(one.param, world) if splits else None
     dim = 0 if placement is None else placement.dim
-    return ParamFacts(one.owners[0][1], one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
+    return ParamFacts(name, one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
 
 
 def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:

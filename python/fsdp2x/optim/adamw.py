@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.arguments import checked
 from fsdp2x.optim.clip import measure_in_step, scaled
-from fsdp2x.optim.coded_moments import narrowed, widened
+from fsdp2x.optim.coded_moments import narrowed, widened, widened_states
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import (
@@ -156,35 +155,29 @@ class AdamW(EngineStep, torch.optim.AdamW):
         for index, param in zip(saved, params, strict=True):
             if index in kept:
                 self.state[param].update(kept[index])
-            if self._moments_dtype_of(param) == INT8:
-                if param in self.state:
-                    values = {name: v for name, v in state_dict["state"][index].items() if name in _MOMENTS}
-                    self.state[param] = narrowed(param, {**self.state[param], **values}, _MOMENTS)
-                continue
-            if self.moments_dtype is None or id(param) in ours:
-                continue
-            for name in _MOMENTS:
-                if name in self.state.get(param, {}):
-                    value = state_dict["state"][index][name].to(self._moments_dtype_of(param), copy=True)
-                    self.state[param][name] = value.to(param.device)
-        # Torch's fused steps count on the device, and its loading takes the counts there; read there, each would make
-        # the host wait in every step.
-        for state in self.state.values():
-            if isinstance(state.get("step"), Tensor) and state["step"].device.type != "cpu":
-                state["step"] = state["step"].cpu()
+            if param in self.state and (self._moments_dtype_of(param) == INT8 or id(param) not in ours):
+                self.take_moments(param, state_dict["state"][index])
+        count_on_host(self.state)
         if kept:
             self._host_moments.take_in(self.state, on_host)
+
+    def take_moments(self, param: Tensor, saved: dict[str, Any]) -> None:
+        """The moments of ``saved`` into the loaded state of ``param``, in ``moments_dtype``."""
+        dtype = self._moments_dtype_of(param)
+        values = {name: saved[name] for name in _MOMENTS if name in saved}
+        if dtype == INT8:
+            self.state[param] = narrowed(param, {**self.state[param], **values}, _MOMENTS)
+        elif self.moments_dtype is not None:
+            self.state[param].update(
+                {name: value.to(dtype, copy=True).to(param.device) for name, value in values.items()}
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; moments in 8 bits come as their values, in float32."""
         if self.moments_dtype != INT8:
             return super().state_dict()
-        narrow = self.state
-        self.state = defaultdict(dict, {param: widened(state) for param, state in narrow.items()})
-        try:
+        with widened_states(self):
             return super().state_dict()
-        finally:
-            self.state = narrow
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -319,6 +312,16 @@ class AdamW(EngineStep, torch.optim.AdamW):
             for name, value in narrowed(param, state, _names(group)).items():
                 if value is not states[param].get(name):
                     local_tensors([states[param][name]])[0].copy_(local_tensors([value])[0])
+
+
+def count_on_host(states: dict[Tensor, dict[str, Any]]) -> None:
+    """Torch's fused steps count on the device, and its loading takes the counts there.
+
+    Read there, each would make the host wait in every step.
+    """
+    for state in states.values():
+        if isinstance(state.get("step"), Tensor) and state["step"].device.type != "cpu":
+            state["step"] = state["step"].cpu()
 
 
 def _names(group: dict[str, Any]) -> tuple[str, ...]:

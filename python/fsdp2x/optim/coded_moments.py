@@ -7,7 +7,9 @@ one world size changes nothing; at another one blocks begin elsewhere, and value
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+@contextlib.contextmanager
+def widened_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, the states of ``optimizer`` have values in float32 in place of codes and scales."""
+    narrow = optimizer.state
+    optimizer.state = defaultdict(dict, {param: widened(state) for param, state in narrow.items()})
+    try:
+        yield
+    finally:
+        optimizer.state = narrow
+
+
 def narrowed(param: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The state with codes and scales in place of the values under ``names``, where it has them.
 
@@ -50,7 +63,7 @@ def narrowed(param: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) ->
 
 
 def _decoded(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
-    local = local_tensor(codes) if isinstance(codes, DTensor) else codes
+    local = local_tensor(codes)
     values = _C.decode_moments(local.cpu(), scales.cpu(), is_signed).to(local.device)
     if not isinstance(codes, DTensor):
         return values
@@ -59,10 +72,10 @@ def _decoded(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 @torch.no_grad()
 def _encoded(param: Tensor, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
-    own = local_tensor(param) if isinstance(param, DTensor) else param.detach()
+    own = local_tensor(param).detach()
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(param.device_mesh, param.placements)
-    local = local_tensor(value) if isinstance(value, DTensor) else value
+    local = local_tensor(value)
     if local.shape != own.shape:
         raise ValueError(
             f"fsdp2x.optim.AdamW: {name} of a parameter of shape {tuple(param.shape)} has local shape "

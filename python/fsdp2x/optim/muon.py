@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.adamw import AdamW, count_on_host
 from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.coded_moments import widened_states
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, loss_of, number, refuse_sparse
-from fsdp2x.optim.moments import zeros_like_all
+from fsdp2x.optim.moments import INT8, zeros_like_all
 from fsdp2x.optim.muon_plan import MuonPlan, make_plan
 from fsdp2x.optim.newton_schulz import orthogonalize
 
@@ -48,7 +49,8 @@ class Muon(EngineStep):
 
     A group of parameters has matrices, or with ``use_muon=False`` anything, which the step of ``fsdp2x.optim.AdamW``
     updates: norms, biases, embeddings, the output head. Its settings are AdamW's (``betas`` (0.9, 0.999), ``eps``
-    1e-8); ``lr`` and ``weight_decay`` are this optimizer's unless the group has its own. A parameter [num, m, n] is a
+    1e-8); ``lr`` and ``weight_decay`` are this optimizer's unless the group has its own. What its moments are kept in
+    is said for all such groups. A parameter [num, m, n] is a
     stack of ``num`` matrices, as fused experts are.
 
     ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. It loads what
@@ -66,6 +68,8 @@ class Muon(EngineStep):
         ns_dtype: dtype of the iterations and of what travels, ``torch.bfloat16`` as in torch, or ``torch.float32``.
         round_bytes: what an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
         max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
+        moments_dtype, stochastic_rounding, seed: of the groups without ``use_muon``, as in ``fsdp2x.optim.AdamW``;
+            momentum has the dtype of its gradient.
 
     Raises:
         ValueError: settings out of range, or of the other kind of group; a parameter that is no matrix in a group with
@@ -94,7 +98,11 @@ class Muon(EngineStep):
         ns_dtype: torch.dtype = torch.bfloat16,
         round_bytes: int = 64 * 2**20,
         max_grad_norm: float | None = None,
+        moments_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
+        self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
         self._prepare({}, max_grad_norm)
         if ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"fsdp2x.optim.Muon: ns_dtype is {ns_dtype}, expected torch.bfloat16 or torch.float32")
@@ -116,13 +124,18 @@ class Muon(EngineStep):
             },
         )
 
-    _kept = ("ns_dtype", "round_bytes", "max_grad_norm")
+    _kept = ("ns_dtype", "round_bytes", "max_grad_norm", "moments_dtype", "stochastic_rounding", "seed")
 
     def _begin_afresh(self) -> None:
         super()._begin_afresh()
         self._plan: MuonPlan | None = None
         # Steps the groups without use_muon, which are this optimizer's own, over this optimizer's state.
-        self._adamw = AdamW([torch.empty(0, requires_grad=True)])
+        self._adamw = AdamW(
+            [torch.empty(0, requires_grad=True)],
+            moments_dtype=self.moments_dtype,
+            stochastic_rounding=self.stochastic_rounding,
+            seed=self.seed,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -155,6 +168,23 @@ class Muon(EngineStep):
         except Exception:
             del self.param_groups[-1]
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; moments in 8 bits come as their values, in float32."""
+        if self.moments_dtype != INT8:
+            return super().state_dict()
+        with widened_states(self):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; moments come in ``moments_dtype``, as in ``AdamW``."""
+        super().load_state_dict(state_dict)
+        self._adamw.state = self.state
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, index in zip(group["params"], saved["params"], strict=True):
+                if not group["use_muon"] and param in self.state:
+                    self._adamw.take_moments(param, state_dict["state"][index])
+        count_on_host(self.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -272,7 +302,7 @@ def _apply_all(steps: list[_MatrixStep], arrive: Callable) -> None:
 
 def _stack(tensor: Tensor) -> Tensor:
     """The local part as [num, rows, columns]."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return local.unsqueeze(0) if local.ndim == 2 else local
 
 

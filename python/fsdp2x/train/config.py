@@ -138,14 +138,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["adamw", "lion", "sgd"] = setting("adamw", "optimizer")
+    name: Literal["adamw", "lion", "muon", "sgd"] = setting(
+        "adamw", "optimizer; muon: of matrices, and AdamW of embeddings, the output head and what has fewer dims"
+    )
     lr: float = setting(3e-4, "peak learning rate")
+    adamw_lr: float | None = setting(None, "peak learning rate of what AdamW steps beside muon; unset: lr")
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages")
     eps: float = setting(1e-8, "AdamW's epsilon")
     weight_decay: float = setting(0.1, "decay of parameters with two or more dims; norms and biases get none")
-    momentum: float = setting(0.0, "momentum of sgd")
+    momentum: float | None = setting(None, "momentum of sgd (unset: 0) and of muon (unset: 0.95)")
+    muon_lr_scale: Literal["original", "match_rms_adamw", "spectral_unclamped"] = setting(
+        "match_rms_adamw", "what muon multiplies lr with, by the sizes of a matrix: match_rms_adamw takes AdamW's rates"
+    )
     moments_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
-        None, "dtype of AdamW's moments: int8 takes a quarter of float32; unset: that of the parameters"
+        None,
+        "dtype of AdamW's moments, beside muon, too: int8 takes a quarter of float32; unset: that of the parameters",
     )
     implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
         "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
@@ -156,21 +163,29 @@ class OptimizerConfig:
         require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
         require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
-        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "a number in [0, 1)")
         require(
-            self.momentum == 0 or self.name == "sgd",
+            self.adamw_lr is None or self.name == "muon" and self.adamw_lr > 0,
+            "optimizer.adamw_lr",
+            self.adamw_lr,
+            "a positive number" if self.name == "muon" else f"null, since optimizer.name is {self.name}",
+        )
+        require(
+            self.momentum is None or 0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "a number in [0, 1)"
+        )
+        require(
+            not self.momentum or self.name in ("sgd", "muon"),
             "optimizer.momentum",
             self.momentum,
             f"0, since optimizer.name is {self.name}",
         )
         require(
-            self.name != "lion" or self.implementation in ("auto", "fsdp2x"),
+            self.name not in ("lion", "muon") or self.implementation in ("auto", "fsdp2x"),
             "optimizer.implementation",
             self.implementation,
-            "auto or fsdp2x, since torch has no Lion",
+            "auto or fsdp2x, since torch has no Lion, and its Muon steps matrices alone",
         )
         require(
-            self.moments_dtype is None or self.name == "adamw",
+            self.moments_dtype is None or self.name in ("adamw", "muon"),
             "optimizer.moments_dtype",
             self.moments_dtype,
             f"null, since optimizer.name is {self.name}",
@@ -396,7 +411,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         ours = self.optimizer.implementation in ("auto", "fsdp2x")
-        keeps_nothing = self.optimizer.name == "sgd" and self.optimizer.momentum == 0
+        keeps_nothing = self.optimizer.name == "sgd" and not self.optimizer.momentum
         require(
             self.parallel.offload != "optimizer" or keeps_nothing or ours and self.optimizer.name == "adamw",
             "parallel.offload",

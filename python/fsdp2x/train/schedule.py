@@ -94,11 +94,15 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Shape:
 
 
 class Schedule:
-    """Sets `lr` of every parameter group; `step` is the number of optimizer steps already taken or skipped."""
+    """Sets `lr` of every parameter group, in the proportions that the groups have when this is made.
+
+    `step` is the number of optimizer steps already taken or skipped.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, peak_lr: float, num_steps: int):
         self.optimizer = optimizer
         self.peak_lr = peak_lr
+        self._parts = [group["lr"] / peak_lr for group in optimizer.param_groups]
         self.shape = make_shape(config, peak_lr, num_steps)
         self.step = 0
 
@@ -106,8 +110,8 @@ class Schedule:
         """Call before `optimizer.step()`; returns the rate that the step uses."""
         self.step += 1
         lr = self.peak_lr * lr_factor(self.step, self.shape)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
+            group["lr"] = lr * part
         return lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,31 +134,53 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable parameters in two groups: ours, or one of torch's loops.
 
-    Ours clips in its steps if there is a largest norm; torch's know nothing of it.
+    Ours clips in its steps if there is a largest norm; torch's know nothing of it. Muon has its matrices in a group in
+    front of those two, which are AdamW's.
     """
     import fsdp2x
+
+    matrices = _matrices(model) if config.name == "muon" else []
+    those = {id(parameter) for parameter in matrices}
 
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": config.weight_decay},
         {"params": [], "weight_decay": 0.0},
     ]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in those:
             groups[0 if decays[name] else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
-    if not groups:
+    if not groups and not matrices:
         raise ValueError("the model has no parameter with requires_grad=True: nothing to train")
     ours = config.implementation in ("auto", "fsdp2x")
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
         make = fsdp2x.optim.SGD if ours else torch.optim.SGD
-        return make(groups, lr=config.lr, momentum=config.momentum, **options)
+        return make(groups, lr=config.lr, momentum=config.momentum or 0.0, **options)
     if config.name == "lion":
         return fsdp2x.optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
+    if config.name == "muon":
+        rest = {"use_muon": False, "betas": config.betas, "eps": config.eps, "lr": config.adamw_lr or config.lr}
+        return fsdp2x.optim.Muon(
+            [{"params": matrices}] * bool(matrices) + [{**group, **rest} for group in groups],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=0.95 if config.momentum is None else config.momentum,
+            adjust_lr_fn=config.muon_lr_scale,
+            **options,
+        )
     make = fsdp2x.optim.AdamW if ours else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
+
+
+def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What Muon steps."""
+    import fsdp2x
+
+    groups = fsdp2x.optim.muon_param_groups(model)
+    return [parameter for group in groups if group["use_muon"] for _, parameter in group["params"]]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> list[str]:
