@@ -30,6 +30,7 @@ import bench_sequence
 import bench_simulate
 import bench_step
 import bench_sync
+import bench_wire
 import harness
 import plots
 from gpu import bench_kernels, bench_units
@@ -53,6 +54,7 @@ TITLES = {
     "export": "Whole tensors of a sharded model",
     "sync": "Weights into an engine process",
     "sequence": "Packing and sequence parallelism",
+    "wire": "Wire formats over gloo",
     "moe": "Experts and tiled MLPs",
     "score": "Log-probabilities without logits",
     "simulate": "Foretold and measured steps of this machine",
@@ -73,6 +75,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "export": bench_export.rows_of,
     "sync": bench_sync.rows_of,
     "sequence": bench_sequence.rows_of,
+    "wire": bench_wire.rows_of,
     "moe": bench_moe.rows_of,
     "score": bench_score.rows_of,
     "checkpoint": bench_checkpoint.rows_of,

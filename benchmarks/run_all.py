@@ -28,6 +28,7 @@ FULL = {
     "export_cpu_2ranks": ["bench_export.py", "--hidden", "1024"],
     "sync_cpu_2ranks": ["bench_sync.py"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
+    "wire_cpu_2ranks": ["bench_wire.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
     "simulate_cpu_2ranks": ["bench_simulate.py"],
     "simulate_cpu_4ranks": ["bench_simulate.py", "--world", "4"],

@@ -7,6 +7,7 @@
 #include "core/layout.hpp"
 #include "core/reduction_window.hpp"
 #include "core/slots.hpp"
+#include "core/wire_layout.hpp"
 
 namespace py = pybind11;
 
@@ -15,6 +16,23 @@ namespace fsdp2x {
 void bind_accounting(py::module_& m) {
   m.attr("ALIGN_BYTES") = kAlignBytes;
   m.def("align_up", &align_up, py::arg("num_bytes"));
+  py::enum_<WireFormat>(m, "WireFormat")
+      .value("plain", WireFormat::plain)
+      .value("int8", WireFormat::int8)
+      .value("fp8", WireFormat::fp8)
+      .value("bf16", WireFormat::bf16);
+  // Of a rank's segment in a wire format, what is gathered and what is reduced.
+  m.def(
+      "wire_gather_bytes",
+      [](const Layout& layout, WireFormat format) { return WireLayout::of_weights(layout, format).segment_bytes(); },
+      py::arg("layout"), py::arg("format"));
+  m.def(
+      "wire_reduce_bytes",
+      [](const Layout& layout, WireFormat format) {
+        const size_t flags_bytes = layout.flagged_segment_bytes() - layout.reduce_segment_bytes();
+        return WireLayout::of_gradients(layout, format, flags_bytes).segment_bytes();
+      },
+      py::arg("layout"), py::arg("format"));
   py::class_<MemoryTally>(m, "MemoryTally")
       .def(py::init([](std::optional<MemoryTally*> whole) { return MemoryTally(whole.value_or(nullptr)); }),
            py::arg("whole"), py::keep_alive<1, 2>())

@@ -70,6 +70,7 @@ py::dict stats_of(const Root& root) {
     stats.scratch_slots_owned += one.scratch_slots_owned;
     stats.scratch_bytes += one.scratch_bytes;
     stats.resident_shard_bytes += one.resident_shard_bytes;
+    stats.wire_bytes += one.wire_bytes;
     stats.num_allocations += one.num_allocations;
     if (stats.owners.empty() || one.owners != "empty") stats.owners = one.owners;
   }
@@ -80,12 +81,14 @@ py::dict stats_of(const Root& root) {
   result["scratch_slots_owned"] = stats.scratch_slots_owned;
   result["scratch_bytes"] = stats.scratch_bytes;
   result["resident_shard_bytes"] = stats.resident_shard_bytes;
+  result["wire_bytes"] = stats.wire_bytes;
   result["transport_allocations"] = stats.num_allocations;
   result["owners"] = stats.owners;
   result["gradient_block_allocations"] = root.blocks().num_allocations();
   result["gathers"] = root.counters().gathers;
   result["prefetched_gathers"] = root.counters().prefetched_gathers;
   result["reductions"] = root.counters().reductions;
+  result["wire_encodings"] = root.counters().wire_encodings;
   result["parameter_stores"] = root.counters().parameter_stores;
   uint64_t python_calls = root.counters().python_calls;
   for (const auto& unit : root.units()) {
@@ -169,11 +172,12 @@ void bind_transports(py::module_& m) {
       .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
   m.def(
       "group_transport",
-      [](const py::object& all_gather, const py::object& reduce_scatter,
+      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& all_to_all,
          const py::object& wait) -> std::shared_ptr<Transport> {
-        return std::make_shared<ProcessGroupTransport>(Collectives{own(all_gather), own(reduce_scatter), own(wait)});
+        return std::make_shared<ProcessGroupTransport>(
+            Collectives{own(all_gather), own(reduce_scatter), own(all_to_all), own(wait)});
       },
-      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("wait"));
+      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("all_to_all"), py::arg("wait"));
 }
 
 void bind_root(py::module_& m) {
@@ -322,7 +326,9 @@ void bind_unit(py::module_& m) {
       .def_readwrite("param_dtype", &UnitOptions::param_dtype)
       .def_readwrite("output_dtype", &UnitOptions::output_dtype)
       .def_readwrite("divide_factor", &UnitOptions::divide_factor)
-      .def_readwrite("force_sum_reduction", &UnitOptions::force_sum_reduction);
+      .def_readwrite("force_sum_reduction", &UnitOptions::force_sum_reduction)
+      .def_readwrite("wire_weights", &UnitOptions::wire_weights)
+      .def_readwrite("wire_gradients", &UnitOptions::wire_gradients);
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
       .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, UnitOptions>(), py::arg("name"),
            py::arg("device"), py::arg("groups"), py::arg("options"))

@@ -12,6 +12,7 @@
 #include "cpu/kernel_moments.hpp"
 #include "cpu/kernel_optimizers.hpp"
 #include "cpu/kernel_table.hpp"
+#include "cpu/kernel_wire.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
@@ -265,6 +266,12 @@ KernelTable make_table() {
   table.store_moments[false][true] = store_moments<false, true>;
   table.store_moments[true][false] = store_moments<true, false>;
   table.store_moments[true][true] = store_moments<true, true>;
+  table.encode_wire[0] = encode_wire<WireFormat::int8>;
+  table.encode_wire[1] = encode_wire<WireFormat::fp8>;
+  table.decode_wire[0] = decode_wire<WireFormat::int8>;
+  table.decode_wire[1] = decode_wire<WireFormat::fp8>;
+  table.add_int8 = add_int8;
+  table.encode_int8_with_errors = encode_int8_with_errors;
   fill_sgd<false>(table);
   fill_sgd<true>(table);
   table.lion = lion;

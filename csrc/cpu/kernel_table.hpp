@@ -63,6 +63,12 @@ struct KernelTable {
   // are not read without.
   void (*load_moments[2])(float* values, const uint8_t* codes, const float* scales, int64_t numel);
   void (*store_moments[2][2])(uint8_t* codes, float* scales, const float* values, const uint16_t* bits, int64_t numel);
+  // Wire formats, [fp8 rather than int8]: see cpu/wire.hpp. `first` is in the first block.
+  void (*encode_wire[2])(uint8_t* codes, float* scales, const float* values, int64_t numel);
+  void (*decode_wire[2])(float* values, const uint8_t* codes, const float* scales, int64_t first, int64_t numel);
+  void (*add_int8)(float* sums, const uint8_t* codes, const float* scales, int64_t numel);
+  void (*encode_int8_with_errors)(uint8_t* codes, float* scales, uint8_t* errors, float* error_scales,
+                                  const float* values, int64_t numel);
   // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
   void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
   void (*lion)(float* param, const float* grad, float* average, int64_t numel, const LionStep& step);

@@ -10,7 +10,8 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.runtime import torch_private
+from fsdp2x.runtime import torch_private, wire
+from fsdp2x.runtime.comms import own_collective, refuse_both
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState
@@ -134,13 +135,13 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         state = self._get_fsdp_state()
-        state.comms.all_gather = _collective("set_custom_all_gather", comm)
+        state.comms.all_gather = own_collective("set_custom_all_gather", comm)
         state.apply_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol), see :meth:`set_custom_all_gather`."""
         state = self._get_fsdp_state()
-        state.comms.reduce_scatter = _collective("set_custom_reduce_scatter", comm)
+        state.comms.reduce_scatter = own_collective("set_custom_reduce_scatter", comm)
         state.apply_comms()
 
     @checked
@@ -272,7 +273,7 @@ class FSDPModule(_TorchFSDPModule):
         """
         state = self._get_fsdp_state()
         if enable:
-            _refuse_both(state, memory=True)
+            refuse_both(state, memory=True)
         memory = "process_group" if enable else None
         if memory != state.comm_memory:
             state.comm_memory = memory
@@ -316,7 +317,7 @@ class FSDPModule(_TorchFSDPModule):
                 f"fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels on {state.ranks.device}, "
                 f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
             )
-        _refuse_both(state, memory=True)
+        refuse_both(state, memory=True)
         state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
 
@@ -344,7 +345,7 @@ class FSDPModule(_TorchFSDPModule):
                 f"made, so that their memory is free again; this model is on {state.ranks.device.type}: leave it out"
             )
         if enable:
-            _refuse_both(state, memory=False)
+            refuse_both(state, memory=False)
         if bool(enable) != state.reduces_unpacked:
             state.reduces_unpacked = bool(enable)
             state.remake_transports("packing")
@@ -384,6 +385,30 @@ class FSDPModule(_TorchFSDPModule):
         state.prefetch_bytes = num_bytes
         if state.root is not None:
             state.root.prefetch_bytes = num_bytes
+
+    @checked
+    def set_wire_dtype(self, *, weights: str | None = None, gradients: str | None = None, recurse: bool = True) -> None:
+        """In how few bits weights are gathered and gradients reduced between CPUs, over a process group.
+
+        Parameters of two dims or more; norms and biases travel as they are. Sharded parameters, ``.grad``, optimizers
+        and checkpoints stay what they are. Call it alike on every rank; docs/guides/precision.md says when it pays.
+
+        Args:
+            weights: ``"int8"`` or ``"fp8"`` (e4m3): blocks of 256 elements of a rank's rows with a float32 scale each,
+                encoded once for a forward and its backward. All ranks compute with the same bits, those a rank sends
+                among them. None: the dtype of compute. A single rank sends nothing and encodes nothing.
+            gradients: ``"bfloat16"``, or ``"int8"``, where each rank adds what the last step has rounded away (error
+                feedback) and keeps one byte for each element of the whole model for that. Both are summed in float32,
+                in rank order. None: a reduce-scatter in the reduce dtype.
+
+        Raises:
+            ValueError: another name; ``transport="shm"``; gradients that are not reduced in float32, or by
+                :meth:`set_custom_reduce_scatter` or :meth:`set_separate_reduce_scatter_group`.
+            NotImplementedError: a unit on an accelerator, or weights of one with an int ``reshard_after_forward``.
+            RuntimeError: called during forward or backward.
+        """
+        formats = wire.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
+        wire.apply(list(self._states(recurse)), *formats)
 
     @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -444,14 +469,6 @@ def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
     return given
 
 
-def _collective(caller: str, comm: Any) -> Any:
-    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
-        raise TypeError(
-            f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
-        )
-    return comm
-
-
 def _not_implemented(name: str):
     def method(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -461,17 +478,6 @@ def _not_implemented(name: str):
     method.__name__ = name
     method.__doc__ = "Not supported yet: raises NotImplementedError."
     return method
-
-
-def _refuse_both(state: UnitState, *, memory: bool) -> None:
-    """Registered memory for collectives, which is asked for if ``memory``, and gradients that stay where they are."""
-    tree = [state, *(state.root_state().tree if state.root is not None else ())]
-    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in tree):
-        raise ValueError(
-            "fsdp2x.FSDPModule: set_reduce_scatter_unpacked reduces gradients from autograd's memory, and "
-            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm want them in memory of the "
-            "collectives: choose one of them for a model"
-        )
 
 
 def _refuse_unknown_methods() -> None:

@@ -240,6 +240,7 @@ NEEDS = {
     "FSDPModule.set_requires_gradient_sync": lambda w: {"requires_gradient_sync": True},
     "FSDPModule.set_reshard_after_backward": lambda w: {"reshard_after_backward": True},
     "FSDPModule.set_reshard_after_forward": lambda w: {"reshard_after_forward": True},
+    "FSDPModule.set_wire_dtype": lambda w: {"weights": None, "gradients": None, "recurse": False},
     "FSDPModule.set_unshard_in_backward": lambda w: {"unshard_in_backward": True},
 }  # fmt: skip
 # Calls that cannot be done here say so.

@@ -55,6 +55,8 @@ CHANGES = {
     "parallel.expert_units": ("experts", ["Qwen3MoeExperts"]),
     "parallel.accumulate": ("run", "reduce_scatter"),
     "parallel.transport": ("run", "process_group"),
+    "parallel.wire_weights": ("run", "int8"),
+    "parallel.wire_gradients": ("run", "int8"),
     "train.mode": ("run", "evaluate"),
     "train.accumulation": ("run", 1),
     "train.batch_size": ("whole batch", 1),

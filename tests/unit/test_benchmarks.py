@@ -71,6 +71,10 @@ def records() -> dict[str, object]:
                 "sides": {side: {**phases("step"), "sent_bytes": 10**6} for side in ("fsdp2x", "gather", "torch")},
             }
         },
+        "wire": [
+            {"link_mbits": 0, "side": side, "sent_bytes": 10**6, "loss": 1.0, **phases("step")}
+            for side in ("stock FSDP2", "gloo", "gloo, int8 and int8")
+        ],
         "host": [{"case": case, "fsdp2x": per_unit(10.0), "stock": per_unit(40.0), "unsharded": per_unit(0.0)}],
         "collectives": [
             {

@@ -50,6 +50,7 @@ struct Counters {
   uint64_t gathers = 0;
   uint64_t prefetched_gathers = 0;
   uint64_t reductions = 0;
+  uint64_t wire_encodings = 0;  // of this rank's weights, in a wire format
   uint64_t parameter_stores = 0;
   uint64_t python_calls = 0;  // entries into the interpreter other than parameter stores; user hooks are not counted
 };

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "core/wire_format.hpp"
 #include "engine/torch/profile_range.hpp"
 
 namespace fsdp2x {
@@ -23,10 +24,12 @@ struct UnitOptions {
   bool unshard_in_backward = true;
   bool keep_unsharded_storage = false;  // the same memory at every unshard
   bool cast_forward_inputs = true;
-  std::optional<at::ScalarType> param_dtype;   // inputs are cast to it
-  std::optional<at::ScalarType> output_dtype;  // outputs are cast to it
-  std::optional<double> divide_factor;         // null: the number of ranks
-  bool force_sum_reduction = false;            // sum on the wire, divide afterwards
+  std::optional<at::ScalarType> param_dtype;    // inputs are cast to it
+  std::optional<at::ScalarType> output_dtype;   // outputs are cast to it
+  std::optional<double> divide_factor;          // null: the number of ranks
+  bool force_sum_reduction = false;             // sum on the wire, divide afterwards
+  WireFormat wire_weights = WireFormat::plain;  // how gathers travel; over a process group of the CPU alone
+  WireFormat wire_gradients = WireFormat::plain;
 };
 
 struct UnitFacts {

@@ -23,6 +23,7 @@ struct TransportStats {
   size_t gather_slots_owned = 0, gather_slot_bytes = 0, peak_gather_bytes = 0;
   size_t scratch_slots_owned = 0, scratch_bytes = 0;
   size_t resident_shard_bytes = 0;  // on a device, of shards that are the host's
+  size_t wire_bytes = 0;            // kept for wire formats: encoded weights, and what gradients have lost
   size_t num_allocations = 0;       // blocks of memory taken and windows mapped, ever
   std::string owners;
 };

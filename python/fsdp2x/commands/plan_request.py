@@ -60,6 +60,8 @@ class Request:
     mfu: float | None = None
     recompute: bool = False
     reduce_unpacked: bool = False
+    wire_weights: str | None = None
+    wire_gradients: str | None = None
     explain: bool = False
 
 
@@ -165,7 +167,7 @@ def make_plan(request: Request) -> MemoryPlan:
     request = _filled(request, {"transport": "shm" if request.device == "cpu" else "process_group"})
     request = _filled(request, {"device": "cpu" if request.transport == "shm" else "cuda", **_DEFAULTS})
     names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
-             "expert_fsdp_size", "local_world_size")  # fmt: skip
+             "expert_fsdp_size", "local_world_size", "wire_weights", "wire_gradients")  # fmt: skip
     options = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=request.param_dtype and getattr(torch, request.param_dtype),

@@ -47,6 +47,7 @@ def read_training(
     trains = config.train.mode == "train"
     shares_memory = "shm" in (given.get("transport"), parallel.transport)
     device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
     asked = {
         "dtype": config.model.dtype,
@@ -54,9 +55,11 @@ def read_training(
         "reduce_dtype": parallel.reduce_dtype,
         "replicas": mesh.num_replicas,
         "reshard_after_forward": mesh.reshard_after_forward,
-        "transport": ("shm" if on_one_host else "process_group")
+        "transport": ("shm" if on_one_host and not in_few_bits else "process_group")
         if parallel.transport == "auto"
         else parallel.transport,
+        "wire_weights": parallel.wire_weights,
+        "wire_gradients": parallel.wire_gradients,
         "device": device,
         "offload": offload_mode(parallel.offload),
         "optimizer": _optimizer(optimizer),

@@ -11,6 +11,7 @@ WORDS = {
     "buffers, unsharded parameters": "what every rank has whole: buffers and ignored parameters",
     "rows kept after forward": "with a number for reshard_after_forward: rows of a smaller world, until backward",
     "copies of shards on the device": "of units whose shards are the host's, with offload gradients",
+    "kept for wire formats": "this rank's encoded rows, and what int8 has rounded away of the whole model's gradients",
     "at rest": "the sum of the rows above: what lies there between two steps",
     "gather slots": "whole parameters of the units that are gathered at once, in the dtype of computation",
     "slots and staging": "one pool over a process group: slots, what gathers receive, what reductions send",

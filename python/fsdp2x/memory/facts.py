@@ -18,6 +18,7 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
+from fsdp2x.runtime.wire import GRADIENTS, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class GroupFacts:
     direct_chunk_bytes: tuple[int, ...] = ()  # of a rank, of parameters that a device gathers one by one
     packed_reduce_bytes: int = 0  # of a rank, in what a device reduces packed, flags included
     direct_reduce_bytes: tuple[int, ...] = ()  # likewise, in each reduction of a gradient that is not packed
+    coded_reduce_bytes: int = 0  # of a rank, in an all-to-all in a wire format; 0: reductions travel as they are
+    wire_bytes: int = 0  # kept from step to step: this rank's encoded rows, and what gradients have lost
 
     @property
     def trained_bytes(self) -> int:
@@ -124,6 +127,14 @@ class Collectives:
     averages: bool = True  # divides while it sums
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Formats between ranks by the names of ``set_wire_dtype``; None: none."""
+
+    weights: str | None = None
+    gradients: str | None = None
+
+
 def _count(
     shapes: list[tuple],
     trains: Sequence[bool],
@@ -132,6 +143,7 @@ def _count(
     small: GroupFacts | None = None,
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     collectives: Collectives = Collectives(),
+    wire: Wire = Wire(),
 ) -> GroupFacts:
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     training = layout.training(trains)
@@ -148,13 +160,16 @@ def _count(
     pack_below = _C.PACK_EVERYTHING if pack_below is None else pack_below
     direct = _direct_reductions(training, shapes, ranks, offloads, collectives)
     packs = [is_trained and not is_direct for is_trained, is_direct in zip(trains, direct, strict=True)]
+    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks.world, wire)
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
         shard_pad_bytes=layout.shard_pool_bytes - rows,
         slot_bytes=layout.slot_bytes,
         scratch_bytes=layout.scratch_bytes,
-        gather_segment_bytes=layout.gather_segment_bytes,
+        gather_segment_bytes=segment_bytes,
+        coded_reduce_bytes=coded_bytes,
+        wire_bytes=wire_bytes,
         reduce_segment_bytes=training.flagged_segment_bytes,
         packed_reduce_bytes=layout.training(packs).flagged_segment_bytes,
         direct_reduce_bytes=_chunks(shapes, direct, ranks.world),
@@ -178,6 +193,17 @@ def _count(
         small=small,
         direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, pack_below)),
     )
+
+
+def _wire_bytes(layout: Any, training: Any, world: int, wire: Wire) -> tuple[int, int, int]:
+    """A rank's segment that is gathered and that is reduced, in their formats, and what is kept of both."""
+    segment, coded, kept = layout.gather_segment_bytes, 0, 0
+    if world > 1 and segment and wire.weights is not None:
+        segment = kept = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
+    if world > 1 and training.reduce_segment_bytes and wire.gradients is not None:
+        coded = _C.wire_reduce_bytes(training, GRADIENTS[wire.gradients])
+        kept += coded * world if wire.gradients == "int8" else 0
+    return segment, coded, kept
 
 
 def _direct_reductions(
@@ -207,6 +233,7 @@ def group_facts(
     reduces_unused: bool = False,
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     collectives: Collectives = Collectives(),
+    wire: Wire = Wire(),
 ) -> GroupFacts:
     """Counts one group. ``small_ranks``: the smaller world that keeps the rows after forward."""
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
@@ -214,7 +241,7 @@ def group_facts(
     small = None
     if small_ranks is not None:
         small = _of(params, kept_shapes(shapes), [False] * len(shapes), small_ranks)
-    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives)
+    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire)
 
 
 def _of(params: Sequence[ParamFacts], shapes: list[tuple], trains: list[bool], *counted_with: object) -> GroupFacts:

@@ -147,10 +147,19 @@ class GroupLedger:
         return False
 
     def begin_reduce(self, group: GroupFacts) -> None:
-        if self._world > 1:
+        if self._world == 1:
+            return
+        if not group.coded_reduce_bytes:
             self._reducing[group].append(self._take(group.reduce_segment_bytes))
+            return
+        packed = self._reducing[group]
+        self._reducing[group] = [self._take(group.coded_reduce_bytes * self._world)]
+        self._give_back(*packed)
+        self._reducing[group].append(self._take(group.coded_reduce_bytes * self._world))
 
     def finish_reduce(self, group: GroupFacts) -> None:
+        if group.coded_reduce_bytes:
+            self._reducing[group].append(self._take(group.reduce_segment_bytes))
         self._give_back(*self._reducing.pop(group))
 
     def end_backward(self) -> None:

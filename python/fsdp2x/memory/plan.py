@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.arguments import checked
-from fsdp2x.memory.facts import ModelFacts, Ranks
+from fsdp2x.memory.facts import ModelFacts, Ranks, Wire
 from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
 from fsdp2x.memory.steps import MicroBatches
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime import wire as wires
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.units.wrap import AutoWrap
 
@@ -44,6 +46,8 @@ def plan_memory(
     micro_batches: int = 1,
     before_last: str = "nothing",
     local_world_size: int | None = None,
+    wire_weights: str | None = None,
+    wire_gradients: str | None = None,
 ) -> MemoryReport:
     """What ``memory_report`` would say on rank 0, which has the most rows, after ``fully_shard`` with these arguments.
 
@@ -54,6 +58,7 @@ def plan_memory(
     adamw_bfloat16, adamw_int8 with that ``moments_dtype``, likewise muon. ``expert_parallel``: ranks that share the
     experts of a block, each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``,
     ``before_last``: as for ``memory_report``. ``local_world_size``: ranks of one host; None: all.
+    ``wire_weights``, ``wire_gradients``: of ``set_wire_dtype``, over a process group of the CPU.
 
     Raises:
         ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
@@ -75,6 +80,8 @@ def plan_memory(
         expert_parallel=expert_parallel,
         expert_fsdp_size=expert_fsdp_size,
         local_world_size=local_world_size,
+        wire_weights=wire_weights,
+        wire_gradients=wire_gradients,
     )
     return planned_report(facts, optimizer, accumulation)
 
@@ -114,6 +121,8 @@ def planned_facts(
     local_world_size: int | None = None,
     gathers: str | None = None,
     reduces_unpacked: bool = False,
+    wire_weights: str | None = None,
+    wire_gradients: str | None = None,
 ) -> ModelFacts:
     """The units that ``plan_memory`` counts, with the same arguments and errors.
 
@@ -131,6 +140,8 @@ def planned_facts(
         raise PlanError(f"device: got {device!r}, expected cuda or cpu")
     if device == "cuda" and transport == "shm":
         raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
+    wire = Wire(wire_weights, wire_gradients)
+    _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
     on_one_host = transport == "shm" and world_size <= (local_world_size or world_size)
 
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
@@ -160,4 +171,27 @@ def planned_facts(
         ignored_params=ignored_params,
         offload=Offload(offload),
         experts=experts,
+        wire=wire,
     )
+
+
+def _check_wire(
+    wire: Wire, device: str, transport: str, policy: MixedPrecisionPolicy | None, reshard: bool | int | None
+) -> None:
+    """What ``set_wire_dtype`` would refuse."""
+    if wire == Wire():
+        return
+    wires.formats_of("plan", wire.weights, wire.gradients)
+    if device != "cpu" or transport != "process_group":
+        raise PlanError(
+            f"wire formats: got device {device} and transport {transport}, expected cpu and process_group, where they "
+            "travel"
+        )
+    if wire.weights is not None and reshard not in (None, True, False):
+        raise PlanError(
+            f"wire formats: got reshard_after_forward={reshard}, expected true or false with weights in one"
+        )
+    if wire.gradients is not None and policy is not None and policy.reduce_dtype not in (None, torch.float32):
+        raise PlanError(
+            f"wire formats: got reduce_dtype {policy.reduce_dtype}, expected torch.float32 with gradients in one"
+        )

@@ -21,7 +21,7 @@ from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
 from fsdp2x.runtime.tree import unit_states
 
-_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
+_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class MemoryReport:
 
     At rest, from the first step on: ``shard_bytes`` (pools, with ``pad_bytes`` of padding), ``gradient_bytes`` (pools),
     ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
-    smaller world). On top while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
+    smaller world), ``wire_bytes`` (of wire formats: this rank's encoded rows, and what its gradients have lost). On top
+    while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
     ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
     ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
     ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
@@ -110,6 +111,7 @@ class MemoryReport:
     step_bytes: int | None
     host_bytes: int
     traffic: Traffic
+    wire_bytes: int = 0
     advice: tuple[str, ...] = ()
     measured: dict[str, int] | None = None
 
@@ -117,7 +119,7 @@ class MemoryReport:
     def resting_bytes(self) -> int:
         """What a rank holds between steps, besides slots and scratches that are kept for the next one."""
         held = self.shard_bytes + self.gradient_bytes + self.unsharded_bytes + self.after_forward_bytes
-        return held + self.resident_shard_bytes + (self.optimizer_bytes or 0)
+        return held + self.resident_shard_bytes + self.wire_bytes + (self.optimizer_bytes or 0)
 
     @property
     def peak_bytes(self) -> int:
@@ -176,6 +178,7 @@ class MemoryReport:
             ("buffers, unsharded parameters", self.unsharded_bytes, ""),
             ("rows kept after forward", self.after_forward_bytes, ""),
             ("copies of shards on the device", self.resident_shard_bytes, ""),
+            ("kept for wire formats", self.wire_bytes, ""),
             ("at rest", self.resting_bytes, ""),
             ("gather slots", self.own_gather_slot_bytes, self._sharing()),
             ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
@@ -299,6 +302,7 @@ def report_of(
         autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
         resident_shard_bytes=total(lambda replay: replay.resident_shard_bytes),
         landing_bytes=landing_bytes,
+        wire_bytes=sum(group.wire_bytes for group in groups),
         optimizer_step_bytes=0 if state is None else state.step,
         step_bytes=_step_bytes(replays, groups),
         host_bytes=in_pools + landing_bytes + (0 if state is None else state.on_host),

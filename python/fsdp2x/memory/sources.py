@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, group_facts
+from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
 from fsdp2x.moe.parallel import cuts_columns, spreadable
 from fsdp2x.runtime import collect, torch_private, transport
+from fsdp2x.runtime import wire as wires
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
@@ -95,6 +96,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             or common.registers_memory,
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
+        wire=Wire(*wires.names_of(options)),
     )
 
 
@@ -132,7 +134,7 @@ def _transport_of(state: UnitState, group: GroupParams) -> str:
         return group.engine.transport_name
     if _has_streams(group):
         return "process_group"
-    if state.transport == "process_group" or group.ranks.device.type != "cpu":
+    if state.transport == "process_group" or state.needs_group or group.ranks.device.type != "cpu":
         return "process_group" if group.ranks.group is not None else "local"
     return "local" if group.ranks.world == 1 else "shm"
 
@@ -143,7 +145,7 @@ def _replicas_share(state: UnitState, group: GroupParams) -> bool:
         return False
     if group.engine is not None:
         return isinstance(group.engine.all_reduce, _C.HostAllReduce)
-    return state.transport != "process_group" and group.ranks.device.type == "cpu"
+    return state.transport != "process_group" and not state.needs_group and group.ranks.device.type == "cpu"
 
 
 # ---- from a model that is only planned
@@ -159,6 +161,7 @@ def facts_of_plan(
     ignored_params: Collection[nn.Parameter] = (),
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     experts: ExpertRanks | None = None,
+    wire: Wire = Wire(),  # noqa: B008 (frozen)
 ) -> ModelFacts:
     """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
 
@@ -208,6 +211,7 @@ def facts_of_plan(
             offload=offload if group is None else Offload(),
             # The gradients of spread experts are divided by another number than that of their ranks.
             collectives=Collectives(averages=group is None),
+            wire=wire,
         )
         found.append(
             UnitFacts(

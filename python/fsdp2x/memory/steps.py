@@ -431,7 +431,7 @@ def _gather_sent_bytes(group: GroupFacts) -> int:
 
 def _reduce_sent_bytes(group: GroupFacts) -> int:
     if group.ranks.transport == "process_group":
-        return (group.ranks.world - 1) * group.reduce_segment_bytes
+        return (group.ranks.world - 1) * (group.coded_reduce_bytes or group.reduce_segment_bytes)
     return group.packed_bytes if group.ranks.world > 1 else 0
 
 

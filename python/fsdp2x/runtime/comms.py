@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import torch_private
+from fsdp2x.runtime import torch_private, wire
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
@@ -111,6 +111,7 @@ class CustomComms:
 
     def apply(self, state) -> None:
         """Hands them to the engine's groups of ``state``."""
+        wire.check(state)
         for group in state.groups:
             engine = group.engine
             hook, stream = self.all_reduce_hook, self.all_reduce_hook_stream
@@ -168,3 +169,23 @@ def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, s
     wait(work)
     output.copy_(theirs_out)
     return None
+
+
+def own_collective(caller: str, comm: Any) -> Any:
+    """``comm``, if it is a collective of the user's or None. Raises TypeError."""
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(
+            f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
+        )
+    return comm
+
+
+def refuse_both(state, *, memory: bool) -> None:
+    """Registered memory for collectives, which is asked for if ``memory``, and gradients that stay where they are."""
+    tree = [state, *(state.root_state().tree if state.root is not None else ())]
+    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in tree):
+        raise ValueError(
+            "fsdp2x.FSDPModule: set_reduce_scatter_unpacked reduces gradients from autograd's memory, and "
+            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm want them in memory of the "
+            "collectives: choose one of them for a model"
+        )

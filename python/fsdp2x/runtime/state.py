@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import annotations, comms, torch_private, transforms
+from fsdp2x.runtime import annotations, comms, torch_private, transforms, wire
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
@@ -259,7 +259,7 @@ class UnitState(StateNames, torch_private.State):
         choice = TransportChoice(
             self.transport,
             self.timeout,
-            custom=any(state.comms.is_custom for state in tree),
+            needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
             reduces_unpacked=any(state.reduces_unpacked for state in tree),
             layers=next((state.layers for state in tree if state.layers is not None), None),
@@ -323,6 +323,13 @@ class UnitState(StateNames, torch_private.State):
         if wanted:
             self.root.set_max_reduce_buffers(max(wanted))
 
+    @property
+    def needs_group(self) -> str:
+        """What of this unit's settings runs over a process group alone; "" if nothing does."""
+        if self.comms.is_custom:
+            return "custom collectives"
+        return "wire formats" if wire.is_used(self.live_options()) else ""
+
     def apply_comms(self) -> None:
         """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
 
@@ -332,11 +339,11 @@ class UnitState(StateNames, torch_private.State):
         if self.unit is None:
             return
         shares_memory = any(group.engine.transport_name == "shm" for group in self.groups)
-        if not (self.comms.is_custom and shares_memory):
+        if not (self.needs_group and shares_memory):
             self.comms.apply(self)
             return
         if self.root.in_forward or self.root.in_backward:
-            raise RuntimeError("custom collectives cannot be set during forward or backward")
+            raise RuntimeError(f"{self.needs_group} cannot be set during forward or backward")
         self.root_state()._make_root()
 
     def check_finalization(self) -> None:

@@ -49,20 +49,23 @@ class TransportChoice:
         name: str,
         timeout: timedelta | None,
         *,
-        custom: bool = False,
+        needs_group: str = "",
         comm_memory: str | None = None,
         reduces_unpacked: bool = False,
         layers: dict[torch.device, Any] | None = None,
         units: Iterable[tuple[str, MixedPrecisionPolicy, GroupParams]] = (),
     ) -> None:
-        """``units``: what the transports are for, in an order that is the same on every rank."""
+        """``units``: what the transports are for, in an order that is the same on every rank.
 
-        if custom and name == "shm":
+        ``needs_group``: what of the user's settings runs over a process group alone.
+        """
+
+        if needs_group and name == "shm":
             raise ValueError(
-                'fully_shard: custom collectives need a process group, but transport="shm" was asked for; use '
+                f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
                 'transport="process_group" or "auto"'
             )
-        self._name = "process_group" if custom else name
+        self._name = "process_group" if needs_group else name
         self._timeout = timeout
         self._comm_memory = comm_memory
         self._reduces_unpacked = reduces_unpacked
@@ -145,6 +148,7 @@ class TransportChoice:
         return _C.group_transport(
             functools.partial(all_gather, ranks.group),
             functools.partial(reduce_scatter, ranks.group),
+            functools.partial(all_to_all, ranks.group),
             wait if self._timeout is None else functools.partial(wait, timeout=self._timeout),
         )
 
@@ -306,6 +310,12 @@ def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     return scatter(output, source, op=op, group=group, async_op=True)
+
+
+@skips_checks
+def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    """Starts an all-to-all of equal parts of ``source``, one for each rank, into ``output``; returns the work."""
+    return dist.all_to_all_single(output, source, group=group, async_op=True)
 
 
 @skips_checks

@@ -265,6 +265,12 @@ class ParallelConfig:
     transport: Literal["auto", "shm", "process_group"] = setting(
         "auto", "how shards and gradients travel between ranks"
     )
+    wire_weights: Literal["int8", "fp8"] | None = setting(
+        None, "in how few bits weights are gathered between CPUs, over a process group; unset: as they are computed"
+    )
+    wire_gradients: Literal["int8", "bfloat16"] | None = setting(
+        None, "the same of gradients, summed in float32; int8 keeps what it rounds away, a byte for each parameter"
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto takes CUDA when there is a GPU")
     timeout_s: float = setting(600.0, "seconds after which a rank that waits for another gives up")
 

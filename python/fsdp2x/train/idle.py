@@ -44,7 +44,7 @@ _IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ),
     ("logging.wandb_options",): (lambda c: not c.logging.wandb, "logging.wandb is false"),
     ("optimizer", "schedule", "scaler", "train.clip", "train.steps", "train.epochs", "train.eval_every",
-     "train.activation_checkpointing", "parallel.accumulate", "parallel.offload"): (
+     "train.activation_checkpointing", "parallel.accumulate", "parallel.offload", "parallel.wire_gradients"): (
         lambda c: c.train.mode == "evaluate",
         "train.mode is evaluate",
     ),

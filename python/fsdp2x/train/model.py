@@ -213,6 +213,7 @@ def make_sharded(
                 auto_wrap=policy,
                 **options,
             )
+        _set_wire(model, parallel)
         return RunModel(model, **noted)
     model = ready(model.to(device))
     policy = _told_policy(model, parallel)
@@ -221,7 +222,14 @@ def make_sharded(
         policy = True if policy is None else policy  # None would see that a part is sharded already
     with said_of("parallel"):
         fsdp2x.fully_shard(model, auto_wrap=policy, **options)
+    _set_wire(model, parallel)
     return RunModel(model, **noted)
+
+
+def _set_wire(model: torch.nn.Module, parallel: ParallelConfig) -> None:
+    if parallel.wire_weights is not None or parallel.wire_gradients is not None:
+        with said_of("parallel.wire_weights, parallel.wire_gradients"):
+            model.set_wire_dtype(weights=parallel.wire_weights, gradients=parallel.wire_gradients)
 
 
 def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | list[str] | None:

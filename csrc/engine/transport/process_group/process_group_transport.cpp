@@ -68,27 +68,55 @@ void ProcessGroupTransport::open_slot(ParamGroup& group) {
   group.gather().write = group.gather().read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
-void ProcessGroupTransport::begin_gather(ParamGroup& group, bool /*pools_stand_still*/) {
+void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) { ++num_forwards_; }
+
+void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Staging& staging,
+                                  const at::Tensor& output, const at::Tensor& input, const char* operation) {
+  pybind11::gil_scoped_acquire gil;
+  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
+  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  staging.work = PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), nullptr));
+  if (!staging.work) throw_collective_error(group, group.calls().explain, operation);
+  ++group.counters().python_calls;
+}
+
+bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_stand_still) {
+  PerGroup& mine = per_group(group);
+  const WireFormat format = group.options().wire_weights;
+  mine.gathers_coded = format != WireFormat::plain;
+  if (!mine.gathers_coded) {
+    mine.wire_gather.reset();
+    return false;
+  }
+  if (!mine.wire_gather || mine.wire_gather->format() != format) {
+    mine.wire_gather = std::make_unique<WireGather>(group.layout(), format);
+  }
+  WireGather& wire = *mine.wire_gather;
+  mine.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
+  pybind11::gil_scoped_acquire gil;
+  const at::Tensor& segment = wire.segment(group, pools_stand_still ? num_forwards_ : kNoForward);
+  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, mine.gather,
+        mine.gather.memory, segment, "all-gather");
+  return true;
+}
+
+void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
   PerGroup& mine = per_group(group);
   if (group.gathers_alone()) {
     open_slot(group);
     run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
     return;
   }
+  if (begin_coded_gather(group, pools_stand_still)) return;
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
-  pybind11::gil_scoped_acquire gil;
   const DType wire = wire_type(group.layout());
-  const PyRef output = PyRef::steal(
-      THPVariable_Wrap(typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world()))));
-  const PyRef input = PyRef::steal(THPVariable_Wrap(typed(mine.gather.memory, wire, rank * segment, segment)));
-  const PyRef& all_gather = group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather;
-  mine.gather.work = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output.get(), input.get(), nullptr));
-  if (!mine.gather.work) throw_collective_error(group, group.calls().explain, "all-gather");
-  ++group.counters().python_calls;
+  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, mine.gather,
+        typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world())),
+        typed(mine.gather.memory, wire, rank * segment, segment), "all-gather");
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
@@ -96,7 +124,11 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   wait(group, mine.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
-  run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather().write);
+  if (mine.gathers_coded) {
+    mine.wire_gather->decode(mine.gather.memory.const_data_ptr(), group.gather().write);
+  } else {
+    run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather().write);
+  }
   give_back(mine.gather.memory);
 }
 
@@ -134,6 +166,7 @@ void ProcessGroupTransport::open_scratch(ParamGroup& group) {
 void ProcessGroupTransport::close_scratch(PerGroup& mine) {
   give_back(mine.reduced.memory);
   give_back(mine.reduction.memory);
+  mine.reduces_coded = false;
   mine.plan = nullptr;
   --num_scratches_;
 }
@@ -180,12 +213,39 @@ void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), mine.reduction.memory.data_ptr());
 }
 
+bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  const WireFormat format = group.options().wire_gradients;
+  if (format == WireFormat::plain) {
+    mine.wire_reduction.reset();
+    return false;
+  }
+  if (group.reduce_type() != DType::f32) {
+    throw Error("fsdp2x: gradients of unit '" + group.name() + "' are reduced in " +
+                std::string(dtype_name(group.reduce_type())) +
+                ", and wire formats are summed in float32: use MixedPrecisionPolicy(reduce_dtype=torch.float32)");
+  }
+  if (!mine.wire_reduction || mine.wire_reduction->format() != format || &mine.wire_reduction->plan() != mine.plan) {
+    mine.wire_reduction = std::make_unique<WireReduction>(*mine.plan, format);
+  }
+  WireReduction& wire = *mine.wire_reduction;
+  const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
+  at::Tensor sent = take(bytes);
+  wire.encode(mine.reduction.memory.const_data_ptr(), mine.filled, sent.mutable_data_ptr());
+  give_back(mine.reduction.memory);
+  mine.reduction.memory = std::move(sent);
+  mine.reduced.memory = take(bytes);
+  mine.reduces_coded = true;
+  start(group, collectives_.all_to_all, mine.reduced, mine.reduced.memory, mine.reduction.memory, "reduction");
+  return true;
+}
+
 void ProcessGroupTransport::begin_reduce(ParamGroup& group, cpu::Forwards) {
   open_scratch(group);
   PerGroup& mine = per_group(group);
   fill_gaps(group);
   const int world = group.layout().world();
-  if (world == 1) return;
+  if (world == 1 || begin_coded_reduce(group)) return;
   const DType type = group.reduce_type();
   const size_t segment = mine.plan->segment_bytes;
   const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
@@ -207,9 +267,18 @@ bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const
 Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
   PerGroup& mine = per_group(group);
   wait(group, mine.reduced, "reduction");
+  Finished finished;
+  if (mine.reduces_coded) {
+    at::Tensor rows = take(mine.plan->segment_bytes);
+    if (group.calls().all_reduce_hook) rows.zero_();  // the user sees the pads
+    mine.wire_reduction->sum(mine.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
+    finished.rows = std::make_unique<SegmentRows>(rows, mine.plan->layout, DType::f32, group.divisor());
+    give_back(rows);
+    close_scratch(mine);
+    return finished;
+  }
   const bool alone = group.layout().world() == 1;
   const double before = alone ? 1.0 : group.pre_divisor();
-  Finished finished;
   finished.rows = std::make_unique<SegmentRows>((alone ? mine.reduction : mine.reduced).memory, mine.plan->layout,
                                                 group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
   close_scratch(mine);
@@ -218,14 +287,26 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& mine = per_group(group);
+  if (mine.wire_reduction) mine.wire_reduction->forget_errors();  // they belong to what is dropped
   if (mine.plan == nullptr) return false;
   wait(group, mine.reduced, "reduction");
   close_scratch(mine);
   return true;
 }
 
+void ProcessGroupTransport::release_idle() {
+  for (auto& [index, mine] : groups_) {
+    mine.wire_gather.reset();
+    if (!mine.reduces_coded) mine.wire_reduction.reset();
+  }
+}
+
 TransportStats ProcessGroupTransport::stats() const {
   TransportStats stats;
+  for (const auto& [index, mine] : groups_) {
+    if (mine.wire_gather) stats.wire_bytes += mine.wire_gather->kept_bytes();
+    if (mine.wire_reduction) stats.wire_bytes += mine.wire_reduction->error_bytes();
+  }
   stats.gather_slots_owned = gather_ledger_.num_owned();
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();

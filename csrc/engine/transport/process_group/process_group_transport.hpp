@@ -8,18 +8,22 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <vector>
 
+#include "engine/transport/process_group/wire_gather.hpp"
+#include "engine/transport/process_group/wire_reduction.hpp"
 #include "engine/transport/segment_plans.hpp"
 #include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
 
 // Python callables of one process group, all asynchronous: all_gather(output, input) -> work,
-// reduce_scatter(output, input, average: bool) -> work, wait(work).
+// reduce_scatter(output, input, average: bool) -> work, all_to_all(output, input) -> work, wait(work).
 struct Collectives {
   PyRef all_gather;
   PyRef reduce_scatter;
+  PyRef all_to_all;  // of gradients in a wire format
   PyRef wait;
 };
 
@@ -30,6 +34,7 @@ class ProcessGroupTransport final : public Transport {
   const char* name() const override { return "process_group"; }
   bool is_frugal() const override { return true; }
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
+  void begin_forward(const PyRef& after) override;
   void begin_gather(ParamGroup& group, bool pools_stand_still) override;
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
@@ -42,6 +47,7 @@ class ProcessGroupTransport final : public Transport {
   Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
+  void release_idle() override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
@@ -59,9 +65,18 @@ class ProcessGroupTransport final : public Transport {
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
     SegmentPlans plans;
-    SegmentPlan* plan = nullptr;  // of what is packed; null: nothing is
-    std::vector<uint8_t> filled;  // by parameter: whether it is packed
+    SegmentPlan* plan = nullptr;                    // of what is packed; null: nothing is
+    std::vector<uint8_t> filled;                    // by parameter: whether it is packed
+    std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the dtype of compute
+    std::unique_ptr<WireReduction> wire_reduction;  // likewise gradients; holds what they have lost
+    bool gathers_coded = false;                     // of the running gather
+    bool reduces_coded = false;                     // of the posted reduction
   };
+  // (output, input) of a collective, and the work it leaves in `staging`.
+  void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
+             const at::Tensor& input, const char* operation);
+  bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
+  bool begin_coded_reduce(ParamGroup& group);
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
   void close_scratch(PerGroup& mine);
@@ -74,6 +89,7 @@ class ProcessGroupTransport final : public Transport {
   Collectives collectives_;
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
+  uint64_t num_forwards_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
   size_t memory_bytes_ = 0;  // of what was taken and not freed

@@ -1,0 +1,49 @@
+// Offsets of what travels in a wire format.
+#include "core/wire_layout.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+bool is_coded(const ParamShape& shape, DType type) {
+  const bool is_vector = shape.outer == 1 && shape.inner == 1;
+  return !is_vector && (type == DType::f32 || type == DType::bf16 || type == DType::f16);
+}
+
+}  // namespace
+
+int64_t rows_numel(const ParamShape& shape, int world, int rank) {
+  return shape.outer * shard_rows(shape.dim, world, rank).size() * shape.inner;
+}
+
+WireLayout WireLayout::of_weights(const Layout& layout, WireFormat format) { return {layout, format, false, 0}; }
+
+WireLayout WireLayout::of_gradients(const Layout& layout, WireFormat format, size_t tail_bytes) {
+  return {layout, format, true, tail_bytes};
+}
+
+WireLayout::WireLayout(const Layout& layout, WireFormat format, bool of_gradients, size_t tail_bytes)
+    : format_(format) {
+  for (const ParamPlace& param : layout.params()) {
+    const ParamShape& shape = param.shape;
+    const DType type = of_gradients ? shape.reduce : shape.compute;
+    WirePlace place;
+    place.travels = of_gradients ? shape.trainable : shape.in_slot;
+    if (place.travels) {
+      place.is_coded = is_coded(shape, type);
+      place.offset = segment_bytes_;
+      const auto numel = static_cast<size_t>(param.padded_shard_numel);
+      const size_t element = place.is_coded ? (format == WireFormat::bf16 ? 2 : 1) : dtype_bytes(type);
+      segment_bytes_ += align_up(numel * element);
+      if (place.is_coded && has_scales(format)) {
+        place.scales_offset = segment_bytes_;
+        segment_bytes_ += align_up(static_cast<size_t>(num_wire_blocks(param.padded_shard_numel)) * sizeof(float));
+      }
+    }
+    places_.push_back(place);
+  }
+  tail_offset_ = segment_bytes_;
+  segment_bytes_ += align_up(tail_bytes);
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,47 @@
+// Where a group's parameters lie in what a rank sends in a wire format: rows of one rank, parameter by parameter.
+//
+//   | p0: codes | p0: scales | p1 (a vector): as it is | p2: codes | .. | tail |       every piece 64-byte aligned
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "core/wire_format.hpp"
+
+namespace fsdp2x {
+
+struct WirePlace {
+  bool travels = false;
+  bool is_coded = false;     // in the wire format; otherwise in its own dtype
+  size_t offset = 0;         // bytes from the start of a rank's segment
+  size_t scales_offset = 0;  // likewise; of formats with scales
+};
+
+class WireLayout {
+ public:
+  // Of gathered parameters. `format` is for those of two dims or more that are computed in a floating dtype of 32 or 16
+  // bits: norms and biases are few bytes, and matter more.
+  static WireLayout of_weights(const Layout& layout, WireFormat format);
+  // Of gradients that are reduced in fp32; `tail_bytes` of their own dtype follow.
+  static WireLayout of_gradients(const Layout& layout, WireFormat format, size_t tail_bytes);
+
+  WireFormat format() const { return format_; }
+  const std::vector<WirePlace>& places() const { return places_; }
+  size_t tail_offset() const { return tail_offset_; }
+  size_t segment_bytes() const { return segment_bytes_; }
+
+ private:
+  WireLayout(const Layout& layout, WireFormat format, bool of_gradients, size_t tail_bytes);
+
+  WireFormat format_;
+  std::vector<WirePlace> places_;
+  size_t tail_offset_ = 0;
+  size_t segment_bytes_ = 0;
+};
+
+// Elements of `rank`'s rows of a parameter.
+int64_t rows_numel(const ParamShape& shape, int world, int rank);
+
+}  // namespace fsdp2x

@@ -1,0 +1,102 @@
+// Weights in a wire format.
+#include "engine/transport/process_group/wire_gather.hpp"
+
+#include <algorithm>
+
+#include "cpu/kernels.hpp"
+#include "cpu/wire.hpp"
+#include "engine/torch/parallel.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+const float* scales_at(const std::byte* segment, const WirePlace& place) {
+  return reinterpret_cast<const float*>(segment + place.scales_offset);
+}
+
+size_t bytes_of(int64_t numel, DType type) { return static_cast<size_t>(numel) * dtype_bytes(type); }
+
+}  // namespace
+
+WireGather::WireGather(const Layout& layout, WireFormat format)
+    : layout_(layout), wire_(WireLayout::of_weights(layout, format)) {
+  for (int rank = 0; rank < layout.world(); ++rank) {
+    for (size_t i = 0; i < layout.params().size(); ++i) {
+      const ParamShape& shape = layout.params()[i].shape;
+      if (!wire_.places()[i].travels || rows_numel(shape, layout.world(), rank) == 0) continue;
+      const RowRange range = shard_rows(shape.dim, layout.world(), rank);
+      rows_.push_back({i, static_cast<size_t>(rank) * wire_.segment_bytes(),
+                       shard_to_whole(shape, range, 0, shape.compute, layout.params()[i].slot_offset, shape.compute)});
+    }
+  }
+}
+
+std::vector<uint64_t> WireGather::versions_of(const ParamGroup& group) {
+  std::vector<uint64_t> versions;
+  for (const Param& param : group.params()) {
+    const at::Tensor& sharded = param.sharded();
+    versions.push_back(sharded.is_inference() ? 0 : sharded._version());
+  }
+  return versions;
+}
+
+const at::Tensor& WireGather::segment(const ParamGroup& group, uint64_t forward) {
+  std::vector<uint64_t> versions = versions_of(group);
+  if (forward != kNoForward && forward == kept_for_ && versions == kept_versions_) return kept_;
+  // What is between the pieces travels, too.
+  if (!kept_.defined()) kept_ = at::zeros({static_cast<int64_t>(segment_bytes())}, at::kByte);
+  encode(group.pool().const_data_ptr(), static_cast<std::byte*>(kept_.mutable_data_ptr()));
+  ++group.counters().wire_encodings;
+  kept_for_ = forward;
+  kept_versions_ = std::move(versions);
+  return kept_;
+}
+
+void WireGather::encode(const void* pool, std::byte* segment) const {
+  const auto* const shards = static_cast<const std::byte*>(pool);
+  for (size_t i = 0; i < layout_.params().size(); ++i) {
+    const ParamPlace& param = layout_.params()[i];
+    const WirePlace& place = wire_.places()[i];
+    if (!place.travels || param.shard_numel == 0) continue;
+    const std::byte* const values = shards + param.shard_offset;
+    std::byte* const codes = segment + place.offset;
+    if (!place.is_coded) {
+      cpu::cast_copy(param.shape.compute, codes, param.shape.orig, values, param.shard_numel);
+      continue;
+    }
+    auto* const scales = reinterpret_cast<float*>(segment + place.scales_offset);
+    run_parallel(num_wire_blocks(param.shard_numel), kGrainNumel / kWireBlock, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * kWireBlock;
+      cpu::encode_wire(format(), codes + first, scales + begin, param.shape.orig,
+                       values + bytes_of(first, param.shape.orig),
+                       std::min(end * kWireBlock, param.shard_numel) - first);
+    });
+  }
+}
+
+void WireGather::decode(const void* segments, void* slot) const {
+  std::vector<int64_t> numels;
+  for (const Rows& rows : rows_) numels.push_back(rows.copy.count * rows.copy.piece_numel);
+  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
+    decode(rows_[i], begin, end, static_cast<const std::byte*>(segments), static_cast<std::byte*>(slot));
+  });
+}
+
+void WireGather::decode(const Rows& rows, int64_t begin, int64_t end, const std::byte* segments,
+                        std::byte* slot) const {
+  const WirePlace& place = wire_.places()[rows.param];
+  const std::byte* const segment = segments + rows.segment_offset;
+  if (!place.is_coded) return cpu::run_copy(rows.copy, begin, end, segment + place.offset, slot);
+  const Copy& copy = rows.copy;
+  while (begin < end) {
+    const int64_t piece = begin / copy.piece_numel;
+    const int64_t stop = std::min(end, (piece + 1) * copy.piece_numel);
+    const int64_t target = piece * copy.dst_stride + begin - piece * copy.piece_numel;
+    cpu::decode_wire(format(), copy.dst, slot + copy.dst_offset + bytes_of(target, copy.dst), segment + place.offset,
+                     scales_at(segment, place), begin, stop - begin);
+    begin = stop;
+  }
+}
+
+}  // namespace fsdp2x
