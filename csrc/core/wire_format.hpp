@@ -51,7 +51,7 @@ FSDP2X_HOST_DEVICE float decoded_int8(uint8_t code, float scale) {
   return static_cast<float>(static_cast<int8_t>(code)) * scale;
 }
 
-// e4m3 without infinities. Both cases are computed and one is selected: loops over elements are vectors.
+// e4m3 without infinities. Both cases are computed and one is taken: loops over elements are vectors.
 FSDP2X_HOST_DEVICE uint8_t encoded_fp8(float value, float scale) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, wire_place(value, scale, 448.0f));
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -63,10 +63,11 @@ FSDP2X_HOST_DEVICE uint8_t encoded_fp8(float value, float scale) {
 
 FSDP2X_HOST_DEVICE float decoded_fp8(uint8_t code, float scale) {
   const uint32_t magnitude = code & 0x7fu;
-  const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f;
-  const float normal = __builtin_bit_cast(float, (magnitude << 20) + (120u << 23));
-  const float value = magnitude < 8u ? subnormal : normal;
-  return (code & 0x80u ? -value : value) * scale;
+  const uint32_t sign = (code & 0x80u) << 24;
+  const uint32_t subnormal = __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);
+  const uint32_t is_small = 0u - ((magnitude - 8u) >> 31);  // all bits of it, or none: a branch would be no vector
+  return __builtin_bit_cast(float, (subnormal & is_small) | (normal & ~is_small) | sign) * scale;
 }
 
 template <WireFormat kFormat>

@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.runtime import torch_private, wire
+from fsdp2x.runtime import torch_private, wire_formats
 from fsdp2x.runtime.comms import own_collective, refuse_both
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
@@ -407,8 +407,8 @@ class FSDPModule(_TorchFSDPModule):
             NotImplementedError: a unit on an accelerator, or weights of one with an int ``reshard_after_forward``.
             RuntimeError: called during forward or backward.
         """
-        formats = wire.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
-        wire.apply(list(self._states(recurse)), *formats)
+        formats = wire_formats.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
+        wire_formats.apply(list(self._states(recurse)), *formats)
 
     @checked
     def set_gradient_divide_factor(self, factor: float) -> None:

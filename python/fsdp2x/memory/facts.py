@@ -18,7 +18,7 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
-from fsdp2x.runtime.wire import GRADIENTS, WEIGHTS
+from fsdp2x.runtime.wire_formats import GRADIENTS, WEIGHTS
 
 
 @dataclass(frozen=True)

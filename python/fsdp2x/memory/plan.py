@@ -17,8 +17,7 @@ from fsdp2x.memory.optimizers import PLANNED, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
 from fsdp2x.memory.steps import MicroBatches
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime import wire as wires
+from fsdp2x.runtime import torch_private, wire_formats
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
 from fsdp2x.units.wrap import AutoWrap
 
@@ -181,7 +180,7 @@ def _check_wire(
     """What ``set_wire_dtype`` would refuse."""
     if wire == Wire():
         return
-    wires.formats_of("plan", wire.weights, wire.gradients)
+    wire_formats.formats_of("plan", wire.weights, wire.gradients)
     if device != "cpu" or transport != "process_group":
         raise PlanError(
             f"wire formats: got device {device} and transport {transport}, expected cpu and process_group, where they "

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
 from fsdp2x.moe.parallel import cuts_columns, spreadable
-from fsdp2x.runtime import collect, torch_private, transport
-from fsdp2x.runtime import wire as wires
+from fsdp2x.runtime import collect, torch_private, transport, wire_formats
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
@@ -96,7 +95,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             or common.registers_memory,
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
-        wire=Wire(*wires.names_of(options)),
+        wire=Wire(*wire_formats.names_of(options)),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import torch_private, wire
+from fsdp2x.runtime import torch_private, wire_formats
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
@@ -111,7 +111,7 @@ class CustomComms:
 
     def apply(self, state) -> None:
         """Hands them to the engine's groups of ``state``."""
-        wire.check(state)
+        wire_formats.check(state)
         for group in state.groups:
             engine = group.engine
             hook, stream = self.all_reduce_hook, self.all_reduce_hook_stream

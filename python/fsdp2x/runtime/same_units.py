@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import wire
+from fsdp2x.runtime import wire_formats
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.params import GroupParams
@@ -36,7 +36,7 @@ def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, wit
         if with_training:
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         if (state := group.unit_state()) is not None:
-            facts += wire.told(state.live_options())
+            facts += wire_formats.told(state.live_options())
         params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
     return UnitParams(name, tuple(params))
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import annotations, comms, torch_private, transforms, wire
+from fsdp2x.runtime import annotations, comms, torch_private, transforms, wire_formats
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
@@ -328,7 +328,7 @@ class UnitState(StateNames, torch_private.State):
         """What of this unit's settings runs over a process group alone; "" if nothing does."""
         if self.comms.is_custom:
             return "custom collectives"
-        return "wire formats" if wire.is_used(self.live_options()) else ""
+        return "wire formats" if wire_formats.is_used(self.live_options()) else ""
 
     def apply_comms(self) -> None:
         """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
