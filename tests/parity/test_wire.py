@@ -255,7 +255,7 @@ def test_errors_go_with_what_is_dropped(ctx):
     same(gradient(), first, "after another setting")
     gradient()
     model.blocks[0].up.weight.requires_grad_(False)
-    frozen = gradient()
+    frozen = {key: grad for key, grad in gradient().items() if key.startswith("blocks.0")}
     assert frozen.pop("blocks.0.up.weight") is None
     same(frozen, {key: first[key] for key in frozen}, "after freezing")
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 
@@ -272,7 +273,14 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
     at::Tensor rows = take(mine.plan->segment_bytes);
     if (group.calls().all_reduce_hook) rows.zero_();  // the user sees the pads
     mine.wire_reduction->sum(mine.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
-    finished.rows = std::make_unique<SegmentRows>(rows, mine.plan->layout, DType::f32, group.divisor());
+    // Where a collective would average, an all-reduce over the replicas will.
+    const bool averages = group.averages();
+    if (averages) {
+      cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(mine.plan->segment_bytes / sizeof(float)),
+                  group.layout().world());
+    }
+    finished.rows =
+        std::make_unique<SegmentRows>(rows, mine.plan->layout, DType::f32, averages ? 1.0 : group.divisor());
     give_back(rows);
     close_scratch(mine);
     return finished;
