@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/wire_format.hpp"
+#include "cpu/kernel_moments.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
@@ -12,23 +13,12 @@ inline int64_t end_of_block(int64_t begin, int64_t numel) {
   return numel - begin < kWireBlock ? numel : begin + kWireBlock;
 }
 
-// The largest magnitude, NaN if there is one: bits of floats without a sign are in the order of the floats, and NaN
-// comes last.
-inline float peak_of_block(const float* values, int64_t numel) {
-  int32_t peak = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    const int32_t magnitude = __builtin_bit_cast(int32_t, values[i]) & 0x7fffffff;
-    peak = magnitude > peak ? magnitude : peak;
-  }
-  return __builtin_bit_cast(float, peak);
-}
-
 template <WireFormat kFormat>
 void encode_wire(uint8_t* __restrict codes, float* __restrict scales, const float* __restrict values, int64_t numel) {
   constexpr float kTop = top_wire_code(kFormat);
   for (int64_t begin = 0; begin < numel; begin += kWireBlock, ++scales) {
     const int64_t end = end_of_block(begin, numel);
-    const float scale = wire_scale(peak_of_block(values + begin, end - begin), kTop);
+    const float scale = wire_scale(peak_of(values + begin, end - begin), kTop);
     for (int64_t i = begin; i < end; ++i) codes[i] = encoded_wire<kFormat>(values[i], scale);
     *scales = scale;
   }
@@ -64,7 +54,7 @@ void encode_int8_with_errors(uint8_t* __restrict codes, float* __restrict scales
     const int64_t size = end_of_block(begin, numel) - begin;
     const float error_scale = *error_scales;
     for (int64_t i = 0; i < size; ++i) wanted[i] = values[begin + i] + decoded_int8(errors[begin + i], error_scale);
-    const float scale = wire_scale(peak_of_block(wanted, size), kTop);
+    const float scale = wire_scale(peak_of(wanted, size), kTop);
     const float left_scale = wire_error_scale(scale);
     // A loop for each: together they are no vectors.
     for (int64_t i = 0; i < size; ++i) codes[begin + i] = encoded_int8(wanted[i], scale);
