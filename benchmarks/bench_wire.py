@@ -43,10 +43,11 @@ COLLECTIVES = (
 )
 
 
-class _Later:
+class _Later(dist.Work):
     """A work that has ended when its collective and its link have."""
 
     def __init__(self, work, ends: float) -> None:
+        super().__init__()
         self._work, self._ends = work, ends
 
     def wait(self, *timeout) -> bool:
@@ -73,12 +74,13 @@ class Link:
                 setattr(dist, name, function)
 
     def _over(self, name: str, function):
-        def call(output: torch.Tensor, source: torch.Tensor, *args, **kwargs):
+        def call(*args, **kwargs):
+            source = args[1] if len(args) > 1 else kwargs.get("input_tensor", kwargs.get("input"))
             world = dist.get_world_size()
             num_bytes = (source.nbytes if "gather" in name else source.nbytes // world) * (world - 1)
             self.sent_bytes += num_bytes
             begins = time.perf_counter()
-            work = function(output, source, *args, **kwargs)
+            work = function(*args, **kwargs)
             if not self.mbits:
                 return work
             ends = begins + num_bytes * 8 / (self.mbits * 1e6)

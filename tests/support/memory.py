@@ -16,7 +16,7 @@ POLICIES = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
 # What the engine's ledger says under the same names as a memory report.
-LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes")
+LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 # glibc's M_MMAP_THRESHOLD: from this size on, freed memory goes back to the kernel at once and leaves the resident set.
 _M_MMAP_THRESHOLD = -3
 _MMAP_FROM_BYTES = 65536
