@@ -5,16 +5,15 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
+from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.memory.plan import plan_memory
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -77,7 +76,7 @@ def test_blocks_end_with_the_shard(ctx, options):
 
 
 @distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", ["sharded", "full", "dcp", "pickle"])
+@pytest.mark.parametrize("form", HANDED_OVER_BY)
 @pytest.mark.each_value
 def test_training_goes_on_to_the_bit(ctx, form):
     """From every form, which has float32; of a model in bf16, in which torch would round what it loads."""
@@ -88,20 +87,7 @@ def test_training_goes_on_to_the_bit(ctx, form):
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype is torch.float32
     assert state["exp_avg"].placements == next(first[0].parameters()).placements
     with shared_folder(ctx) as folder:
-        if form == "pickle":
-            second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-            second[0].load_state_dict(first[0].state_dict())
-        elif form == "dcp":
-            saved = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}
-            dcp.save(saved, checkpoint_id=folder)
-            train(ctx, *second, range(1), torch.bfloat16)
-            found = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second)}
-            dcp.load(found, checkpoint_id=folder)
-            second[0].load_state_dict(found["model"])
-            set_optimizer_state_dict(*second, found["optim"])
-        else:
-            fsdp2x.checkpoint.save(folder / "run", *first, step=3, form=form)
-            fsdp2x.checkpoint.load(folder / "run", *second)
+        hand_over(first, second, folder, form, lambda: train(ctx, *second, range(1), torch.bfloat16))
     fsdp2x.sleep(*first)
     fsdp2x.wake(*first)
     for pair in (first, second):

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2x
+from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.optim import EMA
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -67,7 +66,7 @@ def test_averages_are_torchs(ctx, name):
 
 
 @distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", ["sharded", "full", "dcp", "pickle"])
+@pytest.mark.parametrize("form", HANDED_OVER_BY)
 @pytest.mark.each_value
 def test_checkpoints_have_them(ctx, form):
     """With averages in fp32 of a model in bf16, which torch would round when it loads them."""
@@ -93,20 +92,7 @@ def test_checkpoints_have_them(ctx, form):
     kept = averages(first[1])
     assert kept and all(average.dtype is torch.float32 for average in kept)
     with shared_folder(ctx) as folder:
-        if form == "pickle":
-            second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-            second[0].load_state_dict(first[0].state_dict())
-        elif form == "dcp":
-            state = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first[:2])}
-            dcp.save(state, checkpoint_id=folder)
-            go_on(*second[:2], range(1))
-            state = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second[:2])}
-            dcp.load(state, checkpoint_id=folder)
-            second[0].load_state_dict(state["model"])
-            set_optimizer_state_dict(*second[:2], state["optim"])
-        else:
-            fsdp2x.checkpoint.save(folder / "run", *first[:2], step=3, form=form)
-            fsdp2x.checkpoint.load(folder / "run", *second[:2])
+        hand_over(first[:2], second[:2], folder, form, lambda: go_on(*second[:2], range(1)))
     same(averages(second[1]), kept, "loaded")
     for pair in (first, second):
         go_on(*pair[:2], range(3, 5))

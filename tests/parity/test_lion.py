@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
 import fsdp2x
+from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.optim import EMA, Lion
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -106,7 +105,7 @@ def test_columns_clipping_and_reports(ctx, placement):
 
 
 @distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", ["sharded", "full", "dcp", "pickle"])
+@pytest.mark.parametrize("form", HANDED_OVER_BY)
 @pytest.mark.each_value
 def test_training_goes_on_to_the_bit(ctx, form):
     """From every form; with an average of the weights, and a sleep between."""
@@ -121,20 +120,7 @@ def test_training_goes_on_to_the_bit(ctx, form):
     first, second = make(), make()
     train(ctx, *first, range(3))
     with shared_folder(ctx) as folder:
-        if form == "pickle":
-            second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-            second[0].load_state_dict(first[0].state_dict())
-        elif form == "dcp":
-            saved = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}
-            dcp.save(saved, checkpoint_id=folder)
-            train(ctx, *second, range(1))
-            found = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second)}
-            dcp.load(found, checkpoint_id=folder)
-            second[0].load_state_dict(found["model"])
-            set_optimizer_state_dict(*second, found["optim"])
-        else:
-            fsdp2x.checkpoint.save(folder / "run", *first, step=3, form=form)
-            fsdp2x.checkpoint.load(folder / "run", *second)
+        hand_over(first, second, folder, form, lambda: train(ctx, *second, range(1)))
     fsdp2x.sleep(*first)
     fsdp2x.wake(*first)
     for pair in (first, second):

@@ -1,16 +1,19 @@
 """A small training that checkpoints are taken from: the same rows over all ranks at any world size."""
 
 import contextlib
+import copy
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from models import Stack
 
@@ -110,6 +113,29 @@ class Training:
         loaded = fsdp2x.checkpoint.load(path, self.model, self.optimizer, scheduler=self.schedule, **keywords)
         self.number = loaded.data["next"]
         return loaded
+
+
+HANDED_OVER_BY = ("sharded", "full", "dcp", "pickle")
+
+
+def hand_over(first, second, folder: Path, form: str, warm_up: Callable[[], None]) -> None:
+    """What `first`, a model and its optimizer, holds goes to `second`; `warm_up` steps that one, as dcp needs it."""
+    import fsdp2x
+
+    if form == "pickle":
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        second[0].load_state_dict(first[0].state_dict())
+    elif form == "dcp":
+        saved = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}
+        dcp.save(saved, checkpoint_id=folder)
+        warm_up()
+        found = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second)}
+        dcp.load(found, checkpoint_id=folder)
+        second[0].load_state_dict(found["model"])
+        set_optimizer_state_dict(*second, found["optim"])
+    else:
+        fsdp2x.checkpoint.save(folder / "run", *first, step=3, form=form)
+        fsdp2x.checkpoint.load(folder / "run", *second)
 
 
 @contextlib.contextmanager

@@ -76,14 +76,17 @@ class Lion(EngineStep):
         return loss
 
     def _make_average(self, group: int, index: int) -> None:
-        param = self.param_groups[group]["params"][index]
-        self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        self._average_of(self.param_groups[group]["params"][index])
+
+    def _average_of(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state["exp_avg"]
 
     def _step_by_torch(self, group: dict[str, Any], param: Tensor, grad_scale: Tensor | None) -> None:
         refuse_sparse("optim.Lion", param.grad)
-        if "exp_avg" not in self.state[param]:
-            self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        stored = local_tensors([param, scaled(param.grad, grad_scale), self.state[param]["exp_avg"]])
+        stored = local_tensors([param, scaled(param.grad, grad_scale), self._average_of(param)])
         # In 16 bits torch's operations round a vector's elements otherwise than those behind the last vector.
         target, grad, average = (tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor for tensor in stored)
         grad = -grad if group["maximize"] else grad
