@@ -6,14 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import trees
-from harness.context import Body
-from harness.pool import DistributedTestError
-from harness.session import current_session
+from drawn import explore
 from reference import TRANSPORTS, grads, params, same
 from trees import WIDTH, Case
 
@@ -24,54 +21,22 @@ STEPS = 2
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.uint8: 0.0}
 
 
-def _settings(num: int, *, shrink: bool) -> settings:
-    """Derandomized: the same examples in each run, and in each rank of torchrun."""
-    phases = (Phase.explicit, Phase.generate, *((Phase.shrink,) if shrink else ()))
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    return settings(
-        max_examples=num, derandomize=True, database=None, deadline=None, phases=phases, suppress_health_check=checks
-    )
-
-
-def _on_all_ranks(request: pytest.FixtureRequest, world: int, body: Callable, **keywords) -> None:
-    """One example: like a distributed test, but called once per drawn case."""
-    session = current_session(request.config)
-    failure = None
-    try:
-        reason = session.run_test(Body.of(body), world, keywords, fresh=False, timeout=60.0)
-    except DistributedTestError as error:
-        failure = str(error)
-    if failure is not None:
-        raise AssertionError(f"{keywords}\n{failure}")
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def _explore(request: pytest.FixtureRequest, world: int, body: Callable, num: int, *, shrink: bool, cases) -> None:
-    @_settings(num, shrink=shrink)
-    @given(case=cases)
-    def explore(case: Case) -> None:
-        _on_all_ranks(request, world, body, case=case)
-
-    explore()
-
-
 @pytest.mark.parametrize("world", NUM_EXAMPLES)
 def test_random_trees(request, world):
-    _explore(request, world, check, NUM_EXAMPLES[world], shrink=False, cases=trees.cases(world))
+    explore(request, world, check, NUM_EXAMPLES[world], shrink=False, cases=trees.cases(world))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", NUM_EXAMPLES)
 def test_many_random_trees(request, world):
-    _explore(request, world, check, 100, shrink=True, cases=trees.cases(world, depth=3))
+    explore(request, world, check, 100, shrink=True, cases=trees.cases(world, depth=3))
 
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_a_scalar_anywhere_is_refused(request, world):
     cases = st.builds(lambda case, seed: replace(case, options={"at": seed}), trees.cases(world), st.integers(0, 99))
-    _explore(request, world, check_scalar, 5, shrink=False, cases=cases)
+    explore(request, world, check_scalar, 5, shrink=False, cases=cases)
 
 
 def _input(case: Case, step: int, number: int, rank: int) -> torch.Tensor:

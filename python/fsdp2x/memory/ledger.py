@@ -1,7 +1,7 @@
 """Which memory each transport takes and when, in bytes only. Slots and sizes are counted by the engine's own ledger.
 
-Twins of the transports in ``csrc/engine``: ``host_transport.cpp``, ``group_transport.cpp`` and
-``device_transport.cpp``; tests hold them to what the engine's ledger says after real steps.
+Twins of the rooms in ``csrc/engine/transport``: ``shm``, ``process_group`` and ``device``. Tests hold them to what the
+engine's own ledger says after real steps, of models that are listed and of ones that are drawn.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class DeviceLedger:
 
     def reductions_before(self, group: GroupFacts) -> int:
         """How many reductions may be on their way when the gradients of ``group`` are packed for one more."""
-        if self.packs_into_pool(group) or group in self._packed:
+        if group in self._packed:
             return len(self._in_flight)
         in_flight = sum(buffers.bytes_of(number) for _, ((buffers, number), *_) in self._in_flight)
         given_back = None if group in self._slots else group.slot_bytes

@@ -218,9 +218,9 @@ def memory_report(
     """Bytes that this rank holds at rest and at the peak of a training step. Local: no communication, no allocation.
 
     The plan's numbers are those of the engine's ledger after a few steps, when every unit runs once a step in the order
-    of registration and every trainable parameter gets a gradient. Works before the first forward (then
-    ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With ``optimizer``, its state
-    is counted, of Adam, AdamW and SGD also before their first step.
+    of registration, on what the one before it returned, and every trainable parameter gets a gradient. Works before the
+    first forward (then ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With
+    ``optimizer``, its state is counted, of Adam, AdamW and SGD also before their first step.
 
     Args:
         micro_batches: backwards of a step. ``before_last``: what those before the last one communicate, as in
