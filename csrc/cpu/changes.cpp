@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <string>
 
@@ -13,29 +14,65 @@ namespace fsdp2x::cpu {
 namespace {
 
 constexpr size_t kLineBytes = 64;
+using Line = std::array<uint64_t, kLineBytes / sizeof(uint64_t)>;
 
-bool equal_lines(const std::byte* a, const std::byte* b) {
-  std::array<uint64_t, kLineBytes / sizeof(uint64_t)> left, right;
+// What differs, bit by bit.
+Line differing_bits(const std::byte* a, const std::byte* b) {
+  Line left, right;
   std::memcpy(left.data(), a, kLineBytes);
   std::memcpy(right.data(), b, kLineBytes);
-  uint64_t differing = 0;
-  for (size_t i = 0; i < left.size(); ++i) differing |= left[i] ^ right[i];
-  return differing == 0;
+  for (size_t i = 0; i < left.size(); ++i) left[i] ^= right[i];
+  return left;
+}
+
+bool is_zero(const Line& line) {
+  uint64_t any = 0;
+  for (const uint64_t word : line) any |= word;
+  return any == 0;
+}
+
+// An element of those that begin at `now`; false: there are `max` already.
+template <size_t Bytes>
+bool add(const std::byte* now, int64_t first, size_t index, int64_t max, Changes& changes) {
+  if (static_cast<int64_t>(changes.positions.size()) == max) return false;
+  changes.positions.push_back(first + static_cast<int64_t>(index));
+  changes.values.insert(changes.values.end(), now + index * Bytes, now + (index + 1) * Bytes);
+  return true;
+}
+
+// Elements that share a word with others are told by its bits: most lines with a change have one or two.
+template <size_t Bytes>
+bool add_line(const Line& differing, const std::byte* now, int64_t first, size_t begin, int64_t max, Changes& changes) {
+  static_assert(std::endian::native == std::endian::little);
+  constexpr size_t kBits = 8 * std::min(Bytes, sizeof(uint64_t));
+  constexpr uint64_t kElement = ~uint64_t{0} >> (64 - kBits);
+  for (size_t word = 0; word < differing.size(); ++word) {
+    uint64_t left = differing[word];
+    if constexpr (Bytes > sizeof(uint64_t)) {
+      if (word % 2 == 1) continue;
+      left |= differing[word + 1];
+    }
+    while (left != 0) {
+      const auto place = static_cast<size_t>(std::countr_zero(left)) / kBits;
+      if (!add<Bytes>(now, first, begin + word * sizeof(uint64_t) / Bytes + place, max, changes)) return false;
+      left &= ~(kElement << (place * kBits));
+    }
+  }
+  return true;
 }
 
 // Memory need not be aligned. False: there are more than `max`.
 template <size_t Bytes>
 bool compare(const std::byte* held, const std::byte* now, int64_t first, size_t num, int64_t max, Changes& changes) {
   constexpr size_t kInLine = kLineBytes / Bytes;
-  for (size_t i = 0; i < num; i += kInLine) {
-    const size_t end = std::min(i + kInLine, num);
-    if (end - i == kInLine && equal_lines(held + i * Bytes, now + i * Bytes)) continue;
-    for (size_t k = i; k < end; ++k) {
-      if (std::memcmp(held + k * Bytes, now + k * Bytes, Bytes) == 0) continue;
-      if (static_cast<int64_t>(changes.positions.size()) == max) return false;
-      changes.positions.push_back(first + static_cast<int64_t>(k));
-      changes.values.insert(changes.values.end(), now + k * Bytes, now + (k + 1) * Bytes);
-    }
+  size_t i = 0;
+  for (; i + kInLine <= num; i += kInLine) {
+    const Line differing = differing_bits(held + i * Bytes, now + i * Bytes);
+    if (!is_zero(differing) && !add_line<Bytes>(differing, now, first, i, max, changes)) return false;
+  }
+  for (; i < num; ++i) {
+    if (std::memcmp(held + i * Bytes, now + i * Bytes, Bytes) == 0) continue;
+    if (!add<Bytes>(now, first, i, max, changes)) return false;
   }
   return true;
 }

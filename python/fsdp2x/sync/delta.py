@@ -3,7 +3,8 @@
 A snapshot holds the shards in the dtypes of the wire, at their ranks, on their devices. Bits are compared, so NaNs with
 other payloads and zeros of the other sign are changes. It follows a push bucket by bucket, while engines are busy with
 the one before; a push that fails leaves it useless, and is followed by a full one, which fills it anew. The ranks
-exchange one count for each parameter, agree what is sent how, and gather positions and values bucket by bucket:
+exchange one count for each parameter, agree what is sent how, and gather positions and values, those of as many
+buckets at once as have room where one of them would lie:
 
     unchanged   nothing is sent
     sparse      positions in the whole tensor (int64) and values: at most half of the tensor's bytes
@@ -13,7 +14,7 @@ exchange one count for each parameter, agree what is sent how, and gather positi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,15 +89,33 @@ _MANY = -1  # in place of a count: more than is worth to be told one by one
 
 @dataclass
 class BucketDelta:
-    """What changed in one bucket: its dense part as a plan, and the sparse families.
+    """What changed in one bucket: its dense part as a plan, and the sparse families; those of later buckets may follow.
 
     ``sparse``: (family, its only parameter, positions, values), the last two of this rank, positions in its shard.
-    ``counts``: [ranks of the ring, sparse families], None without any.
+    ``counts``: of each sparse family, the changes of each rank of the ring. ``rank_bytes``: of all of them, by rank.
     """
 
     dense: BucketPlan
     sparse: list[tuple[Family, Entry, torch.Tensor, torch.Tensor]]
-    counts: torch.Tensor | None
+    counts: list[list[int]]
+    rank_bytes: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes where it is gathered, each rank's part as long as the longest, and where it is handed over."""
+        handed_bytes = _C.ALIGN_BYTES * len(self.sparse) + sum(self.rank_bytes)
+        return max(len(self.rank_bytes) * max(self.rank_bytes), handed_bytes)
+
+    def can_take(self, other: BucketDelta, limit_bytes: int) -> bool:
+        """Whether the sparse parts of both can be gathered at once."""
+        if self.dense.families or other.dense.families or self.dense.group is not other.dense.group:
+            return False
+        return self.dense.device == other.dense.device and 2 * (self.num_bytes + other.num_bytes) <= limit_bytes
+
+    def take(self, other: BucketDelta) -> None:
+        self.sparse += other.sparse
+        self.counts += other.counts
+        self.rank_bytes = [a + b for a, b in zip(self.rank_bytes, other.rank_bytes, strict=True)]
 
 
 class Changes:
@@ -120,9 +139,30 @@ class Changes:
         everyone = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
         with explained(group, "exchange of what changed"):
             dist.all_gather_into_tensor(everyone, mine, group=group)
-        self._counts = everyone.view(-1, len(counts)).cpu()
+        self._counts = everyone.view(-1, len(counts)).t().tolist()  # by parameter, then by rank
+        whole = [sum(entry.whole_bytes for entry in plan.gathered) for plan in plans]
+        sent = [sum(spec.num_bytes for spec in plan.specs) for plan in plans]
+        self._limit_bytes = max(map(min, whole, sent))
 
-    def of_bucket(self, plan: BucketPlan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
+    def of_buckets(
+        self, plans: Sequence[BucketPlan], first_rings: Sequence[list[int]], own_rings: Sequence[list[int]]
+    ) -> Iterator[BucketDelta]:
+        """What is to be sent, in the buckets' order; the arguments are those of ``_of_bucket`` for each."""
+        before: BucketDelta | None = None
+        for plan, first_ring, own_ring in zip(plans, first_rings, own_rings, strict=True):
+            changes = self._of_bucket(plan, first_ring, own_ring)
+            if not changes.dense.families and not changes.sparse:
+                continue
+            if before is not None and before.can_take(changes, self._limit_bytes):
+                before.take(changes)
+                continue
+            if before is not None:
+                yield before
+            before = changes
+        if before is not None:
+            yield before
+
+    def _of_bucket(self, plan: BucketPlan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
         """Its part of the changes, which are forgotten here.
 
         Args:
@@ -132,41 +172,40 @@ class Changes:
         """
         gathered = {entry.name: entry for entry in plan.gathered}
         slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
-        dense, sparse, columns = BucketPlan(plan.index, plan.group, plan.device), [], []
-        padded_bytes = torch.zeros(len(first_ring), dtype=torch.int64)
+        changes = BucketDelta(BucketPlan(plan.index, plan.group, plan.device), [], [], [0] * len(first_ring))
+        dense = changes.dense
         for family in plan.families:
-            of_family = self._counts[:, [self._column[name] for name in family.params]]
+            of_family = [self._counts[self._column[name]] for name in family.params]
             found = [self._found.pop(name, None) for name in family.params]
             name = family.params[0]
-            if not of_family.any():
+            if not any(map(any, of_family)):
                 continue
             entry = gathered.get(name)
-            if family.is_renamed_only and entry is not None and not (of_family == _MANY).any():
-                sizes = torch.tensor([delta_bytes(int(count), entry.dtype)[1] for count in of_family[first_ring]])
+            if family.is_renamed_only and entry is not None and _MANY not in of_family[0]:
+                sizes = [delta_bytes(of_family[0][rank], entry.dtype)[1] for rank in first_ring]
                 # The ranks' parts are padded to the longest when they are gathered.
-                longest_bytes = int((padded_bytes + sizes).max())
-                if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * int(sizes.sum()) <= entry.whole_bytes:
-                    padded_bytes += sizes
-                    sparse.append((family, entry, *found[0]))
-                    columns.append(self._column[name])
+                longest_bytes = max(a + b for a, b in zip(changes.rank_bytes, sizes, strict=True))
+                if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * sum(sizes) <= entry.whole_bytes:
+                    mine = [of_family[0][rank] for rank in own_ring]
+                    changes.take(BucketDelta(dense, [(family, entry, *found[0])], [mine], sizes))
                     continue
             dense.families.append(family)
             dense.gathered += [gathered[name] for name in family.params if name in gathered]
             dense.alone += [entry for entry in plan.alone if entry.name in family.params]
-        return BucketDelta(dense, sparse, self._counts[own_ring][:, columns] if columns else None)
+        return changes
 
 
 @torch.no_grad()
-def gather_changes(plan: BucketPlan, changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
+def gather_changes(changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
     """The sparse part, with positions in the whole tensors. Collective over the bucket's ring."""
     if not changes.sparse:
         return ()
-    group = plan.group
+    group = changes.dense.group
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     device = changes.sparse[0][1].wire_device
     sizes = [
-        [delta_bytes(int(n), e.dtype)[1] for n, (_, e, _, _) in zip(row, changes.sparse, strict=True)]
-        for row in changes.counts
+        [delta_bytes(of[peer], e.dtype)[1] for of, (_, e, _, _) in zip(changes.counts, changes.sparse, strict=True)]
+        for peer in range(world)
     ]
     largest = max(sum(row) for row in sizes)
     packed = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -177,13 +216,13 @@ def gather_changes(plan: BucketPlan, changes: BucketDelta, receive: bool) -> tup
         what.copy_(values)
         end += size
     received = torch.empty(world * largest, dtype=torch.uint8, device=device)
-    with explained(group, f"gather of the changes in bucket {plan.index}"):
+    with explained(group, f"gather of the changes in bucket {changes.dense.index}"):
         dist.all_gather_into_tensor(received, packed, group=group)
     if not receive:
         return ()
     deltas, ends = [], [peer * largest for peer in range(world)]
     for index, (family, entry, _, _) in enumerate(changes.sparse):
-        parts = [_parts(received, ends[p], int(changes.counts[p, index]), entry.dtype) for p in range(world)]
+        parts = [_parts(received, ends[p], changes.counts[index][p], entry.dtype) for p in range(world)]
         ends = [end + row[index] for end, row in zip(ends, sizes, strict=True)]
         positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
         deltas.append(Delta(family.outputs[0], positions, values))

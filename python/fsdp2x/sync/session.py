@@ -392,11 +392,8 @@ class Session:
     def _changes(self, traffic: PushTraffic) -> Iterator[Parcel]:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
-        for plan, own, first in zip(self._plans, self._own_rings, self._first_rings, strict=True):
-            changes = found.of_bucket(plan, first, own)
-            deltas = gather_changes(plan, changes, self._receives)
-            if not changes.dense.families and not changes.sparse:
-                continue
+        for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
+            deltas = gather_changes(changes, self._receives)
             self._fill(changes.dense)
             for _, entry, positions, values in changes.sparse:
                 self._snapshot.hold_changes(entry, positions, values)
@@ -443,7 +440,7 @@ class PushTraffic:
 
     def count_changes(self, changes: BucketDelta) -> None:
         for index, (_, entry, _, _) in enumerate(changes.sparse):
-            count = int(changes.counts[:, index].sum())
+            count = sum(changes.counts[index])
             self.num_changed += count
             self.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)
 
