@@ -8,12 +8,14 @@ SETTINGS = {
     "full_dtensor": ['parallelism.spmd_backend="full_dtensor"'],
     "hsdp": ["parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2"],
     "tp": ["parallelism.tensor_parallel_degree=2"],
+    "pp": ["parallelism.pipeline_parallel_degree=2"],
+    "full_checkpointing": ["activation_checkpoint=FullAC"],
 }
 
 
 @pytest.mark.parametrize("how", SETTINGS)
 def test_llama3(tmp_path, how):
-    ranks = 4 if how in ("hsdp", "tp") else 2
+    ranks = 4 if how in ("hsdp", "tp", "pp") else 2
     same_as_stock("torchtitan", "torchtitan_llama3", tmp_path, *SETTINGS[how], ranks=ranks)
 
 

@@ -2,7 +2,7 @@
 """torchtitan's Trainer with llama3's debug model, by default in its default setting, spmd_types; settings follow.
 
 For a CPU: the device is "cpu", the memory monitor is a stub, attention is torch's instead of compiled flex attention,
-timeouts are not changed after the first step, nothing is compiled, and gloo, which has no PREMUL_SUM, is asked to sum.
+timeouts are not changed after the first step, nothing is compiled or a graph, and gloo, without PREMUL_SUM, is to sum.
 """
 
 import json
@@ -21,6 +21,7 @@ import torchtitan.components.metrics as metrics
 import torchtitan.distributed.fsdp as wrapping
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import config_registry, model_registry
@@ -71,12 +72,16 @@ config.model_spec = model_registry("debugmodel", attn_backend="flex")
 config.hf_assets_path = str(folder)
 config.dataloader.dataset_path = str(folder / "data")
 config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 6
+config.training.disable_cuda_graphs = True
 config.dump_folder = str(folder)
 # The weights are drawn by every process from its own clock unless a seed is set.
 config.debug.seed = 7
 example = sys.argv[2:3] == ["example"]
 for setting in sys.argv[3:] if example else sys.argv[2:]:
     place, _, value = setting.partition("=")
+    if place == "activation_checkpoint":
+        config.activation_checkpoint = getattr(activation_checkpoint, value).Config()
+        continue
     *holders, name = place.split(".")
     holder = config
     for part in holders:
