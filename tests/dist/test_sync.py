@@ -135,6 +135,27 @@ def test_a_delta_is_a_full_push(ctx, transport, over):
             assert reports[0].num_buckets == 0 or fraction > 0
 
 
+@distributed(world_sizes=(2,))
+def test_deltas_of_several_buckets_go_at_once(ctx):
+    """As many as have room in one: 100 changes of each shard are 2,464 bytes a layer, of the 8,192 that there are."""
+    torch.manual_seed(0)
+    model = shard(ctx, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
+    store = Store()
+    with peer(ctx, store) as (target, served):
+        options = {"names": "model", "deltas": True, "bucket_bytes": 64 * 64 * 4}
+        with fsdp2x.sync.connect(model, target, **options) as sync:
+            assert sync.push(version=0).num_buckets == 8
+            for version, (num, num_buckets) in enumerate({1: 1, 100: 3, 300: 8}.items(), start=1):
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.to_local().view(-1)[:num] += 1
+                report = sync.push(version=version, mode="delta")
+                expected = bits(wire(model, names="model"))
+                assert (report.num_buckets, report.num_changed) == (num_buckets, 8 * 2 * num)
+                if served:
+                    same(bits(store.weights), expected)
+
+
 @distributed(world_sizes=(3,))
 def test_deltas_of_converted_weights(ctx):
     """Fused experts go whole where they changed; nothing is sent of what did not; the dtype of the wire decides."""
