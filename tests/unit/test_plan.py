@@ -180,6 +180,8 @@ def test_unknown_optimizer_and_transport():
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "expected gradients or all with sgd_momentum"),
         ({"offload": "optimizer", "optimizer": "lion"}, "expected gradients or all with lion"),
+        ({"offload": "optimizer", "optimizer": "muon_int8"}, "expected gradients or all with muon_int8"),
+        ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
     ],
 )
 def test_what_no_device_can_do(options, message):
