@@ -46,13 +46,14 @@ export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve bench bench-record sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
+	@echo "make wheel     dist/fsdp2x-VERSION+torchX.Y.cuNNN: for others with this torch, without a compiler"
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
-	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it"
+	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
 	@echo "make lint      ruff, clang-format and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
@@ -64,10 +65,11 @@ help:
 
 ifneq ($(TOOLS),)
 # The tools are installed once per torch version and change of pyproject.toml; the package itself at every build.
+# Bytecode is left to the first import: compiling all of torch and transformers takes half a minute, and most is never read.
 $(TOOLS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python cmake/list_extras.py train test lint > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install -q "torch==$(TORCH_VERSION)" "scikit-build-core>=0.11" "cmake>=3.24" ninja \
+	$(BIN)/python -m pip install -q --no-compile "torch==$(TORCH_VERSION)" "scikit-build-core>=0.11" "cmake>=3.24" ninja \
 	  -r $(VENV)/requirements.txt
 	rm -f $(VENV)/.tools-torch-*
 	touch $@
@@ -85,6 +87,16 @@ endif
 build: cuda-compiler
 	$(USE_CUDA) $(RUN_PYTHON) -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
 	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
+
+# For whoever has the same minor version of torch; its name says which, and of which CUDA the kernels are. Compiled in a
+# folder of its own, for all architectures, whatever the one of `make build` was told.
+WHEEL_BUILD := $(subst dev,wheel,$(BUILD))
+DIST ?= dist
+wheel: cuda-compiler
+	rm -rf $(WHEEL_BUILD)/plain
+	$(USE_CUDA) $(RUN_PYTHON) -m pip wheel -q --no-build-isolation --no-deps -C build-dir=$(WHEEL_BUILD) \
+	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) -w $(WHEEL_BUILD)/plain .
+	$(RUN_PYTHON) cmake/tag_wheel.py $(WHEEL_BUILD)/plain/*.whl $(DIST)
 
 demo: build
 	$(RUN_PYTHON) examples/demo.py
@@ -173,6 +185,9 @@ docs: $(DOCS_TOOLS)
 
 docs-serve: $(DOCS_TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(RUN_PYTHON) -m mkdocs serve
+
+docs-shoot: docs
+	$(RUN_PYTHON) docs/shoot.py
 
 bench: build
 	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench --out out/bench

@@ -24,6 +24,8 @@ target_include_directories(_C PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
 # SYSTEM: warnings are for our own code. pybind11 is the copy that torch bundles: ProcessGroup and tensors cross.
 target_include_directories(_C SYSTEM PRIVATE "${torch_dir}/include" "${torch_dir}/include/torch/csrc/api/include")
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
+# Messages of torch's headers name their files: as torch/..., not where the machine of the build has them.
+target_compile_options(_C PRIVATE "-fmacro-prefix-map=${torch_dir}/=torch/")
 # libtorch.so is left out: it is an empty shell that pulls in libtorch_cuda.so, of which nothing is used here.
 target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
                                  "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
@@ -36,6 +38,25 @@ set_target_properties(_C PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$
 if(FSDP2X_PCH)
   target_precompile_headers(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:<torch/csrc/utils/pybind.h$<ANGLE-R>>
                             $<$<COMPILE_LANGUAGE:CXX>:<ATen/ATen.h$<ANGLE-R>>)
+endif()
+
+# Behind torch's headers every translation unit, an empty one, too, compiles pybind11's core again, which takes longer
+# than most files of ours. So the files of a room are compiled as one unit; a name is told once in a room, as in its README.
+if(FSDP2X_UNITY)
+  foreach(source IN LISTS extension_sources)
+    cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}/csrc" OUTPUT_VARIABLE name)
+    string(REGEX REPLACE "/[^/]*$" "" room "${name}")
+    if(name STREQUAL "bind/module.cpp")
+      set(room module) # as long as a whole room
+    elseif(room MATCHES "^engine/(torch|memory|params)$")
+      set(room engine/params)
+    elseif(room MATCHES "^engine/transport")
+      set(room engine/transport)
+    endif()
+    string(MAKE_C_IDENTIFIER "${room}" room)
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${room}")
+  endforeach()
+  set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP UNITY_BUILD_RELOCATABLE ON)
 endif()
 
 set(FSDP2X_TORCH_VERSION "${torch_version}")

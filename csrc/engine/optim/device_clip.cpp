@@ -14,13 +14,13 @@ namespace fsdp2x {
 namespace {
 
 // Gradients of one bucket that one launch can name.
-struct Launch {
+struct ClipLaunch {
   long bucket;
   std::vector<cuda::ReduceSegment> segments;
   cuda::TargetTable targets;
 };
 
-std::vector<Launch> launches_of(const std::vector<DeviceGradient>& gradients) {
+std::vector<ClipLaunch> launches_of(const std::vector<DeviceGradient>& gradients) {
   std::vector<const DeviceGradient*> sorted;
   for (const DeviceGradient& gradient : gradients) {
     if (gradient.values.numel() > 0) sorted.push_back(&gradient);
@@ -29,13 +29,13 @@ std::vector<Launch> launches_of(const std::vector<DeviceGradient>& gradients) {
   std::stable_sort(sorted.begin(), sorted.end(), [](const auto* a, const auto* b) {
     return static_cast<size_t>(a->bucket) < static_cast<size_t>(b->bucket);
   });
-  std::vector<Launch> launches;
+  std::vector<ClipLaunch> launches;
   for (const DeviceGradient* gradient : sorted) {
     if (launches.empty() || launches.back().bucket != gradient->bucket ||
         launches.back().segments.size() == static_cast<size_t>(cuda::kMaxTable)) {
       launches.push_back({gradient->bucket, {}, {}});
     }
-    Launch& launch = launches.back();
+    ClipLaunch& launch = launches.back();
     cuda::ReduceSegment segment;
     segment.numel = gradient->values.numel();
     segment.target = static_cast<int32_t>(launch.segments.size());
@@ -57,7 +57,7 @@ at::Tensor DeviceClip::sum_squares(const std::vector<DeviceGradient>& gradients)
   for (const DeviceGradient& gradient : gradients) num_buckets = std::max(num_buckets, gradient.bucket + 1);
   std::vector<int64_t> num_tiles(static_cast<size_t>(num_buckets));
   int64_t total_tiles = 0;
-  const std::vector<Launch> launches = launches_of(gradients);
+  const std::vector<ClipLaunch> launches = launches_of(gradients);
   std::vector<cuda::ReduceList> lists;
   for (size_t i = 0; i < launches.size() && launches[i].bucket >= 0; ++i) {
     lists.push_back(plans_.list(i, launches[i].segments, device));
@@ -100,7 +100,7 @@ ClipNumbers DeviceClip::clip_numbers(const at::Tensor& square_sum, double max_no
 void DeviceClip::multiply(const std::vector<DeviceGradient>& gradients, const at::Tensor& factor) {
   const at::Device device = gradients.at(0).values.device();
   const DeviceScope scope(device);
-  const std::vector<Launch> launches = launches_of(gradients);
+  const std::vector<ClipLaunch> launches = launches_of(gradients);
   for (size_t i = 0; i < launches.size(); ++i) {
     kernels_->scale_gradients(plans_.list(i, launches[i].segments, device), launches[i].targets,
                               factor.const_data_ptr<double>(), scope.stream());

@@ -2,7 +2,6 @@
 #include "engine/schedule/hooks.hpp"
 
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -17,8 +16,6 @@
 namespace fsdp2x {
 
 namespace {
-
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 [[noreturn]] void refuse_compiled_autograd() {
   throw Error(

@@ -21,9 +21,9 @@ namespace {
 // Positions of one backward lie below those of the next: they only grow over the life of a group.
 constexpr int kPositionBits = 24;
 
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
 }  // namespace
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 Backward::~Backward() {
   const auto root = root_.lock();

@@ -18,6 +18,9 @@ namespace fsdp2x {
 
 class Root;
 
+// Whether this thread runs nodes of a backward; a forward that is recomputed in one is inside, too.
+bool inside_backward();
+
 // Lives as long as the graph task of a backward, and tells the root when it went before the root's callback ran.
 class Backward {
  public:
