@@ -2,11 +2,12 @@
 
     python benchmarks/bench_memory.py [--quick] [--cases comm compute] [--world 2] [--steps 4] [--json FILE]
 
-Each implementation (fsdp2x, torch's FSDP2, DDP) gets fresh processes, one after the other. They import everything, join
-a gloo group and wait: that is the baseline. Then they build the model, shard it, give freed memory back to the kernel,
-and train with torch's AdamW, while this process reads ``Pss`` of all of them (shared pages in equal parts) every few
-milliseconds. ``peak`` is the largest sum during the steps, ``resting`` the sum after them. Losses of all sides must
-agree. fp32, one thread a rank. ``plan`` is what fsdp2x's memory_report foretells for all ranks, without activations.
+Each implementation (fsdp2x, torch's FSDP2, DDP, and DeepSpeed ZeRO-3 where it is installed) gets fresh processes, one
+after the other. They import everything, join a gloo group and wait: that is the baseline. Then they build the model,
+shard it, give freed memory back to the kernel, and train with torch's AdamW, while this process reads ``Pss`` of all of
+them (shared pages in equal parts) every few milliseconds. ``peak`` is the largest sum during the steps, ``resting`` the
+sum after them. Losses of all sides must agree. fp32, one thread a rank. ``plan`` is what fsdp2x's memory_report
+foretells for all ranks, without activations.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ import torch.distributed as dist
 
 import harness
 from bench_step import CASES, Case, build_model
-from peers import shard_stock
+from peers import ZeRO3, has_deepspeed, shard_stock
 
-SIDES = ("fsdp2x", "stock", "ddp")
+SIDES = ("fsdp2x", "stock", "ddp", "zero3")
 QUICK = Case(hidden=256, layers=4, tokens=16, intermediate=768)
 _SAMPLE_EVERY_S = 0.01
 _TIMEOUT_S = 600
@@ -50,6 +51,11 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size=None, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    if side == "zero3":
+        # What it would ask MPI for; importing it is part of the baseline.
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **{k: str(v) for k, v in place.items()}}
+        import deepspeed  # noqa: F401
     dist.barrier()
     _say("imported")
     model = build_model(case)
@@ -58,8 +64,9 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
         fsdp2x.fully_shard(model)
     elif side == "stock":
         shard_stock(model)
-    optimizer_model = torch.nn.parallel.DistributedDataParallel(model) if side == "ddp" else model
-    optimizer = torch.optim.AdamW(optimizer_model.parameters(), lr=1e-4)
+    zero3 = ZeRO3(model, lr=1e-4) if side == "zero3" else None
+    optimizer_model = torch.nn.parallel.DistributedDataParallel(model) if side == "ddp" else zero3 or model
+    optimizer = None if zero3 else torch.optim.AdamW(optimizer_model.parameters(), lr=1e-4)
     if side == "fsdp2x":
         report = fsdp2x.memory_report(model, optimizer).peak_bytes
     gc.collect()
@@ -70,9 +77,13 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     losses = []
     for _ in range(steps):
         loss = optimizer_model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if zero3 is not None:
+            zero3.backward(loss)
+            zero3.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         del loss
     dist.barrier()
@@ -146,6 +157,8 @@ class Ranks:
         said = []
         for rank, process in enumerate(self._processes):
             line = _pipe(process.stdout).readline()
+            while line and not line.startswith('{"stage"'):  # DeepSpeed prints what it compiles
+                line = _pipe(process.stdout).readline()
             if not line:
                 raise RuntimeError(f"rank {rank} ended before it had {stage}; its error is above")
             said.append(json.loads(line))
@@ -203,9 +216,10 @@ def measure(side: str, name: str, world: int, steps: int) -> dict:
 
 
 def run_case(name: str, world: int, steps: int) -> dict:
-    result = {side: measure(side, name, world, steps) for side in SIDES}
+    sides = [side for side in SIDES if side != "zero3" or has_deepspeed()]
+    result = {side: measure(side, name, world, steps) for side in sides}
     expected = result["stock"]["losses"]
-    for side in SIDES:
+    for side in sides:
         for mine, theirs in zip(result[side].pop("losses"), expected, strict=True):
             if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, theirs, strict=True)):
                 raise AssertionError(f"losses of {side} differ from stock's: {mine} and {theirs}")
@@ -214,15 +228,15 @@ def run_case(name: str, world: int, steps: int) -> dict:
 
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: MiB above the baseline, all ranks together."""
-    rows = [["case", "ranks", "what", "DDP, MiB", "stock FSDP2, MiB", "fsdp2x, MiB", "fsdp2x to stock"]]
+    titles = {"ddp": "DDP", "zero3": "DeepSpeed ZeRO-3", "stock": "stock FSDP2", "fsdp2x": "fsdp2x"}
+    sides = [side for side in titles if any(side in result for result in results)]
+    rows = [["case", "ranks", "what", *(f"{titles[side]}, MiB" for side in sides), "fsdp2x to stock"]]
     for result in results:
+        head = [result["case"], str(result["world"])]
         for what in ("built", "resting", "peak"):
-            ddp, stock, ours = (result[side][what] / 2**20 for side in ("ddp", "stock", "fsdp2x"))
-            head = [result["case"], str(result["world"]), what]
-            rows.append([*head, f"{ddp:.0f}", f"{stock:.0f}", f"{ours:.0f}", f"{ours / stock:.2f}x"])
-        rows.append(
-            [result["case"], str(result["world"]), "plan", "", "", f"{result['fsdp2x']['plan'] / 2**20:.0f}", ""]
-        )
+            ratio = result["fsdp2x"][what] / result["stock"][what]
+            rows.append([*head, what, *(f"{result[side][what] / 2**20:.0f}" for side in sides), f"{ratio:.2f}x"])
+        rows.append([*head, "plan", *[""] * (len(sides) - 1), f"{result['fsdp2x']['plan'] / 2**20:.0f}", ""])
     return rows
 
 

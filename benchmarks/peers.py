@@ -1,10 +1,11 @@
-"""The other ways to shard that bench_step measures: stock FSDP2, FSDP1 and DeepSpeed ZeRO-3, over the same units."""
+"""Ways to shard, for bench_step and bench_memory: stock FSDP2, FSDP1 and DeepSpeed ZeRO-3, over the same units."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
@@ -39,8 +40,13 @@ def shard_fsdp1(model: nn.Module) -> nn.Module:
 
 
 def has_deepspeed() -> bool:
-    """Whether it is installed; it is not required for anything."""
-    return importlib.util.find_spec("deepspeed") is not None
+    """Whether it is installed; it is not required for anything, and rank 0 says so where it is left out."""
+    found = importlib.util.find_spec("deepspeed") is not None
+    if not found and os.environ.get("RANK", "0") == "0":
+        print(
+            "DeepSpeed ZeRO-3 is left out: `pip install deepspeed` into this environment measures it", file=sys.stderr
+        )
+    return found
 
 
 class ZeRO3:
