@@ -261,7 +261,7 @@ def _checked_classes(tree: _Tree, policy: Collection[str | type] | str | type) -
         if not found:
             wanted = item if isinstance(item, str) else item.__name__
             near = difflib.get_close_matches(wanted, present, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ValueError(
                 f"auto_wrap: no module of class {wanted} in {type(tree.model).__name__}{hint} "
                 f"The model has: {', '.join(present)}"
