@@ -4,6 +4,6 @@ import pytest
 from environments import same_as_stock
 
 
-@pytest.mark.parametrize("how", ["fsdp", "lora", "no_reshard"])
+@pytest.mark.parametrize("how", ["fsdp", "lora", "no_reshard", "ulysses"])
 def test_sft_trainer(tmp_path, how):
     same_as_stock("verl", "verl_sft", tmp_path, how)

@@ -1,6 +1,7 @@
 """verl's SFTTrainer with its FSDP engine on a tiny Qwen3: sharded, LoRA, prefetching, checkpoints on the way.
 
-For a CPU: a platform and the engine are registered through verl's own registries, `Tracking` is a recorder.
+For a CPU: a platform and the engine are registered through verl's own registries, `Tracking` is a recorder; sequences
+are split between ranks (Ulysses) around flash attention, in whose place torch's attention is.
 """
 
 # ruff: noqa: E402
@@ -79,6 +80,24 @@ class Recorder:
         values.extend(data[name] for name in ("train/loss", "train/grad_norm") if name in data)
 
 
+def attention(query, key, value, mask, length, *_, position_ids, scaling=None, **__):
+    """Causal attention ``[1, tokens, heads, width]`` inside of sequences that begin where positions are 0."""
+    sequence = (position_ids[0] == 0).cumsum(0)
+    seen = (sequence[:, None] == sequence[None]) & torch.ones(length, length, dtype=torch.bool).tril()
+    heads = (each.transpose(1, 2) for each in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+if sys.argv[2] == "ulysses":
+    import verl.models.transformers.monkey_patch as patches
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    patches._flash_attention_forward = attention
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = flash_attention_forward
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = nothing
 sft.Tracking = Recorder
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -117,6 +136,7 @@ settings = {
     "fsdp": {},
     "lora": {"model.lora_rank": 4, "model.target_modules": "[q_proj,v_proj]"},
     "no_reshard": {"engine.reshard_after_forward": False, "engine.forward_prefetch": True},
+    "ulysses": {"model.use_remove_padding": True, "engine.ulysses_sequence_parallel_size": 2},
 }[sys.argv[2]]
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("sft_trainer_engine", overrides=[f"{name}={value}" for name, value in settings.items()])
