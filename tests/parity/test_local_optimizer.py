@@ -154,6 +154,15 @@ def test_what_is_refused(ctx):
         fsdp2x.local_optimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(NotImplementedError, match="Adafactor is not element-wise"):
         fsdp2x.local_optimizer(torch.optim.Adafactor(model.parameters()))
+    for name in (
+        "LAMB",
+        "PagedLars",
+        "DistributedShampoo",
+        "SingleDeviceMuon",
+    ):  # of others, whose states look like Adam's
+        theirs = type(f"My{name}", (type(name, (torch.optim.AdamW,), {}),), {})
+        with pytest.raises(NotImplementedError, match=f"{name} is not element-wise"):
+            fsdp2x.local_optimizer(theirs(model.parameters()))
     with pytest.raises(TypeError, match="got FSDPStack"):
         fsdp2x.local_optimizer(model)
     with pytest.raises(NotImplementedError, match="keeps 'rows' of shape"):

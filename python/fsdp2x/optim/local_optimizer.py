@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,8 +19,9 @@ from fsdp2x.runtime.stale import refuse_stale
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
-# Their updates look at more than one element: rows and columns, the whole matrix, or all parameters together.
-_NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# Their updates look at more than one element: rows and columns, norms of a parameter, the whole matrix, or all
+# parameters together. Some keep states of the parameter's shape, by which nobody would see it; so their names tell.
+_NOT_ELEMENT_WISE = re.compile("adafactor|lamb(?!da)|lars(?!en|on)|lbfgs|muon|shampoo|soap|sparseadam", re.IGNORECASE)
 
 
 @checked
@@ -35,8 +37,9 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     before. ``fsdp2x.optim.AdamW``, ``SGD`` and ``Muon`` look at shards already and are returned unchanged.
 
     Raises:
-        NotImplementedError: an optimizer of torch that is not element-wise (Adafactor, LBFGS, Muon, SparseAdam); in
-            ``step``, a state that is neither a scalar nor of its parameter's shape.
+        NotImplementedError: an optimizer that is not element-wise by its name or that of a class it is made from, of
+            torch or of others (Adafactor, LAMB, LARS, LBFGS, Muon, Shampoo, SOAP, SparseAdam); in ``step``, a state
+            that is neither a scalar nor of its parameter's shape.
         TypeError: not a ``torch.optim.Optimizer``.
         ValueError: parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model;
             in ``step``, a gradient or a state that is cut otherwise than its parameter.
@@ -46,11 +49,11 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if isinstance(optimizer, (_LocalStep, EngineStep)):
         return optimizer
     kind = type(optimizer)
-    for name in _NOT_ELEMENT_WISE:
-        if isinstance(optimizer, getattr(torch.optim, name, ())):
+    for base in kind.__mro__:
+        if found := _NOT_ELEMENT_WISE.search(base.__name__):
             raise NotImplementedError(
-                f"fsdp2x.local_optimizer: torch.optim.{name} is not element-wise, a step over shards would compute "
-                f"something else; use {'fsdp2x.optim.Muon' if name == 'Muon' else 'it as it is'}"
+                f"fsdp2x.local_optimizer: {base.__name__} is not element-wise, a step over shards would compute "
+                f"something else; use {'fsdp2x.optim.Muon' if found[0].lower() == 'muon' else 'it as it is'}"
             )
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])
