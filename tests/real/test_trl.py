@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning by SFTTrainer through accelerate's FSDP version 2."""
+"""TRL: SFTTrainer and RewardTrainer through accelerate's FSDP version 2."""
 
 import pytest
 from environments import same_as_stock
@@ -7,3 +7,7 @@ from environments import same_as_stock
 @pytest.mark.parametrize("what", ["all", "lora"])
 def test_sft(tmp_path, what):
     same_as_stock("trl", "trl_sft", tmp_path, what)
+
+
+def test_reward(tmp_path):
+    same_as_stock("trl", "trl_reward", tmp_path)
