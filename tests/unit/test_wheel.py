@@ -125,8 +125,8 @@ def test_what_is_built_here_would_pass(tag_wheel):
 # ---- in an environment of its own
 
 
-def requirements_of(name: str, found: dict | None = None) -> dict:
-    """The distribution and all that it requires here."""
+def requirements_of(name: str, found: dict | None = None, extras: bool = False) -> dict:
+    """The distribution and all that it requires here, as far as that is installed; for any extras, or for none."""
     found = {} if found is None else found
     try:
         distribution = importlib.metadata.distribution(name)
@@ -136,16 +136,17 @@ def requirements_of(name: str, found: dict | None = None) -> dict:
         return found
     found[distribution.name] = distribution
     for line in distribution.requires or []:
-        if "extra ==" not in line:
-            requirements_of(re.match(r"[\w.-]+", line)[0], found)
+        if extras or "extra ==" not in line:
+            inner, has_extras = re.match(r"([\w.-]+)(\[?)", line).groups()
+            requirements_of(inner, found, bool(has_extras))
     return found
 
 
 def environment_with_torch(folder: Path) -> Path:
-    """An environment of torch, what that requires and nothing else; as links, since torch is large. Its interpreter."""
+    """The interpreter of an environment of torch, numpy and what they require, as links: torch is large."""
     venv.create(folder, with_pip=False)
     place = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    for distribution in requirements_of("torch").values():
+    for distribution in (requirements_of("torch") | requirements_of("numpy")).values():
         for name in {
             file.parts[0] for file in distribution.files if not file.parts[0].startswith(("..", "__pycache__"))
         }:
