@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,12 @@ def has_deepspeed() -> bool:
     return found
 
 
+def _remove_its_shared_memory() -> None:
+    """Of this rank's all-reduces; DeepSpeed leaves it."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"):
+        path.unlink(missing_ok=True)
+
+
 class ZeRO3:
     """DeepSpeed's stage 3 around a model: model(...), backward(loss), step()."""
 
@@ -67,6 +75,7 @@ class ZeRO3:
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        atexit.register(_remove_its_shared_memory)
 
     def __call__(self, **inputs: torch.Tensor):
         return self.engine(**inputs)
