@@ -14,21 +14,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
-from engines import OVER, Layerwise, Store, peer
+from engines import OVER, Layerwise, Store, peer, wire
 from fsdp2x.sync import InProcess, Peer, SyncError
 from harness import distributed
 from models import STACK_UNITS, Stack, build, mixed_stack, tiny_lora, tiny_vlm
 from reference import params, same, shard
 
 TRANSPORTS = ("shm", "process_group")
-
-
-def wire(model, **options):
-    """What arrives, gathered one by one and cast afterwards."""
-    found = {}
-    for bucket in fsdp2x.export.stream(model, **options):
-        found.update((name, tensor.clone()) for name, tensor in bucket.items())
-    return found
 
 
 @torch.no_grad()

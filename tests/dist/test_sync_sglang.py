@@ -8,24 +8,12 @@ import torch.distributed as dist
 
 import device_handles
 import fsdp2x
+from engines import step, wire
 from fsdp2x.sync import Sglang, SyncError
 from harness import distributed
 from models import STACK_UNITS, build, mixed_stack
 from reference import same, shard
 from sglang_engine import Server, serving
-
-
-def wire(model, **options):
-    found = {}
-    for bucket in fsdp2x.export.stream(model, **options):
-        found.update((name, tensor.clone()) for name, tensor in bucket.items())
-    return found
-
-
-def step(model):
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 
 import device_handles
 import fsdp2x
+from engines import step
 from fsdp2x.sync import SyncError, Vllm
 from fsdp2x.sync.vllm_worker import LayerwiseReload
 from harness import distributed
@@ -36,12 +37,6 @@ class Policy(nn.Module):
 def make_model(ctx):
     torch.manual_seed(0)
     return shard(ctx, Policy())
-
-
-def step(model):
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
 
 
 @contextlib.contextmanager

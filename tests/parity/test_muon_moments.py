@@ -1,13 +1,10 @@
 """Muon's groups of AdamW with moments in 8 or 16 bits: the bits of that AdamW alone, through every form of a state."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp2x
+from checkpoints import hand_over
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import full, only_fsdp2x, params, same, shard
@@ -69,20 +66,7 @@ def test_training_goes_on_to_the_bit(ctx, form):
     names = {name for state in first[1].state_dict()["state"].values() for name in state}
     assert names == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
     with shared_folder(ctx) as folder:
-        if form == "pickle":
-            second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-            second[0].load_state_dict(first[0].state_dict())
-        elif form == "dcp":
-            saved = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}
-            dcp.save(saved, checkpoint_id=folder)
-            train(ctx, [second], range(1), torch.bfloat16)
-            found = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second)}
-            dcp.load(found, checkpoint_id=folder)
-            second[0].load_state_dict(found["model"])
-            set_optimizer_state_dict(*second, found["optim"])
-        else:
-            fsdp2x.checkpoint.save(folder / "run", *first, step=3, form=form)
-            fsdp2x.checkpoint.load(folder / "run", *second)
+        hand_over(first, second, folder, form, lambda: train(ctx, [second], range(1), torch.bfloat16))
     train(ctx, [first, second], range(3, 6), torch.bfloat16)
     same(params(second[0]), params(first[0]), "parameters")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import device_handles
+import fsdp2x
 from fsdp2x.sync import Peer
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
@@ -20,6 +21,21 @@ from fsdp2x.sync.engine_tcp import TcpReceiver
 # How receivers are reached: their address, and what else a target is told.
 SECRET = "of the engines of the tests"
 OVER = {"memory": {}, "tcp": {"secret": SECRET}, "device": {"memory": "device"}}
+
+
+def wire(model, **options) -> dict[str, torch.Tensor]:
+    """What a push of `model` brings, gathered by the bucket."""
+    found = {}
+    for bucket in fsdp2x.export.stream(model, **options):
+        found.update((name, tensor.clone()) for name, tensor in bucket.items())
+    return found
+
+
+def step(model) -> None:
+    """Other weights."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
 
 
 class Layerwise:

@@ -1,5 +1,7 @@
 """A tokenizer and a Qwen3 of two layers, the same in every process, and texts."""
 
+import sys
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -20,6 +22,14 @@ def qwen3(**changes) -> Qwen3ForCausalLM:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": len(TABLE), "max_position_embeddings": 64}
     return Qwen3ForCausalLM(Qwen3Config(**sizes | {"eos_token_id": 1} | changes))
+
+
+def trainer_settings(kind, **changes):
+    """Those of ``kind``, ``TrainingArguments`` or a class made from it: by default eight steps of two micro-batches."""
+    settings = {"output_dir": sys.argv[1] + ".out", "max_steps": 8, "learning_rate": 1e-2, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return kind(**settings | changes)
 
 
 def batches(num: int, rows: int, rank: int) -> list[torch.Tensor]:

@@ -16,19 +16,12 @@ del as_fsdp
 
 
 def make(max_steps):
-    settings = TrainingArguments(
-        output_dir=sys.argv[1] + ".out",
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+    settings = tiny.trainer_settings(
+        TrainingArguments,
         max_steps=max_steps,
-        learning_rate=1e-2,
         lr_scheduler_type="constant",
-        logging_steps=1,
         save_steps=4,
         save_strategy="steps",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
         fsdp="full_shard auto_wrap",
         fsdp_config={"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"},
     )

@@ -33,18 +33,7 @@ if sys.argv[2] == "loop":
         optimizer.zero_grad()
         values += [loss.item(), norm.item()]
 else:
-    settings = TrainingArguments(
-        output_dir=sys.argv[1] + ".out",
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=8,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    settings = tiny.trainer_settings(TrainingArguments)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.cat(tiny.batches(32, 2, 0))]
     trainer = Trainer(model=model, args=settings, train_dataset=rows)
     trainer.train()

@@ -4,7 +4,6 @@ For a CPU: as_fsdp.py.
 """
 
 import os
-import sys
 
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}
 os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
@@ -23,20 +22,7 @@ sizes = tiny.qwen3().config
 sizes.num_labels, sizes.pad_token_id = 1, 0
 torch.manual_seed(0)
 model = Qwen3ForSequenceClassification(sizes)
-settings = RewardConfig(
-    output_dir=sys.argv[1] + ".out",
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=2,
-    max_steps=8,
-    learning_rate=1e-2,
-    logging_steps=1,
-    save_strategy="no",
-    report_to=[],
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-)
+settings = tiny.trainer_settings(RewardConfig, bf16=False, gradient_checkpointing=False)
 rows = {"chosen": tiny.TEXTS, "rejected": tiny.TEXTS[::-1]}
 trainer = RewardTrainer(
     model=model, args=settings, train_dataset=Dataset.from_dict(rows), processing_class=tiny.tokenizer()

@@ -18,21 +18,7 @@ import report
 
 del as_fsdp
 model, tokenizer = tiny.qwen3(), tiny.tokenizer()
-settings = SFTConfig(
-    output_dir=sys.argv[1] + ".out",
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=2,
-    max_steps=8,
-    learning_rate=1e-2,
-    logging_steps=1,
-    save_strategy="no",
-    report_to=[],
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    dataloader_num_workers=0,
-)
+settings = tiny.trainer_settings(SFTConfig, bf16=False, gradient_checkpointing=False, dataloader_num_workers=0)
 adapter = None
 if sys.argv[2] == "lora":
     from peft import LoraConfig
