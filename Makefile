@@ -137,9 +137,10 @@ test-ptx: cuda-compiler
 	$(CMAKE) --build build/gpu --target ptx_programs
 	$(RUN_PYTHON) -m pytest tests/ptx $(PYTEST_ARGS)
 
-# Environments are kept in build/real; the first run downloads them.
+# Environments are kept in build/real; the first run downloads them. REAL: files or tests of it, in place of all.
+REAL ?= tests/real
 test-real: build
-	$(RUN_PYTHON) -m pytest tests/real -rs $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest $(REAL) -rs $(PYTEST_ARGS)
 
 # One engine at a time: each takes 2 GB and, on two cores, minutes to start. The environment is kept in build/vllm.
 test-vllm: build
@@ -195,6 +196,7 @@ bench: build
 
 bench-record: build
 	$(RUN_PYTHON) benchmarks/history.py record $(BENCH_ARGS)
+	$(RUN_PYTHON) benchmarks/history.py write
 
 clean:
 	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis

@@ -161,3 +161,63 @@ def test_the_last_backward_is_told_through_the_context(ctx):
     model[0]._get_fsdp_state()._state_ctx.is_last_backward = False
     assert model._get_fsdp_state()._state_ctx.is_last_backward is False
     assert model._get_fsdp_state().root.is_last_backward is False
+
+
+class Stage(nn.Sequential):
+    """As `net`, and nothing runs through what comes after."""
+
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+
+
+def end_by_hand(model, has_callback):
+    """What pipeline stages of frameworks do after the last micro-batch of a stage."""
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        if state._fsdp_param_group:
+            state._fsdp_param_group.post_backward()
+    if has_callback:
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("has_callback", [True, False])
+@pytest.mark.parametrize("is_unit", [False, True])
+def test_stages_end_their_backwards_by_hand(ctx, transport, has_callback, is_unit):
+    """Micro-batches two by two, as in 1F1B; `is_unit`: what nothing runs through is a unit of its own."""
+    results = []
+    for make in (shard_stock, lambda *args, **options: shard(ctx, *args, transport=transport, **options)):
+        model = make(Stage(*net(), nn.Linear(4, 4)), (*UNITS, *["3"] * is_unit))
+        optimizer, result = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            losses = []
+            for number in range(4):
+                model.set_is_last_backward(False)
+                model.set_reshard_after_backward(False)
+                model.set_requires_gradient_sync(False)
+                losses.append(model(inputs(ctx.rank, 4 * step + number)).square().mean())
+                result.append(losses[-1].detach())
+                if len(losses) == 2:
+                    losses.pop(0).backward()
+            losses.pop().backward()
+            end_by_hand(model, has_callback)
+            result += [grads(model), is_gathered(model[0])]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result)
+    same(*results)
+
+
+@distributed(world_sizes=(2,))
+def test_a_backward_cannot_be_ended_while_it_runs(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, net(), UNITS)
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    group.post_backward()  # nothing was run, nothing is done
+    hidden = model(inputs(ctx.rank))
+    hidden.register_hook(lambda _: group.post_backward())
+    with pytest.raises(RuntimeError, match=r"unit '0' must be called after backward completes"):
+        hidden.sum().backward()

@@ -8,7 +8,7 @@ def test_accelerate(tmp_path):
 
 
 def test_torchtitan(tmp_path):
-    same_with_example("torchtitan", "torchtitan_llama3", tmp_path)
+    same_with_example("torchtitan", "torchtitan_trainer", tmp_path, "llama3")
 
 
 def test_trl(tmp_path):

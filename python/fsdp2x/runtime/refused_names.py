@@ -77,8 +77,8 @@ STATE = {
         "_cast_forward_inputs _cast_output_dtype _device_handle _end_backward_iteration "
         "_force_complete_incomplete_states _get_state_for_module _init_fqns _init_shared_state _modules_to_run_forward "
         "_post_forward _post_forward_hook_handle _pre_backward _pre_forward _pre_forward_hook_handle "
-        "_register_pre_backward_hook _register_root_post_backward_final_callback _root_post_backward_final_callback "
-        "_root_pre_forward _state_name _validate_finalize_backward _validate_no_duplicate_params init"
+        "_register_pre_backward_hook _register_root_post_backward_final_callback _root_pre_forward _state_name "
+        "_validate_finalize_backward _validate_no_duplicate_params init"
     ),
     "_states_to_backward_prefetch": "call module.set_modules_to_backward_prefetch()",
     "_states_to_forward_prefetch": "call module.set_modules_to_forward_prefetch()",
@@ -106,7 +106,7 @@ GROUP = {
         "_register_post_backward_hook _register_state_dict_hooks _set_unsharded_grad_dtypes "
         "_take_unsharded_grads_to_reduce _to_sharded_post_forward _validate_cpu_offload_params "
         "_validate_no_meta_params _validate_reduce_scatter_max_input_buffers _validate_unused_param_grad_dtypes "
-        "_wait_for_post_backward _with_fqn lazy_init post_backward post_forward pre_backward pre_forward "
+        "_wait_for_post_backward _with_fqn lazy_init post_forward pre_backward pre_forward "
         "use_training_state comm_ctx"
     ),
     **dict.fromkeys(("unshard", "wait_for_unshard", "_to_unsharded"), "call module.unshard()"),

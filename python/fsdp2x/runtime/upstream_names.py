@@ -46,6 +46,10 @@ class StateNames:
     def _lazy_init(self) -> None:
         self.lazy_init()
 
+    def _root_post_backward_final_callback(self) -> None:
+        """Pipeline stages of frameworks call it by hand after ``group.post_backward()`` of all units."""
+        self.finish_held_backwards()
+
     @read_only("the first module to run forward is the root")
     def _is_root(self) -> bool | None:
         return self.is_root
@@ -175,6 +179,14 @@ class GroupNames:
     @read_only()
     def _module_fqn(self) -> str:
         return self.module_fqn
+
+    def post_backward(self) -> None:
+        """Pipeline stages of frameworks call it by hand on the group of every unit, after their last micro-batch.
+
+        Upstream reduces what backwards without gradient sync have left in this group; here the first of these calls
+        does so for all units of the root, and the others find nothing to do.
+        """
+        self.unit_state().finish_held_backwards()
 
 
 @refuse(PARAM)

@@ -13,6 +13,8 @@ def as_fsdp(self, *args, **kwargs):
         # The shared state too: every later AcceleratorState() takes the type from there.
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.fsdp_plugin = kwargs["fsdp_plugin"]
+        if self._mixed_precision != "no":
+            self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
 
 accelerate.state.AcceleratorState.__init__ = as_fsdp

@@ -1,4 +1,7 @@
-"""Lightning's Trainer or Fabric with ModelParallelStrategy, whose configure_model calls fully_shard. No CPU change."""
+"""Lightning's Trainer or Fabric with ModelParallelStrategy, whose configure_model calls fully_shard. No CPU change.
+
+The Trainer also with its precision ``bf16-true``.
+"""
 
 import sys
 
@@ -10,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import report
+
+how = sys.argv[2]
 
 
 def net() -> nn.Sequential:
@@ -33,7 +38,7 @@ class Module(L.LightningModule):
             self.net = shard(net(), self.device_mesh)
 
     def training_step(self, batch, index):
-        loss = (self.net(batch[0]) - batch[0].roll(1, 1)).square().mean()
+        loss = (self.net(batch[0]) - batch[0].roll(1, 1)).float().square().mean()
         values.append(loss.item())
         return loss
 
@@ -41,12 +46,13 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-if sys.argv[2] == "trainer":
+if how != "fabric":
     module = Module()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        precision="bf16-true" if how == "bf16" else "32-true",
         max_epochs=2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
@@ -65,7 +71,7 @@ else:
     model = fabric.setup_module(net())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     batches = fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=4))
-    for index, (x,) in enumerate(batches):
+    for index, (x,) in enumerate(batch for _ in range(3) for batch in batches):
         with fabric.no_backward_sync(model, enabled=index % 2 == 0):
             loss = (model(x) - x.roll(1, 1)).square().mean()
             fabric.backward(loss)

@@ -1,10 +1,13 @@
 # ruff: noqa: E402 - what a CPU needs comes before the imports.
-"""torchtitan's Trainer with llama3's debug model, by default in its default setting, spmd_types; settings follow.
+"""torchtitan's Trainer with a family's debug model, by default in its default setting, spmd_types; settings follow.
 
 For a CPU: the device is "cpu", the memory monitor is a stub, attention is torch's instead of compiled flex attention,
 timeouts are not changed after the first step, nothing is compiled or a graph, and gloo, without PREMUL_SUM, is to sum.
+Experts' tokens, of which every rank gets another number, go through `all_to_all_single`: gloo's lists are of equal
+tensors. Of a model of experts, whose products are a loop on a CPU, there are the first two layers.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -24,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.llama3 import config_registry, model_registry
 
 import report
 
@@ -56,6 +58,17 @@ def divide_by_sums(model):
 
 wrapping.disable_fsdp_gradient_division = divide_by_sums
 
+
+def all_to_all(outputs, inputs, group=None):
+    sizes = [[each.shape[0] for each in tensors] for tensors in (outputs, inputs)]
+    received = torch.cat(outputs)
+    torch.distributed.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+        output.copy_(part)
+
+
+torch.distributed.all_to_all = all_to_all
+
 folder = Path(f"{sys.argv[1]}.data.{os.environ['RANK']}")
 folder.mkdir(exist_ok=True)
 words = [f"w{i}" for i in range(100)]
@@ -67,8 +80,13 @@ plain.save(str(folder / "tokenizer.json"))
 rows = [{"text": " ".join(words[(i * 7 + j * j) % 100] for j in range(60))} for i in range(64)]
 (folder / "data" / "data.json").write_text("\n".join(map(json.dumps, rows)))
 
-config = config_registry.llama3_debugmodel()
+example = sys.argv[2] == "example"
+family, *settings = sys.argv[2 + example :]
+config = getattr(importlib.import_module(f"torchtitan.models.{family}.config_registry"), f"{family}_debugmodel")()
+model_registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
 config.model_spec = model_registry("debugmodel", attn_backend="flex")
+if family != "llama3":
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
 config.hf_assets_path = str(folder)
 config.dataloader.dataset_path = str(folder / "data")
 config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 6
@@ -76,8 +94,7 @@ config.training.disable_cuda_graphs = True
 config.dump_folder = str(folder)
 # The weights are drawn by every process from its own clock unless a seed is set.
 config.debug.seed = 7
-example = sys.argv[2:3] == ["example"]
-for setting in sys.argv[3:] if example else sys.argv[2:]:
+for setting in settings:
     place, _, value = setting.partition("=")
     if place == "activation_checkpoint":
         config.activation_checkpoint = getattr(activation_checkpoint, value).Config()
