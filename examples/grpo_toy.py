@@ -3,6 +3,8 @@
     python examples/grpo_toy.py                two trainer ranks, one engine process, in turns
     python examples/grpo_toy.py --async        the engine is one step ahead of the trainers
     python examples/grpo_toy.py --colocate     no engine process: each rank samples while its trainer sleeps
+    python examples/grpo_toy.py --engine vllm --vllm_python ENV/bin/python     a vLLM server as the engine
+    python examples/grpo_toy.py --config FILE.yaml [KEY=VALUE ...]      settings in a spelling of `grpo_config.py`
 
 A few steps on sorted examples first, so that some samples are right; then GRPO: eight samples a prompt, reward 1 for a
 response that is right in every digit, DAPO's loss, a KL to the policy of the start. After each push trainers and engine
@@ -25,7 +27,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from grpo_loop import MODEL, PHASES, Loop, Settings
+from grpo_loop import PHASES, Loop, Settings
+from grpo_vllm import VllmServer
 
 # ---- a rank
 
@@ -61,23 +64,28 @@ def say(line: dict) -> None:
 # ---- the launcher
 
 
-def launch(settings: Settings, out: Path, world: int, limit_s: float) -> list[dict]:
+def launch(settings: Settings, out: Path, world: int, limit_s: float, vllm_python: str) -> list[dict]:
     """Runs engine and trainers to their end; the lines of the metrics. Leaves no process behind."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.jsonl").unlink(missing_ok=True)
     (out / "model").mkdir(exist_ok=True)
-    (out / "model" / "config.json").write_text(json.dumps(MODEL))
+    (out / "model" / "config.json").write_text(json.dumps(settings.model))
     address = f"@fsdp2x-grpo-{secrets.token_hex(6)}"
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     words += [f"--log-dir={out / 'torchrun'}"]
-    words += [str(Path(__file__).resolve()), "--rank-of", address, "--out", str(out)]
-    words += ["--settings", json.dumps(dataclasses.asdict(settings))]
-    engine, trainers = None, None
+    engine: subprocess.Popen | VllmServer | None = None
+    trainers = None
     try:
-        if not settings.colocate:
+        if settings.engine == "vllm":
+            engine = VllmServer(vllm_python, out / "model", out)
+            engine.await_ready()
+            address = engine.url
+        elif not settings.colocate:
             command = [sys.executable, "-m", "fsdp2x", "rollout", str(out / "model"), "--address", address]
             engine = subprocess.Popen([*command, "--once", "300"], env=environment)
+        words += [str(Path(__file__).resolve()), "--rank-of", address, "--out", str(out)]
+        words += ["--settings", json.dumps(dataclasses.asdict(settings))]
         trainers = subprocess.Popen(words, env=environment)
         watch(trainers, engine, limit_s)
     finally:
@@ -87,8 +95,8 @@ def launch(settings: Settings, out: Path, world: int, limit_s: float) -> list[di
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def watch(trainers: subprocess.Popen, engine: subprocess.Popen | None, limit_s: float) -> None:
-    """Until both have ended as they should; ends this program otherwise."""
+def watch(trainers: subprocess.Popen, engine: subprocess.Popen | VllmServer | None, limit_s: float) -> None:
+    """Until both have ended as they should, where the engine ends by itself; ends this program otherwise."""
     deadline = time.monotonic() + limit_s
     while trainers.poll() is None and time.monotonic() < deadline:
         if engine is not None and engine.poll():
@@ -101,12 +109,14 @@ def watch(trainers: subprocess.Popen, engine: subprocess.Popen | None, limit_s: 
         sys.exit(f"grpo_toy: FAILED: not done in {limit_s:g} s")
     if trainers.returncode:
         sys.exit(f"grpo_toy: FAILED: the trainers ended with status {trainers.returncode}")
-    if engine is not None and engine.wait(timeout=60):
+    if isinstance(engine, subprocess.Popen) and engine.wait(timeout=60):
         sys.exit(f"grpo_toy: FAILED: the engine ended with status {engine.returncode}")
 
 
-def stop(process: subprocess.Popen) -> None:
-    if process.poll() is None:
+def stop(process: subprocess.Popen | VllmServer) -> None:
+    if isinstance(process, VllmServer):
+        process.stop()
+    elif process.poll() is None:
         process.terminate()
         try:
             process.wait(timeout=60)
@@ -145,7 +155,7 @@ def plot(lines: list[dict], path: Path) -> None:
     axes[0, 0].plot(x, rewards, linewidth=0.8, alpha=0.5, label="reward")
     axes[0, 0].plot(x, smooth, linewidth=1.6, label="mean of 10 steps")
     axes[0, 0].set(ylabel="share of samples that are right", ylim=(0, 1))
-    axes[0, 1].plot(x, [line["kl"] for line in steps], label="KL to the start")
+    axes[0, 1].plot(x, [line.get("kl", 0.0) for line in steps], label="KL to the start")
     axes[0, 1].set(ylabel="nats per token")
     axes[1, 0].plot(x, [line["staleness"] for line in steps], label="mean")
     axes[1, 0].plot(x, [line["staleness_max"] for line in steps], "--", label="largest")
@@ -159,34 +169,75 @@ def plot(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    numbers = {f.name: f.default for f in dataclasses.fields(Settings) if f.default is not False}
+def parse_arguments() -> tuple[Settings, argparse.Namespace]:
+    """Of a file first, then those of the command line, which come before them."""
+    words, flags = split_at(sys.argv[1:], "--")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/grpo"))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="with --config: keys of the file")
+    parser.add_argument("--config", metavar="FILE", help="YAML in any of the spellings that examples/README.md names")
+    parser.add_argument("--out", type=Path, help="default out/grpo")
     parser.add_argument("--async", dest="is_async", action="store_true", help="sample one step ahead")
-    parser.add_argument("--colocate", action="store_true", help="sample in the trainers' processes")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default:g}; see Settings")
-    parser.add_argument("--processes", type=int, default=2, help="trainer ranks")
+    parser.add_argument("--colocate", action="store_true", help="engine and trainer take turns with the memory")
+    parser.add_argument("--engine", choices=("rollout", "vllm"), help="what samples")
+    parser.add_argument("--vllm_python", default=sys.executable, help="an interpreter that has vLLM; default this one")
+    for field in dataclasses.fields(Settings):
+        if type(field.default) in (int, float):
+            say_so = f"default {field.default:g}; see Settings"
+            parser.add_argument(f"--{field.name}", type=type(field.default), help=say_so)
+    parser.add_argument("--processes", type=int, help="trainer ranks, default 2")
     parser.add_argument("--limit", type=float, default=1200.0, metavar="S", help="seconds for everything")
     parser.add_argument("--rank-of", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--settings", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.rank_of:
-        rank_main(Settings(**json.loads(args.settings)), args.rank_of, args.out)
-        return
-    if args.is_async and args.colocate:
+        return Settings(**json.loads(args.settings)), args
+    if args.overrides and args.config is None:
+        parser.error(f"{args.overrides[0]}: keys of a file need one: --config FILE")
+    found = read_file(parser, args.config, args.overrides, flags) if args.config or flags else {}
+    names = {field.name for field in dataclasses.fields(Settings)}
+    found |= {name: value for name, value in vars(args).items() if name in names and value not in (None, False)}
+    args.out = Path(args.out or found.pop("out", "out/grpo"))
+    args.processes = args.processes if args.processes is not None else found.pop("processes", 2)
+    settings = Settings(**{name: value for name, value in found.items() if name in names})
+    if settings.is_async and settings.colocate:
         parser.error("--async samples while the trainers train, --colocate while they sleep: choose one")
-    if args.steps < 1 or args.processes < 1:
+    if settings.steps < 1 or args.processes < 1:
         parser.error("--steps and --processes are at least 1")
+    return settings, args
+
+
+def split_at(words: list[str], mark: str) -> tuple[list[str], list[str]]:
+    place = words.index(mark) if mark in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+def read_file(parser: argparse.ArgumentParser, file: str | None, overrides: list[str], flags: list[str]) -> dict:
+    """The settings in a file, or in flags behind ``--``; says what of it has no effect."""
+    import grpo_config
+
+    try:
+        found = (
+            grpo_config.read_config(file, overrides) if file else grpo_config.translate(grpo_config.read_words(flags))
+        )
+    except grpo_config.ConfigError as error:
+        parser.error(str(error))
+    for line in found.without_effect():
+        print(line, flush=True)
+    return found.settings
+
+
+def main() -> None:
+    settings, args = parse_arguments()
+    if args.rank_of:
+        rank_main(settings, args.rank_of, args.out)
+        return
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began = time.monotonic()
-    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    lines = launch(settings, args.out, args.processes, args.limit)
+    lines = launch(settings, args.out, args.processes, args.limit, args.vllm_python)
     plot(lines, args.out / "reward.png")
     found = summarize(lines)
     print("  ".join(f"{name} {value:.3g}" for name, value in found.items()), f" total {time.monotonic() - began:.1f} s")
-    if args.steps >= 80 and found["last"] < found["first"] + 0.2:
+    if settings.steps >= 80 and found["last"] < found["first"] + 0.2:
         sys.exit("grpo_toy: FAILED: the mean reward of ten steps did not rise by 0.2")
 
 

@@ -14,12 +14,12 @@ import urllib.request
 
 import torch
 import torch.distributed as dist
+from policy import NUM_NEW, answer_of, change, prompt_of, sharded
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdp2x
 from fsdp2x.sync import SyncError, Vllm
 
-NUM_PROMPT, NUM_NEW = 40, 8  # more than a block of the server's cache
 url, folder, result, kind = sys.argv[1:]
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 rows: list[dict] = []
@@ -38,22 +38,12 @@ def answer_of_server(prompt: list[int]) -> tuple[list[int], list[float]]:
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-@torch.no_grad()
-def answer_of(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[float]]:
-    tokens, found = list(prompt), []
-    for _ in range(NUM_NEW):
-        scores = model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(0)
-        tokens.append(int(scores.argmax()))
-        found.append(float(scores.max()))
-    return tokens[len(prompt) :], found
-
-
 def compare(step: str, **more: object) -> None:
     """The server's answer and that of the weights as they are now, on rank 0."""
     full = dict(fsdp2x.full_tensors(model))
     if rank == 0:
         plain.load_state_dict(full, strict=False)
-        prompt = [(3 * i * i + 5 * i) % config.vocab_size for i in range(NUM_PROMPT)]
+        prompt = prompt_of(config.vocab_size)
         expected, scores = answer_of(plain, prompt)
         tokens, found = answer_of_server(prompt)
         apart = max(abs(a - b) for a, b in zip(scores, found, strict=True))
@@ -61,17 +51,6 @@ def compare(step: str, **more: object) -> None:
         row = {"step": step, "same": tokens == expected, "apart": apart, "tokens": tokens, "version": version}
         rows.append({**row, "expected": expected, "scores": scores, "found": found, **more})
     dist.barrier()
-
-
-def change(seed: int) -> None:
-    """Other weights, of the same sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    full = {name: 0.3 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    for name, param in model.named_parameters():
-        if "norm" in name:
-            full[name] = 1 + full[name]
-        with torch.no_grad():
-            param.copy_(torch.distributed.tensor.distribute_tensor(full[name], param.device_mesh, param.placements))
 
 
 def push(sync: fsdp2x.sync.Session, step: str, version: str, **more: object) -> None:
@@ -94,12 +73,6 @@ def fail(sync: fsdp2x.sync.Session, step: str) -> None:
         rows.append({**row, "torn": sync.is_torn, "paused": paused["is_paused"], "version": version})
 
 
-def sharded(model: torch.nn.Module) -> torch.nn.Module:
-    for layer in model.model.layers:
-        fsdp2x.fully_shard(layer)
-    return fsdp2x.fully_shard(model)
-
-
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 config = AutoConfig.from_pretrained(folder)
@@ -114,12 +87,12 @@ if kind == "moe":
             if rank == 0:
                 ask("/collective_rpc", {"method": "cure", "args": [is_on]})
             dist.barrier()
-            change(1 + is_on)
+            change(model, 1 + is_on)
             push(sync, step, step)
 
 for number, options in enumerate(({"bucket_bytes": 1}, small, {})):
     with fsdp2x.sync.connect(model, Vllm(url), **options) as sync:
-        change(10 + number)
+        change(model, 10 + number)
         push(sync, f"buckets of {options.get('bucket_bytes', 'all')}", str(number))
 
 for number, step in enumerate(("wrong shapes", "unknown name")):
@@ -133,7 +106,7 @@ for number, step in enumerate(("wrong shapes", "unknown name")):
     with fsdp2x.sync.connect(sharded(strange), Vllm(url), **small) as sync:
         fail(sync, step)
     with fsdp2x.sync.connect(model, Vllm(url), **small) as sync:
-        change(20 + number)
+        change(model, 20 + number)
         push(sync, f"after {step}", f"repaired {number}")
 
 some = {"params": lambda name, param: "layers.1." not in name}
@@ -143,6 +116,23 @@ with fsdp2x.sync.connect(model, Vllm(url)) as sync:
     push(sync, "after what was left out", "whole")
 with fsdp2x.sync.connect(model, Vllm(url, partial=True), **some) as sync:
     push(sync, "partial", "partial")
+
+if kind == "dense":
+    # A CPU gives no memory back, but the order of calls is that of any device.
+    target = Vllm(url)
+    with fsdp2x.sync.connect(model, target) as sync:
+        push(sync, "before sleep", "awake")
+        for level in (1, 2):
+            target.sleep(level)
+            if rank == 0:
+                assert ask("/is_sleeping")["is_sleeping"]
+            dist.barrier()
+            change(model, 30 + level)
+            push(sync, f"out of sleep {level}", f"woken {level}")
+        target.sleep(1)
+        target.wake()
+        dist.barrier()
+        compare("woken without a push")
 
 if rank == 0:
     with open(result, "w") as file:

@@ -43,11 +43,17 @@ def save_model(kind: str, folder: Path) -> None:
 
 def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
     """What the trainer found, step by step."""
-    script, found = Path(__file__).with_name("push_to_vllm.py"), folder / "found.json"
+    found = folder / "found.json"
+    run_ranks(Path(__file__).with_name("push_to_vllm.py"), [url, str(model), str(found), kind])
+    return json.loads(found.read_text())
+
+
+def run_ranks(script: Path, words: list[str]) -> None:
+    """Two of them, to their end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
-        [*command, url, str(model), str(found), kind],
+        [*command, *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -59,7 +65,6 @@ def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
             process.send_signal(signal.SIGTERM)  # not kill: torchrun ends its ranks first
             raise
     assert process.returncode == 0, output[-6000:]
-    return json.loads(found.read_text())
 
 
 CASES = [("dense", 1, "memory"), ("dense", 2, "memory"), ("dense", 2, "tcp"), ("moe", 1, "memory")]

@@ -49,7 +49,8 @@ def python_of_vllm() -> str:
     _install(python, "--no-deps", VLLM)
     needs = subprocess.run([python, "-c", _LIST_NEEDS], capture_output=True, text=True, check=True, timeout=60).stdout
     (FOLDER / "needs.txt").write_text(needs)
-    _install(python, "-r", str(FOLDER / "needs.txt"), TORCH)
+    # Its /server_info lists packages by pip.
+    _install(python, "-r", str(FOLDER / "needs.txt"), TORCH, "pip")
     record.write_text(WANTED)
     return str(python)
 
@@ -59,6 +60,13 @@ def _install(python: Path, *words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
     if done.returncode != 0:
         pytest.skip(f"{words[-1]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+
+
+def say_release(path: Path) -> None:
+    """vLLM's command asks what release the distribution `vllm` is, which this one is called otherwise."""
+    release = VLLM.split("==")[1]
+    (path / f"vllm-{release}+cpu.dist-info").mkdir()
+    (path / f"vllm-{release}+cpu.dist-info/METADATA").write_text(f"Name: vllm\nVersion: {release}+cpu\n")
 
 
 @contextlib.contextmanager
@@ -77,10 +85,7 @@ def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool 
         HERE / "curable.py",
     ):
         shutil.copy(file, path)
-    # The command asks what release the distribution `vllm` is, which this one is called otherwise.
-    release = VLLM.split("==")[1]
-    (path / f"vllm-{release}+cpu.dist-info").mkdir()
-    (path / f"vllm-{release}+cpu.dist-info/METADATA").write_text(f"Name: vllm\nVersion: {release}+cpu\n")
+    say_release(path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
