@@ -10,7 +10,6 @@ what stock left is deleted between the measurements.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -112,12 +111,11 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to write; default the folder for temporary files")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=3600)
@@ -145,8 +143,7 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "checkpoint", results)
+        harness.save(args.json, "checkpoint", results)
     dist.destroy_process_group()
     return 0
 

@@ -1,24 +1,26 @@
 """Gather and reduction of one parameter over shared memory against gloo's collectives and against memcpy.
 
-    python benchmarks/bench_collectives.py [--quick] [--world 2] [--steps 9] [--json FILE]
+    python benchmarks/bench_collectives.py [--quick] [--world 2] [--steps 9] [--runs 1] [--json FILE]
 
 Starts its own ranks. ``all_gather``: ``unshard()`` of a model of one parameter (each rank writes its rows and waits for
 the others) against ``dist.all_gather_into_tensor`` of the same bytes. ``reduce_scatter``: backward of that model, whose
 gradient is there beforehand (packing, waiting, summing, attaching), against the same backward without a wrapper, in
 which ``dist.reduce_scatter_tensor`` gets the gradient. Both sides begin together and must end with equal results. The
-floors are copies of warm memory: of the bytes that a rank writes at a gather; at a reduction of what it packs, and what
-it reads and writes to sum. fp32, one thread a rank.
+floors are copies: of the bytes that a rank writes at a gather; at a reduction of what it packs, and what it reads and
+writes to sum. ``floor`` copies warm memory and waits for nobody, which no collective can do. ``met`` takes its turns
+with the others, so that it begins as cold and as late as they do, and ends when all ranks have copied, which they tell
+each other by a number each in shared memory: the least that anything can take here. fp32, one thread a rank.
 """
 
 from __future__ import annotations
 
-import argparse
+import mmap
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,28 @@ def gradient_of(numel: int) -> torch.Tensor:
     return ((torch.arange(numel) % 509) + dist.get_rank()).float() / 8
 
 
+class Meeting:
+    """Ranks of this host wait for each other, at a number each in shared memory, and do nothing else."""
+
+    def __init__(self) -> None:
+        self._rank, self._world, self._count = dist.get_rank(), dist.get_world_size(), 0
+        self._yields = self._world > len(os.sched_getaffinity(0))
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="fsdp2x-bench-") as file:
+            file.truncate(64 * self._world)
+            path = [file.name]
+            dist.broadcast_object_list(path, src=0)
+            with open(path[0], "r+b") as shared:
+                self._numbers = memoryview(mmap.mmap(shared.fileno(), 64 * self._world)).cast("Q")
+            dist.barrier()
+
+    def __call__(self) -> None:
+        self._count += 1
+        self._numbers[8 * self._rank] = self._count
+        while any(self._numbers[8 * rank] < self._count for rank in range(self._world)):
+            if self._yields:
+                os.sched_yield()
+
+
 def memcpy_seconds(num_bytes: int, steps: int) -> float:
     """Copying ``num_bytes`` between warm buffers, all ranks at once: the median."""
     source, target = torch.ones(max(num_bytes // 4, 1)), torch.ones(max(num_bytes // 4, 1))
@@ -75,7 +99,7 @@ def memcpy_seconds(num_bytes: int, steps: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def run_size(num_bytes: int, steps: int) -> dict:
+def run_size(num_bytes: int, steps: int, meet: Meeting) -> dict:
     import fsdp2x
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -118,13 +142,25 @@ def run_size(num_bytes: int, steps: int) -> dict:
         summed.div_(world)
         x.grad = None
 
+    # Packed once; then the rows of all ranks are read, and their sum is written: half of that each way is a copy.
+    traffic = num_bytes + (num_bytes + num_bytes // world) // 2
+    sources, targets = torch.ones(traffic // 4), torch.ones(traffic // 4)
+
+    def met(timer: harness.PhaseTimer) -> None:
+        targets[: numel // world].copy_(shard)
+        meet()
+        timer.mark("all_gather")
+        harness.start_together()
+        timer.mark("between")
+        targets.copy_(sources)
+        meet()
+        timer.mark("reduce_scatter")
+
     all_gather(whole, shard)
     reduce_scatter(summed, gradient)
     summed.div_(world)
-    samples = harness.alternate({"shm": ours, "gloo": gloo}, warmup=3, count=steps)
+    samples = harness.alternate({"shm": ours, "gloo": gloo, "met": met}, warmup=3, count=steps)
     result: dict[str, Any] = {name: sample.summary() for name, sample in samples.items()}
-    # Packed once; then the rows of all ranks are read, and their sum is written: half of that each way is a copy.
-    traffic = num_bytes + (num_bytes + num_bytes // world) // 2
     result["floor"] = {
         "all_gather": {"median_ms": 1e3 * memcpy_seconds(num_bytes // world, steps)},
         "reduce_scatter": {"median_ms": 1e3 * memcpy_seconds(traffic, steps)},
@@ -137,33 +173,42 @@ def readable(num_bytes: int) -> str:
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:
-    """The table: medians, the ratio to gloo, and how far from the copy."""
-    rows = [["collective", "ranks", "bytes", "gloo, ms", "shared memory, ms", "ratio", "copy, ms", "times the copy"]]
+    """The table: medians, the ratio to gloo, and how far from the copies; results of before ``met`` are without it."""
+    has_met = all("met" in result for result in results)
+    floors = {"met": "copy and meeting, ms", "floor": "copy, ms"} if has_met else {"floor": "copy, ms"}
+    rows = [["collective", "ranks", "bytes", "gloo, ms", "shared memory, ms", "ratio"]]
+    for title in floors.values():
+        rows[0] += [title, "times that" if title != "copy, ms" else "times the copy"]
     for phase in ("all_gather", "reduce_scatter"):
         for result in results:
-            gloo, ours, floor = (result[side][phase]["median_ms"] for side in ("gloo", "shm", "floor"))
-            head = [phase, str(result["world"]), readable(result["bytes"]), f"{gloo:.3f}", f"{ours:.3f}"]
-            rows.append([*head, f"{gloo / ours:.1f}x", f"{floor:.3f}", f"{ours / floor:.1f}x"])
+            gloo, ours = (result[side][phase]["median_ms"] for side in ("gloo", "shm"))
+            row = [phase, str(result["world"]), readable(result["bytes"])]
+            row += [*(harness.spread(result[side][phase], 3) for side in ("gloo", "shm")), f"{gloo / ours:.1f}x"]
+            for side in floors:
+                row += [harness.spread(result[side][phase], 3), f"{ours / result[side][phase]['median_ms']:.1f}x"]
+            rows.append(row)
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and steps")
     parser.add_argument("--sizes", nargs="+", type=int, default=None, help=f"bytes; default {SIZES}")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="default 9, quick 5")
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--runs", type=int, default=1, help="times that it is all done, in new processes; needs --json")
     args = parser.parse_args()
+    if "RANK" not in os.environ and args.runs > 1:
+        return harness.launch_runs(__file__, args.world, 1800, args.runs, args.json)
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
     rank = harness.start_group()
     sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
-    results = [run_size(size, args.steps or (5 if args.quick else 9)) for size in sizes]
+    meet = Meeting()
+    results = [run_size(size, args.steps or (5 if args.quick else 9), meet) for size in sizes]
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "collectives", results)
+        harness.save(args.json, "collectives", results)
     dist.destroy_process_group()
     return 0
 

@@ -10,9 +10,7 @@ around them; ``sent`` is what a rank sends around rings.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,14 +77,12 @@ def _sent(counts: dict) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="the dense cases alone")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     results = [run_case(title) for title in (QUICK if args.quick else CASES)]
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "counts", results)
+    harness.save(args.json, "counts", results)
     return 0
 
 

@@ -8,10 +8,8 @@ for the whole model.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,13 +56,12 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--transports", nargs="+", choices=("shm", "process_group"), default=["shm", "process_group"])
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=1800)
@@ -85,8 +82,7 @@ def main() -> int:
     if rank == 0:
         print(f"{numbers['parameters']} parameters, {numbers['bytes'] / 1e9:.2f} GB", flush=True)
         print(harness.table(rows_of({**numbers, **results})), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "export", {**numbers, **results})
+        harness.save(args.json, "export", {**numbers, **results})
     dist.destroy_process_group()
     return 0
 

@@ -12,13 +12,11 @@ case is not counted: what a process does once would be in it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,10 +204,9 @@ def rows_of(results: list[dict]) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cases and steps")
     parser.add_argument("--steps", type=int, default=None, help="default 40, quick 5")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
@@ -218,8 +215,7 @@ def main() -> int:
     run_case(QUICK_CASES[0], steps)
     results = [run_case(case, steps) for case in (QUICK_CASES if args.quick else CASES)]
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "host", results)
+    harness.save(args.json, "host", results)
     return 0
 
 

@@ -193,13 +193,12 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--sample", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -215,8 +214,7 @@ def main() -> int:
     for way, samples in found.items():
         results["ways"][way] = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "load", results)
+    harness.save(args.json, "load", results)
     return 0
 
 

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import IO
 
 import torch
@@ -241,12 +240,11 @@ def rows_of(results: list[dict]) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one small model, two steps")
     parser.add_argument("--cases", nargs="+", choices=[*CASES, "quick"], default=["comm", "compute"])
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--side", choices=SIDES, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
@@ -259,8 +257,7 @@ def main() -> int:
         args.cases, args.steps = ["quick"], 2
     results = [run_case(name, args.world, args.steps) for name in args.cases]
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "memory", results)
+    harness.save(args.json, "memory", results)
     return 0
 
 

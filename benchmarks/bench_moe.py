@@ -11,7 +11,6 @@ time. fp32, one thread a rank.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
@@ -140,12 +139,11 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
     parser.add_argument("--cases", nargs="+", choices=("experts", "tiled"), default=["experts", "tiled"])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, args.world, timeout_s=900)

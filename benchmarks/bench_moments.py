@@ -9,9 +9,7 @@ those of float32 went, to a tenth of the way.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -91,14 +89,12 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     results = run(args.steps)
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "moments", results)
+    harness.save(args.json, "moments", results)
     return 0
 
 

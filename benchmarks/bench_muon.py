@@ -12,11 +12,9 @@ one rank in one step, counted by what is given to collectives: an all-gather sen
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -142,11 +140,10 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
@@ -155,8 +152,7 @@ def main() -> int:
     results = {name: run_case(name, mesh, args.steps) for name in args.cases}
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "muon", results)
+        harness.save(args.json, "muon", results)
     dist.destroy_process_group()
     return 0
 

@@ -13,14 +13,12 @@ the gradient) at the speed of a multiplication in place measured in the same run
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -167,10 +165,9 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=1800)
@@ -178,8 +175,7 @@ def main() -> int:
     results = {name: run_case(CASES[name], args.steps) for name in args.cases}
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "optimizer", results)
+        harness.save(args.json, "optimizer", results)
     dist.destroy_process_group()
     return 0
 

@@ -10,9 +10,7 @@ larger models compute activations again in backward. fsdp2x with both ways in wh
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,16 +77,14 @@ def rows_of(results: list[dict]) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one model on H100s")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     results = []
     for name in MODELS[:1] if args.quick else MODELS:
         results += run_model(name, WORLDS, NODES[:1] if args.quick else NODES)
     print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
-        harness.save(args.json, "scale", results)
+    harness.save(args.json, "scale", results)
     return 0
 
 

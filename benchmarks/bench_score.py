@@ -1,13 +1,14 @@
 """Log-probabilities of a head with logits and without: time, peak memory, error against fp64.
 
-    python benchmarks/bench_score.py [--quick] [--cases fp32 prompts bf16] [--steps 3] [--json FILE]
+    python benchmarks/bench_score.py [--quick] [--cases fp32 prompts bf16] [--sides softmax] [--steps 3] [--json FILE]
 
 Hidden states [4096, 1024] and a head of 32768 tokens, forward and backward to both, one process, one thread. Sides:
 ``logits``: the product, then sequence.token_log_probs and token_entropy, which make no fp32 copy of it; of bf16
 operands it is bf16. ``logits_fp32``: operands cast to fp32 before the product. ``softmax``: the product and torch's
 log_softmax. ``chunks``: 512 tokens at a time, each under torch's checkpoint. ``score``: rl.head_scores.
 fp32: every position has a label; log-probabilities and entropies, both with gradients. log_probs: without entropies.
-prompts: of the fp32 case, a third of the positions has no label. bf16: operands in bf16.
+prompts: of the fp32 case, a third of the positions has no label. bf16: operands in bf16. Without options it is fp32
+with logits, chunks and score, some minutes; all cases and sides take a quarter of an hour.
 Times are this process's CPU time, all sides in turn. The peak is how far resident memory rises in a step, the gradients
 included, and how far above them. Errors are means of absolute values against fp64, relative ones for gradients. Losses
 of all sides must agree, or there is no row.
@@ -15,16 +16,14 @@ of all sides must agree, or there is no row.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -158,7 +157,7 @@ def errors_of(problem: Problem, scores: Scores, true: tuple[Scores, list[torch.T
     return found
 
 
-def run_case(case: Case, steps: int) -> dict:
+def run_case(case: Case, sides: Sequence[str], steps: int) -> dict:
     problem = Problem(case)
     losses: dict[str, list[float]] = {side: [] for side in SIDES}
 
@@ -173,7 +172,8 @@ def run_case(case: Case, steps: int) -> dict:
 
         return step
 
-    sides = SIDES if case.dtype != "float32" else tuple(side for side in SIDES if side != "logits_fp32")
+    if case.dtype == "float32":  # logits are of that already
+        sides = [side for side in sides if side != "logits_fp32"]
     # This process's CPU time: one thread, so what else runs on the machine matters little.
     timer = functools.partial(harness.PhaseTimer, clock=time.process_time)
     samples = harness.alternate({side: step_of(side) for side in sides}, warmup=1, count=steps, make_timer=timer)
@@ -242,19 +242,21 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens and the vocabulary")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["fp32"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["chunks"], help="beside logits and score")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=1, timeout_s=3600)
     harness.start_group()
     cases = QUICK if args.quick else CASES
-    results = {name: run_case(cases[name], args.steps) for name in args.cases}
-    print(harness.table(rows_of(results)), flush=True)
-    if args.json is not None:
+    sides = [side for side in SIDES if side in ("logits", "score", *args.sides)]
+    results: dict = {}
+    for name in args.cases:  # each is told and kept as soon as it is there
+        results[name] = run_case(cases[name], sides, args.steps)
+        print(harness.table(rows_of({name: results[name]})), flush=True)
         harness.save(args.json, "score", results)
     dist.destroy_process_group()
     return 0

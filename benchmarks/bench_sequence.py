@@ -14,7 +14,6 @@ the other. The peak is how far a rank's private resident memory rises in a step,
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import gc
@@ -22,7 +21,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -231,11 +229,10 @@ def rows_of(results: dict) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="few samples and short sequences")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=1800)
@@ -245,8 +242,7 @@ def main() -> int:
     results = {name: RUN[name](case, args.steps) for name, case in cases.items() if name in args.cases}
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "sequence", results)
+        harness.save(args.json, "sequence", results)
     dist.destroy_process_group()
     return 0
 

@@ -10,14 +10,12 @@ foretold, for fsdp2x over both transports and for stock FSDP2. Of everything the
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -141,12 +139,11 @@ def rows_of(results: list[dict]) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one case, few steps")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="default 9, quick 5")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
@@ -158,8 +155,7 @@ def main() -> int:
     results = [run_case(name, machines, steps) for name in args.cases or (CASES[:1] if args.quick else CASES)]
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "simulate", results)
+        harness.save(args.json, "simulate", results)
     dist.destroy_process_group()
     return 0
 

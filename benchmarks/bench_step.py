@@ -1,6 +1,6 @@
 """One training step (forward, backward, AdamW, zero_grad) of fsdp2x against its peers, alternating in one run.
 
-    python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--transport auto] [--json FILE]
+    python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--runs 1] [--transport auto] [--json FILE]
 
 Starts its own 2 ranks. All models have the same weights and inputs, the sharded ones the same units (fsdp2x's plan),
 and every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with ``torch.optim.AdamW``, the
@@ -13,12 +13,10 @@ attention of ``comm``, the rest frozen). fp32, one thread a rank.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -151,32 +149,33 @@ def rows_of(results: dict) -> list[list[str]]:
     for name, result in results.items():
         for phase in ("step", "forward", "backward", "optimizer"):
             stock = result["stock"][phase]["median_ms"]
-            row = [name, phase, f"{stock:.1f}"]
+            row = [name, phase, harness.spread(result["stock"][phase], 1)]
             for side in titles:
                 if side not in result:
                     row += ["", ""]
                     continue
                 time_ms = result[side][phase]["median_ms"]
-                row += [f"{time_ms:.1f}", f"{stock / time_ms:.2f}x"]
+                row += [harness.spread(result[side][phase], 1), f"{stock / time_ms:.2f}x"]
             rows.append(row)
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--runs", type=int, default=1, help="times that it is all done, in new processes; needs --json")
     args = parser.parse_args()
+    if "RANK" not in os.environ and args.runs > 1:
+        return harness.launch_runs(__file__, 2, 1800, args.runs, args.json)
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=1800)
     rank = harness.start_group()
     results = {name: run_case(CASES[name], args.steps, args.transport) for name in args.cases}
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "step", results)
+        harness.save(args.json, "step", results)
     dist.destroy_process_group()
     return 0
 

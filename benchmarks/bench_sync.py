@@ -14,12 +14,10 @@ Qwen3 in fp32, alternating. Reported: milliseconds from the call to the engine's
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 from multiprocessing import resource_tracker, shared_memory
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ import harness
 from bench_export import build_model
 
 BUCKET_BYTES = 512 << 20
+WAYS = ("per tensor", "one bucket", "push", "delta", "copy")
 TRAINERS = [0, 1]
 ENGINE = 2
 
@@ -114,20 +113,20 @@ def change(model, fraction: float) -> None:
 def rows_of(results: dict) -> list[list[str]]:
     rows = [["way", "MB to the engine", "ms", "against push"]]
     base = results["push"]["step"]["median_ms"]
-    for name in ("per tensor", "one bucket", "push", "delta", "copy"):
+    for name in (way for way in WAYS if way in results):
         took = results[name]["step"]["median_ms"]
         rows.append([name, f"{results['wire_bytes'][name] / 1e6:.1f}", f"{took:.1f}", f"{took / base:.2f}x"])
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--changed", type=float, default=0.01)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="beside push")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=3, timeout_s=1800)
@@ -200,6 +199,7 @@ def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
         "delta": lambda timer: (changed(timer), deltas(timer), timer.mark("push")),
         "copy": copy,
     }
+    steps = {way: step for way, step in steps.items() if way in args.ways or way == "push"}
     samples = harness.alternate(steps, warmup=1, count=args.repeats, before=lambda: dist.barrier(group=trainers))
     expected = [tensor.double().sum().item() for _, tensor in fsdp2x.full_tensors(model)]
     if is_sender:
@@ -211,13 +211,17 @@ def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
         dist.broadcast_object_list(sums, src=ENGINE, group=pair)
         assert sums[0] == expected, "the engine has other weights"
         results = {name: sample.summary() for name, sample in samples.items()}
-        results["delta"]["step"] = results["delta"]["push"]
+        if "delta" in results:
+            results["delta"]["step"] = results["delta"]["push"]
         sent = dict.fromkeys(steps, wire.nbytes) | {name: report.bytes_sent for name, report in reports.items()}
-        results |= {"parameters": len(shapes), "wire_bytes": sent, "changed": reports["delta"].num_changed}
+        results |= {
+            "parameters": len(shapes),
+            "wire_bytes": sent,
+            "changed": getattr(reports.get("delta"), "num_changed", 0),
+        }
         print(f"{len(shapes)} parameters, {wire.nbytes / 1e9:.2f} GB, {results['changed']} changed", flush=True)
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "sync", results)
+        harness.save(args.json, "sync", results)
     sync.close()
 
 

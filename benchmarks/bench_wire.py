@@ -10,14 +10,12 @@ rank sends would take on such a link (an upper bound: nothing is overlapped with
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -152,13 +150,12 @@ def rows_of(results: list[dict]) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a model that is too small to be measured")
     parser.add_argument("--case", choices=list(CASES), default="comm")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--links", type=int, nargs="*", default=[1000, 10000], help="Mbit/s, see above")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
@@ -166,8 +163,7 @@ def main() -> int:
     results = run(QUICK if args.quick else CASES[args.case], args.steps, args.links)
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
-        if args.json is not None:
-            harness.save(args.json, "wire", results)
+        harness.save(args.json, "wire", results)
     dist.destroy_process_group()
     return 0
 

@@ -5,6 +5,7 @@ Ratios between implementations measured in one run are what counts: machines are
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -64,14 +65,59 @@ class PhaseTimer:
             self._samples.add("step", self._clock() - self._start)
 
 
-def launch(script: str, world: int, timeout_s: float) -> int:
-    """Runs ``script`` again under torchrun with the same arguments; returns its exit status."""
+def launch(script: str, world: int, timeout_s: float, more: Sequence[str] = ()) -> int:
+    """Runs ``script`` again under torchrun with the same arguments and ``more``; returns its exit status."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     # torchrun leaves its log folder behind.
     with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as logs:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", f"--log-dir={logs}"]
-        command = [sys.executable, *torchrun, script, *sys.argv[1:]]
+        command = [sys.executable, *torchrun, script, *sys.argv[1:], *more]
         return subprocess.run(command, env=env, timeout=timeout_s, check=False).returncode
+
+
+def launch_runs(script: str, world: int, timeout_s: float, runs: int, path: Path) -> int:
+    """``launch`` so many times, each in processes of its own; ``path`` then holds the medians of their medians.
+
+    ``script`` writes its results to the last ``--json`` of its arguments. Returns the first exit status that is not 0.
+    """
+    records = []
+    with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
+        for number in range(runs):
+            part = Path(folder) / f"{number}.json"
+            status = launch(script, world, timeout_s, ["--runs", "1", "--json", str(part)])
+            if status != 0:
+                return status
+            records.append(json.loads(part.read_text()))
+    merged = {**records[0], "results": merge([record["results"] for record in records])}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+    return 0
+
+
+def merge(results: list):
+    """One result of several runs: median, least and largest of each time's medians; the rest is the first run's."""
+    first = results[0]
+    if isinstance(first, list):
+        return [merge(list(column)) for column in zip(*results, strict=True)]
+    if not isinstance(first, dict):
+        return first
+    if "median_ms" not in first:
+        return {key: merge([result[key] for result in results]) for key in first}
+    medians = [result["median_ms"] for result in results]
+    return {
+        "median_ms": statistics.median(medians),
+        "min_ms": min(medians),
+        "max_ms": max(medians),
+        "runs": len(medians),
+    }
+
+
+def spread(time: dict[str, float], digits: int) -> str:
+    """A median, with the range of the runs where there were several."""
+    found = f"{time['median_ms']:.{digits}f}"
+    if time.get("runs", 1) == 1:
+        return found
+    return f"{found} ({time['min_ms']:.{digits}f}-{time['max_ms']:.{digits}f})"
 
 
 def start_group() -> int:
@@ -134,8 +180,17 @@ def environment() -> dict[str, object]:
     }
 
 
-def save(path: Path, name: str, results: dict | list) -> None:
-    """Writes one benchmark's results with its environment."""
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With ``--json``, the file for ``save``."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, default=None, help="file for the numbers; none if absent")
+    return made
+
+
+def save(path: Path | None, name: str, results: dict | list) -> None:
+    """Writes one benchmark's results with its environment, if a file was asked for."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"benchmark": name, "environment": environment(), "results": results}, indent=1) + "\n")
 

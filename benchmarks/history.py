@@ -3,6 +3,7 @@
     python benchmarks/history.py record [--runs 5] [--only step_cpu_2ranks ...]    appends to benchmarks/history.jsonl
     python benchmarks/history.py show                                              ratios of every row, with their range
     python benchmarks/history.py check out/bench                                   results of a run against that range
+    python benchmarks/history.py write                                             the table of steps in README.md
 
 A line of the history is one run in processes of its own: when, where, of which commit, and for each row the ratio of
 the other side's median to ours. `check` names rows below the range of at least five runs, and fails then.
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ import run_all
 
 HERE = Path(__file__).parent
 HISTORY = HERE / "history.jsonl"
+README = HERE.parent / "README.md"
 # Fewer say nothing of a range.
 LEAST_RUNS = 5
 
@@ -94,6 +97,34 @@ def table(lines: list[Mapping]) -> list[str]:
     return rows
 
 
+# What the columns of README.md are called, and the bars behind them.
+PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
+
+
+def steps_table(lines: list[Mapping]) -> str:
+    """Markdown for README.md: a row for each model of bench_step, and how many times our step each peer takes."""
+    of = [line for line in lines if line["name"] == "step_cpu_2ranks"]
+    found = ranges(of)
+    models = list(dict.fromkeys(row.partition(": ")[0] for _, row in found))
+    days, machines = len({line["day"] for line in of}), len({line["machine"] for line in of})
+    head = f"| runs: {len(of)}, days: {days}, machines: {machines} | {' | '.join(PEERS)} |"
+    rows = [head, f"| --- |{' ---: |' * len(PEERS)}"]
+    for model in models:
+        cells = []
+        for peer in PEERS.values():
+            values = found.get(("step_cpu_2ranks", f"{model}: {peer}"), [])
+            cells.append(
+                f"{statistics.median(values):.1f}x ({min(values):.1f} to {max(values):.1f})" if values else "–"
+            )
+        rows.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def written(text: str, lines: list[Mapping]) -> str:
+    """README.md with that table in the place of its first one."""
+    return re.sub(r"(^\|.*\n)+", lambda _: steps_table(lines) + "\n", text, count=1, flags=re.MULTILINE)
+
+
 def regressions(lines: list[Mapping], results: Mapping[str, Mapping]) -> list[str]:
     """Rows of results that are below every run of the history, where it has enough of them."""
     known, found = ranges(lines), []
@@ -128,7 +159,7 @@ def record(names: Iterable[str], num_runs: int, path: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "show", "check"))
+    parser.add_argument("action", choices=("record", "show", "check", "write"))
     parser.add_argument("folder", nargs="?", type=Path, help="of results, for check")
     parser.add_argument("--runs", type=int, default=LEAST_RUNS)
     parser.add_argument("--only", nargs="+", choices=sorted(run_all.FULL), help="default: steps, optimizers and memory")
@@ -141,6 +172,9 @@ def main() -> int:
     lines = read(args.history)
     if args.action == "show":
         print("\n".join(table(lines)) if lines else "no runs are recorded yet: python benchmarks/history.py record")
+        return 0
+    if args.action == "write":
+        README.write_text(written(README.read_text(), lines))
         return 0
     if args.folder is None:
         parser.error("check: name the folder of the results")

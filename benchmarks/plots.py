@@ -51,12 +51,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a logarithmic axis: label -> (color, points)."""
+    """Lines: label -> (color, points). Both axes are logarithmic, unless the lines are of equal steps."""
 
     title: str
     xlabel: str
     unit: str
     lines: Mapping[str, tuple[str, list[tuple[float, float]]]] = field(default_factory=dict)
+    is_logarithmic: bool = True
 
 
 Panel = Bars | Curves
@@ -198,7 +199,8 @@ def of_host(results: list) -> list[Panel]:
 
 
 def of_collectives(results: list) -> list[Panel]:
-    sides = {"shm": ("shared memory", OURS), "gloo": ("gloo", STOCK), "floor": ("copy", OTHERS)}
+    floor = {"met": ("copy and meeting", OTHERS)} if "met" in results[0] else {"floor": ("copy", OTHERS)}
+    sides = {"shm": ("shared memory", OURS), "gloo": ("gloo", STOCK), **floor}
     return [
         Curves(
             collective.replace("_", "-"),
@@ -211,6 +213,18 @@ def of_collectives(results: list) -> list[Panel]:
         )
         for collective in ("all_gather", "reduce_scatter")
     ]
+
+
+def of_curves(results: Mapping) -> list[Panel]:
+    """Training and held-out losses of a question's sides, beside float32 and the range of its seeds."""
+    panels: list[Panel] = []
+    for losses, of in {"train": "training loss", "held_out": "held-out loss"}.items():
+        for question, title in {"seed": "float32, three seeds", "moments": "moments", "wire": "on the wire"}.items():
+            names = [side for side, found in results.items() if found["of"] in ("", question)]
+            colors = dict(zip(names, (OURS, STOCK, "#2ca02c", "#9467bd", "#d62728"), strict=False))
+            lines = {name: (colors[name], list(map(tuple, results[name][losses]))) for name in names}
+            panels.append(Curves(f"{title}: {of}", "step", "nats per byte", lines, is_logarithmic=False))
+    return panels
 
 
 PANELS: dict[str, Callable[..., list[Panel]]] = {
@@ -227,6 +241,7 @@ PANELS: dict[str, Callable[..., list[Panel]]] = {
     "moe": of_moe,
     "score": of_score,
     "checkpoint": of_checkpoint,
+    "curves": of_curves,
 }
 
 
@@ -296,8 +311,9 @@ def _draw_bars(axes, panel: Bars) -> None:
 def _draw_curves(axes, panel: Curves) -> None:
     for label, (color, points) in panel.lines.items():
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if panel.is_logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
     axes.set_xlabel(panel.xlabel, fontsize=8)
     axes.set_ylabel(panel.unit, fontsize=8)
     axes.tick_params(labelsize=7)

@@ -16,6 +16,7 @@ from pathlib import Path
 import bench_checkpoint
 import bench_collectives
 import bench_counts
+import bench_curves
 import bench_export
 import bench_host
 import bench_load
@@ -55,6 +56,7 @@ TITLES = {
     "sync": "Weights into an engine process",
     "sequence": "Packing and sequence parallelism",
     "wire": "Wire formats over gloo",
+    "curves": "Losses by moments and by wire formats",
     "moe": "Experts and tiled MLPs",
     "score": "Log-probabilities without logits",
     "simulate": "Foretold and measured steps of this machine",
@@ -76,6 +78,7 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "sync": bench_sync.rows_of,
     "sequence": bench_sequence.rows_of,
     "wire": bench_wire.rows_of,
+    "curves": bench_curves.rows_of,
     "moe": bench_moe.rows_of,
     "score": bench_score.rows_of,
     "checkpoint": bench_checkpoint.rows_of,

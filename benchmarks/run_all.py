@@ -29,6 +29,7 @@ FULL = {
     "sync_cpu_2ranks": ["bench_sync.py"],
     "sequence_cpu_2ranks": ["bench_sequence.py"],
     "wire_cpu_2ranks": ["bench_wire.py"],
+    "curves_cpu_2ranks": ["bench_curves.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
     "simulate_cpu_2ranks": ["bench_simulate.py"],
     "simulate_cpu_4ranks": ["bench_simulate.py", "--world", "4"],

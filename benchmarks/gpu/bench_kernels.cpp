@@ -189,6 +189,24 @@ void bench_adamw(const Kernels& kernels, Report& report, DType param, DType mome
   report.measure(name, static_cast<int64_t>(bytes), [&](Stream stream) { kernels.adamw(plan.list(), args, stream); });
 }
 
+// Of f32 of which nothing differs, as a delta reads all and lists little.
+void bench_changes(const Kernels& kernels, Report& report) {
+  constexpr int64_t kNumel = 200'000'000;
+  const Memory now(kNumel * 4), held(kNumel * 4);
+  ChangesArgs args;
+  args.now = now.data();
+  args.held = held.data();
+  args.numel = kNumel;
+  args.element_bytes = 4;
+  args.element_shift = 2;
+  const auto num_tiles = static_cast<size_t>(args.num_tiles());
+  const Memory masks(static_cast<size_t>(args.num_masks()) * sizeof(uint16_t)), counts(num_tiles * sizeof(int64_t));
+  args.masks = static_cast<uint16_t*>(masks.data());
+  args.tile_counts = static_cast<int64_t*>(counts.data());
+  report.measure("mark_changes: f32", 8 * kNumel + args.num_masks() * 2,
+                 [&](Stream stream) { kernels.mark_changes(args, stream); });
+}
+
 void bench_sgd(const Kernels& kernels, Report& report) {
   constexpr int64_t kNumel = 200'000'000;
   const Memory params(kNumel * 4), grads(kNumel * 4), buffers(kNumel * 4);
@@ -224,6 +242,7 @@ int run() {
   bench_adamw(kernels, report, DType::bf16, DType::bf16, false);
   bench_adamw(kernels, report, DType::bf16, DType::bf16, true);
   bench_sgd(kernels, report);
+  bench_changes(kernels, report);
   std::printf("\n]}\n");
   return 0;
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ TITLES = {
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
     "sync": "Weights into an engine process",
+    "curves": "Losses by moments and by wire formats",
     "sequence": "Packing and sequence parallelism",
     "score": "Log-probabilities without logits",
 }
@@ -82,9 +84,14 @@ def records() -> dict[str, object]:
                 "world": 2,
                 "shm": phases(*moved),
                 "gloo": phases(*moved, factor=4.0),
+                "met": phases(*moved),
                 "floor": phases(*moved),
             }
         ],
+        "curves": {
+            side: {"of": of, "train": [[1, 2.0], [2, 1.9]], "held_out": [[1, loss], [2, loss]]}
+            for side, of, loss in (("float32", "", 1.0), ("int8", "moments", 1.04), ("int8, int8", "wire", 1.0))
+        },
         "memory": [
             {
                 "case": "comm",
@@ -124,6 +131,21 @@ def test_the_readme_shows_the_recorded_results():
     assert done.returncode == 0, done.stderr
 
 
+def test_several_runs_are_one_result_with_their_range():
+    code = """
+import harness, json
+runs = [{"comm": {"fsdp2x": {"step": {"median_ms": m, "min_ms": 0.0, "max_ms": 99.0}}}, "world": 2} for m in (3, 1, 2)]
+merged = harness.merge(runs)
+step = merged["comm"]["fsdp2x"]["step"]
+alone = runs[0]["comm"]["fsdp2x"]["step"]
+print(json.dumps([merged["world"], step, harness.spread(step, 1), harness.spread(alone, 1)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    merged = {"median_ms": 2, "min_ms": 1, "max_ms": 3, "runs": 3}
+    assert json.loads(done.stdout) == [2, merged, "2.0 (1.0-3.0)", "3.0"]
+
+
 @pytest.fixture
 def plots(monkeypatch):
     pytest.importorskip("matplotlib")
@@ -135,6 +157,19 @@ def plots(monkeypatch):
 
 def recorded(name: str) -> dict:
     return json.loads((FOLDER / f"results/{name}.json").read_text())
+
+
+def test_the_readme_of_the_package_shows_the_history(plots):
+    import history
+
+    lines = history.read(history.HISTORY)
+    assert lines, "benchmarks/history.jsonl is empty: python benchmarks/history.py record"
+    text = history.README.read_text()
+    assert history.written(text, lines) == text, "python benchmarks/history.py write"
+    slower = {**lines[0], "day": "2000-01-01", "ratios": {**lines[0]["ratios"], "comm: FSDP2": 1.0}}
+    table = history.steps_table([slower, {**slower, "ratios": {"comm: FSDP2": 3.0}}, {**slower, "name": "other"}])
+    assert "runs: 2, days: 1" in table and "| comm | 2.0x (1.0 to 3.0) |" in table
+    assert history.written(text, [slower]) != text
 
 
 def test_the_picture_of_the_readme_has_no_text_on_another(plots, tmp_path):
