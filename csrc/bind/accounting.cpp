@@ -5,7 +5,8 @@
 
 #include "core/buffers.hpp"
 #include "core/layout.hpp"
-#include "core/reduction_window.hpp"
+#include "core/prefetch_budget.hpp"
+#include "core/reduction_queue.hpp"
 #include "core/slots.hpp"
 #include "core/wire_layout.hpp"
 
@@ -55,12 +56,25 @@ void bind_accounting(py::module_& m) {
       .def_property_readonly("bytes", &BufferLedger::bytes)
       .def_property_readonly("standing_bytes", &BufferLedger::standing_bytes)
       .def_property_readonly("peak_bytes", &BufferLedger::peak_owned_bytes);
-  py::class_<ReductionWindow>(m, "ReductionWindow")
+  py::class_<ReductionQueue>(m, "ReductionQueue")
       .def(py::init<>())
-      .def("set_max_buffers", &ReductionWindow::set_max_buffers, py::arg("num"))
-      .def("before", &ReductionWindow::before, py::arg("num_bytes"), py::arg("bytes_in_flight"), py::arg("given_back"))
-      .def_property_readonly("beside", &ReductionWindow::beside)
-      .def_property_readonly("max_buffers", &ReductionWindow::max_buffers);
+      .def("set_max_buffers", &ReductionQueue::set_max_buffers, py::arg("num"))
+      .def("allowed_before", &ReductionQueue::allowed_before, py::arg("num_bytes"), py::arg("given_back"))
+      .def("begin", &ReductionQueue::begin, py::arg("buffer"), py::arg("num_bytes"))
+      .def("add_segment", &ReductionQueue::add_segment, py::arg("number"), py::arg("segment"))
+      .def("pop",
+           [](ReductionQueue& queue) {
+             const ReductionQueue::Reduction oldest = queue.pop();
+             return py::make_tuple(oldest.number, oldest.buffer, oldest.segments);
+           })
+      .def("__len__", &ReductionQueue::size)
+      .def_property_readonly("allowed_beside", &ReductionQueue::allowed_beside)
+      .def_property_readonly("max_buffers", &ReductionQueue::max_buffers);
+  py::class_<PrefetchBudget>(m, "PrefetchBudget")
+      .def(py::init<size_t>(), py::arg("num_bytes"))
+      .def("allows", &PrefetchBudget::allows, py::arg("num_bytes"), py::arg("is_next"))
+      .def("add", &PrefetchBudget::add, py::arg("num_bytes"))
+      .def_property_readonly("is_spent", &PrefetchBudget::is_spent);
   py::class_<SlotLedger>(m, "SlotLedger")
       .def(py::init<size_t>(), py::arg("page_bytes"))
       .def(

@@ -12,6 +12,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/memory/changes.hpp"
+#include "engine/memory/device_kernels.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/schedule/hooks.hpp"
 #include "engine/schedule/root.hpp"
@@ -132,10 +133,16 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("reduce_segment_bytes", &Layout::reduce_segment_bytes)
       .def_property_readonly("flagged_segment_bytes", &Layout::flagged_segment_bytes)
       .def("training", py::overload_cast<const std::vector<bool>&>(&Layout::training, py::const_), py::arg("trains"))
-      .def_property_readonly("shard_offsets", [](const Layout& layout) {
-        std::vector<size_t> offsets;
-        for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);
-        return offsets;
+      .def_property_readonly("shard_offsets",
+                             [](const Layout& layout) {
+                               std::vector<size_t> offsets;
+                               for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);
+                               return offsets;
+                             })
+      .def_property_readonly("shard_numels", [](const Layout& layout) {
+        std::vector<int64_t> numels;
+        for (const ParamPlace& place : layout.params()) numels.push_back(place.shard_numel);
+        return numels;
       });
   m.def(
       "shard_rows",
@@ -148,9 +155,19 @@ void bind_layout(py::module_& m) {
   m.def(
       "packed_itemsize", [](const ShapeTuple& shape) { return dtype_bytes(shapes_of({shape}).front().packed()); },
       py::arg("shape"));
-  m.def("find_changes", &find_changes, py::arg("now"), py::arg("held"), py::arg("max"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "take_changes",
+      [](const at::Tensor& now, const at::Tensor& held, int64_t max, bool with_twins) {
+        const cuda::Kernels* const kernels = with_twins ? &cuda::twin_kernels() : kernels_on(held.device());
+        const py::gil_scoped_release released;
+        return take_changes(now, held, max, kernels);
+      },
+      py::arg("now"), py::arg("held"), py::arg("max"), py::arg("with_twins") = false);
   m.def("stream_copies", &stream_copies, py::arg("targets"), py::arg("sources"));
+  m.def(
+      "pool_memory",
+      [](int64_t bytes, at::Device device) { return pool_memory(bytes, at::TensorOptions().device(device)); },
+      py::arg("bytes"), py::arg("device"));
   m.def("tensor_in_pool", &tensor_in_pool, py::arg("pool"), py::arg("offset"), py::arg("sizes"), py::arg("dtype"));
   m.def("detach_memory", &detach_memory, py::arg("tensor"), py::arg("message"));
   m.def("attach_to_pool", &attach_to_pool, py::arg("tensor"), py::arg("pool"), py::arg("offset"));
@@ -169,7 +186,8 @@ void bind_transports(py::module_& m) {
       py::arg("group"));
   py::class_<HostAllReduce>(m, "HostAllReduce")
       .def(py::init<std::shared_ptr<cpu::ShmGroup>>(), py::arg("group"))
-      .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
+      .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"))
+      .def_property_readonly_static("num_turns", [](const py::object&) { return HostAllReduce::kNumTurns; });
   m.def(
       "group_transport",
       [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& all_to_all,
@@ -190,6 +208,7 @@ void bind_root(py::module_& m) {
       .def("reset", &Root::reset)
       .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)
+      .def("finish_held_backwards", &Root::finish_held_backwards)
       .def_property_readonly("in_forward", &Root::in_forward)
       .def_property_readonly("in_backward", &Root::in_backward)
       .def_readwrite("is_last_backward", &Root::is_last_backward)

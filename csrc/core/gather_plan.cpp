@@ -110,13 +110,47 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   return plan;
 }
 
-std::vector<bool> direct_reductions(const Layout& layout, size_t pack_below_bytes) {
+size_t ReductionPlan::chunk_bytes(size_t param) const {
+  const ParamPlace& place = layout->params()[param];
+  return num_bytes(place.rows.size() * place.shape.inner, place.shape.reduce);
+}
+
+bool ReductionPlan::is_pool(const Layout& pool) const {
+  for (size_t i = 0; i < pool.params().size(); ++i) {
+    const ParamPlace& place = layout->params()[i];
+    if (!place.shape.trainable || place.shape.reduce != place.shape.orig ||
+        place.reduce_segment_offset != pool.params()[i].shard_offset) {
+      return false;
+    }
+  }
+  return true;
+}
+
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, size_t pack_below_bytes) {
+  ReductionPlan plan;
+  plan.layout = plan.packed = std::make_shared<const Layout>(layout.training(trains));
   std::vector<size_t> bytes;
-  for (const ParamPlace& place : layout.params()) {
+  for (const ParamPlace& place : plan.layout->params()) {
     const ParamShape& shape = place.shape;
     bytes.push_back(can_be_reduced_directly(layout, place) ? num_bytes(shape.dim * shape.inner, shape.reduce) : 0);
   }
-  return choose_direct(layout, bytes, pack_below_bytes);
+  const std::vector<bool> direct = choose_direct(layout, bytes, pack_below_bytes);
+  std::vector<bool> packs = trains;
+  for (size_t i = 0; i < direct.size(); ++i) {
+    if (!direct[i]) continue;
+    plan.direct.push_back(i);
+    packs[i] = false;
+  }
+  if (!plan.direct.empty()) {
+    plan.layout = std::make_shared<const Layout>(layout.training(trains, direct));
+    plan.packed = std::make_shared<const Layout>(layout.training(packs));
+  }
+  plan.segment_bytes = plan.rows_bytes = plan.packed->flagged_segment_bytes();
+  for (const size_t i : plan.direct) {
+    const ParamPlace& place = plan.layout->params()[i];
+    plan.rows_bytes += align_up(num_bytes(place.padded_shard_numel, place.shape.reduce));
+  }
+  return plan;
 }
 
 }  // namespace fsdp2x

@@ -8,6 +8,8 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
+#include <memory>
 #include <vector>
 
 #include "core/layout.hpp"
@@ -21,6 +23,8 @@ inline constexpr size_t kCollectiveAlignBytes = 16;
 // and out of device memory: of 1 MiB about 1 us at 2-3 TB/s, on a stream of its own. One more collective in the launch
 // costs about as much on the host and on the device, whatever its size. An estimate, not measured on several GPUs.
 inline constexpr size_t kPackBelowBytes = size_t{1} << 20;
+
+inline constexpr size_t kPackEverything = std::numeric_limits<size_t>::max();  // so large is no parameter
 
 // A collective for one parameter, or for one of its `outer` blocks: rank r's chunk lies at slot_offset + r *
 // chunk_bytes.
@@ -44,8 +48,26 @@ struct GatherPlan {
 // divide that dim. With pack_below_bytes 0: any.
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
 
-// By parameter: whether reduce-scatters read its gradient as autograd makes it. Of trainable ones those whose chunks
-// are even for all ranks and aligned, in the dtype that they are reduced in; few large ones as above.
-std::vector<bool> direct_reductions(const Layout& layout, size_t pack_below_bytes);
+// How gradients lie in rank-major segments, where collectives reduce those. Immutable.
+//
+//   packed   | rank 0: p0 | p2 | .. | flags | rank 1: p0 | p2 | .. | flags | ..      p1: as autograd made it
+//   rows     | p0 | p2 | .. | flags | p1 |
+struct ReductionPlan {
+  std::shared_ptr<const Layout> layout;  // of the rows
+  std::shared_ptr<const Layout> packed;  // of the segments: trains what is packed alone; else `layout` itself
+  std::vector<size_t> direct;            // parameters that are not packed
+  size_t segment_bytes = 0;              // of `packed`: Layout::flagged_segment_bytes
+  size_t rows_bytes = 0;                 // of a rank: its segment, and the rows of what is not packed
+
+  // Of this rank, in each collective of a parameter that is not packed: one for each of its `outer` blocks.
+  size_t chunk_bytes(size_t param) const;
+  // Whether a rank's segment has every parameter where the group's gradient pool has it.
+  bool is_pool(const Layout& pool) const;
+};
+
+// Of the parameters of `layout` that `trains` names. Reduce-scatters read a gradient as autograd makes it where its
+// chunks are even for all ranks and aligned, in the dtype that it is reduced in, and it is one of few large ones as
+// above.
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, size_t pack_below_bytes);
 
 }  // namespace fsdp2x

@@ -63,21 +63,24 @@ bool add_line(const Line& differing, const std::byte* now, int64_t first, size_t
 
 // Memory need not be aligned. False: there are more than `max`.
 template <size_t Bytes>
-bool compare(const std::byte* held, const std::byte* now, int64_t first, size_t num, int64_t max, Changes& changes) {
+bool compare(std::byte* held, const std::byte* now, int64_t first, size_t num, int64_t max, Changes& changes) {
   constexpr size_t kInLine = kLineBytes / Bytes;
   size_t i = 0;
   for (; i + kInLine <= num; i += kInLine) {
     const Line differing = differing_bits(held + i * Bytes, now + i * Bytes);
-    if (!is_zero(differing) && !add_line<Bytes>(differing, now, first, i, max, changes)) return false;
+    if (is_zero(differing)) continue;
+    if (!add_line<Bytes>(differing, now, first, i, max, changes)) return false;
+    std::memcpy(held + i * Bytes, now + i * Bytes, kLineBytes);
   }
   for (; i < num; ++i) {
     if (std::memcmp(held + i * Bytes, now + i * Bytes, Bytes) == 0) continue;
     if (!add<Bytes>(now, first, i, max, changes)) return false;
+    std::memcpy(held + i * Bytes, now + i * Bytes, Bytes);
   }
   return true;
 }
 
-using Compare = bool (*)(const std::byte*, const std::byte*, int64_t, size_t, int64_t, Changes&);
+using Compare = bool (*)(std::byte*, const std::byte*, int64_t, size_t, int64_t, Changes&);
 
 Compare compare_of(size_t element_bytes) {
   switch (element_bytes) {
@@ -98,9 +101,9 @@ Compare compare_of(size_t element_bytes) {
 
 }  // namespace
 
-void find_changes(const void* held, const void* now, size_t element_bytes, int64_t first, int64_t numel, int64_t max,
+void take_changes(void* held, const void* now, size_t element_bytes, int64_t first, int64_t numel, int64_t max,
                   Changes& changes) {
-  const auto* const before = static_cast<const std::byte*>(held);
+  auto* const before = static_cast<std::byte*>(held);
   const auto* const values = static_cast<const std::byte*>(now);
   const auto num = static_cast<size_t>(numel);
   if (!compare_of(element_bytes)(before, values, first, num, max, changes)) changes.has_more = true;

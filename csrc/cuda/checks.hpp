@@ -21,6 +21,16 @@ inline void require_rank(int rank, int num_ranks, const char* kernel) {
               " ranks");
 }
 
+inline void require_elements(const ChangesArgs& args) {
+  const int bytes = args.element_bytes;
+  if (bytes < 1 || bytes > 16 || bytes != 1 << args.element_shift) {
+    throw Error("changes: elements of " + std::to_string(bytes) + " bytes; expected 1, 2, 4, 8 or 16");
+  }
+  if (args.num_tiles() > INT32_MAX) {
+    throw Error("changes: " + std::to_string(args.numel) + " elements are more than a launch can have");
+  }
+}
+
 inline void require_signals(const SignalTable& signals, uint32_t epoch) {
   require_rank(signals.rank, signals.num_ranks, "peer_barrier");
   if (epoch == 0) throw Error("peer_barrier: epochs count from 1, because pads start at zero; got 0");

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/host_device.hpp"
 #include "core/optimizer_step.hpp"
 #include "core/philox.hpp"
 #include "cuda/plan.hpp"
@@ -81,6 +82,26 @@ struct LionArgs {
   const float* grad_scale = nullptr;
 };
 
+// Two arrays that are compared as bits, and where the list of what differs goes. What the list kernel needs besides may
+// be null while masks are made.
+struct ChangesArgs {
+  const void* now = nullptr;
+  void* held = nullptr;  // becomes `now` where it is listed
+  int64_t numel = 0;
+  int element_bytes = 0;               // a power of two up to 16
+  int element_shift = 0;               // its logarithm
+  uint16_t* masks = nullptr;           // num_masks(): 16 elements each
+  int64_t* tile_counts = nullptr;      // num_tiles(): how many differ
+  const int64_t* tile_ends = nullptr;  // their sums, each with those before it
+  int64_t* positions = nullptr;        // as many as the last sum, as are values
+  void* values = nullptr;
+
+  FSDP2X_HOST_DEVICE int64_t num_tiles() const { return (numel + kTileNumel - 1) / kTileNumel; }
+  FSDP2X_HOST_DEVICE int64_t num_masks() const { return num_tiles() * (kTileNumel / 16); }
+  // Where the list of a tile begins.
+  FSDP2X_HOST_DEVICE int64_t begin_of(int64_t tile) const { return tile == 0 ? 0 : tile_ends[tile - 1]; }
+};
+
 // The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
 struct SignalTable {
   uint32_t* pad[kMaxRanks] = {};
@@ -141,6 +162,12 @@ struct Kernels {
   bool (*is_capturing)(Stream stream);
 
   void (*lion)(const LionList& list, const LionArgs& args, Stream stream);
+
+  // Masks of the elements that differ, and their number in each tile.
+  void (*mark_changes)(const ChangesArgs& args, Stream stream);
+
+  // Positions, ascending, and values of what was marked; `held` takes these values.
+  void (*list_changes)(const ChangesArgs& args, Stream stream);
 };
 
 // Runs on the host, at once.

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "cuda/bodies/changes.hpp"
 #include "cuda/bodies/coded_adamw.hpp"
 #include "cuda/bodies/copy.hpp"
 #include "cuda/bodies/optimizer.hpp"
@@ -120,6 +121,46 @@ void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& pa
   }
 }
 
+// Counts of all threads of a tile by their masks, and of their groups.
+struct BlockCounts {
+  int counts[kThreads];
+  int groups[kCountGroups];
+
+  explicit BlockCounts(const uint32_t* masks) {
+    for (int thread = 0; thread < kThreads; ++thread) counts[thread] = num_bits(masks[thread]);
+    for (int group = 0; group < kCountGroups; ++group) groups[group] = group_count(counts, group);
+  }
+};
+
+void mark_changes(const ChangesArgs& args, Stream) {
+  require_elements(args);
+  const ChangesBody body = {args};
+  for (int64_t tile = 0; tile < args.num_tiles(); ++tile) {
+    uint32_t masks[kThreads];
+    for (int thread = 0; thread < kThreads; ++thread) {
+      masks[thread] = body.find(tile, thread);
+      body.mark(tile, thread, masks[thread]);
+    }
+    const BlockCounts block(masks);
+    args.tile_counts[tile] = num_before(block.counts, block.groups, kThreads);
+  }
+}
+
+void list_changes(const ChangesArgs& args, Stream) {
+  require_elements(args);
+  const ChangesBody body = {args};
+  for (int64_t tile = 0; tile < args.num_tiles(); ++tile) {
+    const int64_t begin = args.begin_of(tile);
+    if (begin == args.tile_ends[tile]) continue;
+    uint32_t masks[kThreads];
+    for (int thread = 0; thread < kThreads; ++thread) masks[thread] = body.marked(tile, thread);
+    const BlockCounts block(masks);
+    for (int thread = 0; thread < kThreads; ++thread) {
+      body.list(tile, thread, masks[thread], begin + num_before(block.counts, block.groups, thread));
+    }
+  }
+}
+
 // True when x * (1 / divisor) has the same bits as x / divisor for every x.
 bool reciprocal_is_exact(double divisor) {
   int exponent = 0;
@@ -151,6 +192,8 @@ const Kernels& twin_kernels() {
       .peer_barrier = peer_barrier,
       .is_capturing = [](Stream) { return false; },
       .lion = lion,
+      .mark_changes = mark_changes,
+      .list_changes = list_changes,
   };
   return kernels;
 }

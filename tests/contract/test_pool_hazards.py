@@ -15,20 +15,11 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, build, inputs
+from models import STACK_UNITS, Stack, build, inputs, step
 from reference import both_transports, full, grads, mean_of_ranks, params, parity, same, shard, shard_stock
 from training import shared_folder
 
 get_state = fsdp2x.fully_shard.state
-
-
-def step(ctx, model, optimizer=None, number=0):
-    loss = model(inputs(ctx.rank, number)).square().mean()
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
 
 
 def square_loss(model, rank, number):
@@ -141,6 +132,7 @@ def test_03_optimizer_made_before_sharding(ctx):
 @pytest.mark.parametrize("accumulate", [False, True])
 @both_transports
 @distributed(world_sizes=(2,))
+@pytest.mark.each_value
 def test_04_zero_grad_drops_pooled_gradients(ctx, accumulate, transport):
     """Gradients of three steps, held to the end: none may be written again through a pool that was given back."""
     model = Stack()
@@ -249,6 +241,7 @@ def test_07_empty_shards(ctx, options, transport):
 
 @both_transports
 @distributed(world_sizes=(3, 4))
+@pytest.mark.each_value
 def test_08_padding_is_never_seen(ctx, transport):
     """37 rows of vocabulary on 3 or 4 ranks: the pad of the last shard is in no norm, moment, or local tensor."""
     model = build("qwen3")
@@ -361,6 +354,7 @@ def test_10_data_assigned_after_the_first_forward(ctx):
 
 @both_transports
 @distributed(world_sizes=(2, 3))
+@pytest.mark.each_value
 def test_11_full_tensor_of_every_parameter(ctx, transport):
     """Weight synchronisation one by one, at every moment of a step; the step is as without it."""
 

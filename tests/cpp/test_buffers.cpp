@@ -11,7 +11,8 @@
 #include "core/buffers.hpp"
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "core/reduction_window.hpp"
+#include "core/prefetch_budget.hpp"
+#include "core/reduction_queue.hpp"
 
 namespace fsdp2x {
 namespace {
@@ -107,21 +108,45 @@ TEST(Buffers, NobodyReleasesTwice) {
   EXPECT_THROW(ledger.release(id, [](int) {}), Error);
 }
 
-TEST(ReductionWindow, TwoGoWhereThePeakStays) {
-  ReductionWindow window;
-  EXPECT_EQ(window.before(1000, 0, std::nullopt), 1u);
-  EXPECT_EQ(window.before(600, 600, std::nullopt), 0u) << "more than the largest unit needs";
-  EXPECT_EQ(window.before(400, 600, std::nullopt), 1u);
-  EXPECT_EQ(window.before(900, 900, 800), 1u) << "in the place of the slot, flags and pads on top";
-  EXPECT_EQ(window.before(901, 900, 800), 0u);
-  EXPECT_EQ(window.beside(), 1u);
+TEST(ReductionQueue, TwoGoWhereThePeakStays) {
+  ReductionQueue queue;
+  EXPECT_EQ(queue.allowed_before(1000, std::nullopt), 1u);
+  queue.begin(0, 600);
+  EXPECT_EQ(queue.allowed_before(600, std::nullopt), 0u) << "more than the largest unit needs";
+  EXPECT_EQ(queue.allowed_before(400, std::nullopt), 1u);
+  EXPECT_EQ(queue.allowed_before(900, 800), 1u) << "in the place of the slot, flags and pads on top";
+  EXPECT_EQ(queue.allowed_before(901, 800), 0u);
+  EXPECT_EQ(queue.allowed_beside(), 1u);
 }
 
-TEST(ReductionWindow, AsManyAsWasAskedFor) {
-  ReductionWindow window;
-  window.set_max_buffers(3);
-  EXPECT_EQ(window.before(1000, 100000, std::nullopt), 2u);
-  EXPECT_EQ(window.beside(), 3u);
+TEST(ReductionQueue, AsManyAsWereAskedFor) {
+  ReductionQueue queue;
+  queue.set_max_buffers(3);
+  queue.begin(0, 100000);
+  EXPECT_EQ(queue.allowed_before(1000, std::nullopt), 2u);
+  EXPECT_EQ(queue.allowed_beside(), 3u);
+}
+
+TEST(ReductionQueue, SegmentsGoWithTheirBuffer) {
+  ReductionQueue queue;
+  const uint64_t first = queue.begin(7, 10), second = queue.begin(8, 10);
+  EXPECT_TRUE(queue.add_segment(second, 3));
+  EXPECT_EQ(queue.pop().buffer, 7);
+  EXPECT_FALSE(queue.add_segment(first, 4)) << "it is the caller's to give back";
+  EXPECT_EQ(queue.pop().segments, std::vector<int>{3});
+  EXPECT_EQ(queue.size(), 0u);
+}
+
+TEST(PrefetchBudget, TheNextUnitAlways) {
+  PrefetchBudget budget(100);
+  EXPECT_TRUE(budget.allows(200, /*is_next=*/true));
+  EXPECT_FALSE(budget.allows(101, /*is_next=*/false));
+  budget.add(60);
+  EXPECT_FALSE(budget.is_spent());
+  EXPECT_TRUE(budget.allows(40, false));
+  EXPECT_FALSE(budget.allows(41, false));
+  budget.add(40);
+  EXPECT_TRUE(budget.is_spent());
 }
 
 }  // namespace

@@ -48,33 +48,37 @@ TEST(Changes, AreFoundInElementsOfAnySize) {
         for (size_t i = 0; i < static_cast<size_t>(numel); ++i) {
           if (share(random) < changed) held[i * bytes + random() % bytes] ^= std::byte{0x80};
         }
+        const std::vector<std::byte> before = held;
         cpu::Changes changes;
         const int64_t half = numel / 2;
         const size_t skipped = static_cast<size_t>(half) * bytes;
-        cpu::find_changes(held.data(), now.data(), bytes, 0, half, numel, changes);
-        cpu::find_changes(held.data() + skipped, now.data() + skipped, bytes, half, numel - half, numel, changes);
-        expect_found(now, held, bytes, numel, changes);
+        cpu::take_changes(held.data(), now.data(), bytes, 0, half, numel, changes);
+        cpu::take_changes(held.data() + skipped, now.data() + skipped, bytes, half, numel - half, numel, changes);
+        expect_found(now, before, bytes, numel, changes);
+        EXPECT_EQ(held, now);
       }
     }
   }
   cpu::Changes changes;
-  EXPECT_THROW(cpu::find_changes(nullptr, nullptr, 3, 0, 0, 0, changes), Error);
+  EXPECT_THROW(cpu::take_changes(nullptr, nullptr, 3, 0, 0, 0, changes), Error);
 }
 
 TEST(Changes, AreGivenUpWhereThereAreMore) {
-  const std::vector<float> now(100, 1.0F), held(100, 2.0F);
+  const std::vector<float> now(100, 1.0F);
   for (const int64_t max : {0, 1, 99, 100}) {
+    std::vector<float> held(100, 2.0F);
     cpu::Changes changes;
-    cpu::find_changes(held.data(), now.data(), sizeof(float), 0, 100, max, changes);
+    cpu::take_changes(held.data(), now.data(), sizeof(float), 0, 100, max, changes);
     EXPECT_EQ(changes.has_more, max < 100);
     EXPECT_LE(static_cast<int64_t>(changes.positions.size()), max);
   }
 }
 
 TEST(Changes, AreBits) {
-  const std::vector<float> now{0.0F, 1.0F}, held{-0.0F, 1.0F};
+  const std::vector<float> now{0.0F, 1.0F};
+  std::vector<float> held{-0.0F, 1.0F};
   cpu::Changes changes;
-  cpu::find_changes(held.data(), now.data(), sizeof(float), 0, 2, 2, changes);
+  cpu::take_changes(held.data(), now.data(), sizeof(float), 0, 2, 2, changes);
   EXPECT_EQ(changes.positions, std::vector<int64_t>{0});
 }
 

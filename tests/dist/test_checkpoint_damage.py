@@ -1,6 +1,5 @@
 """Damaged checkpoints and disks that refuse: each rank is told clearly, an older one is taken, nothing is lost."""
 
-import logging
 import os
 import pickle
 import struct
@@ -13,24 +12,10 @@ import damage
 from checkpoints import Training, full_disk, on_first, shared_folder
 from harness import distributed
 from reference import full
+from training import Said
 
 FORMS = ("sharded", "full", "per_rank")
 DATA = {"sharded": "__1_0.distcp", "full": "checkpoint.pt", "per_rank": "rank-00001.pt"}
-
-
-class Said(logging.Handler):
-    """What the package logs while it is entered."""
-
-    def __enter__(self):
-        self.messages = []
-        logging.getLogger("fsdp2x").addHandler(self)
-        return self.messages
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-    def __exit__(self, *_):
-        logging.getLogger("fsdp2x").removeHandler(self)
 
 
 def weights(training):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, step
 from reference import both_transports, grads, only_fsdp2x, params, same, shard, shard_stock
 
 TRANSPORTS = ("auto", "shm", "process_group")
@@ -191,13 +191,9 @@ def test_one_rank_trains_other_parameters(ctx):
 def three_steps(ctx, model, change=lambda model, step: None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in range(3):
-        change(model, step)
-        loss = model(inputs(ctx.rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    for number in range(3):
+        change(model, number)
+        losses.append(step(ctx, model, optimizer, number))
     return losses, params(model)
 
 
@@ -255,8 +251,8 @@ def test_adapters(ctx, transport):
     def losses(model):
         found = []
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for step in range(2):
-            loss = model(**batch("llama", ctx.rank + 10 * step)).loss
+        for number in range(2):
+            loss = model(**batch("llama", ctx.rank + 10 * number)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -115,6 +115,7 @@ def test_replicas_are_told(ctx, place):
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "last", "backward"])
+@pytest.mark.each_value
 def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps):
     """The others wait for it in the next step, whose numbers are right."""
     only_fsdp2x(ctx)

@@ -140,6 +140,7 @@ MODES = ("sync", "nothing", "reduce_scatter", "manual")
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("waits", [False, True])
 @both_transports
+@pytest.mark.each_value
 def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, transport):
     """Between two micro-batches, once and twice in a row, with and without a graph that waits for its backward."""
     only_fsdp2x(ctx)
@@ -201,6 +202,7 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", ["nothing", "reduce_scatter", "manual"])
 @both_transports
+@pytest.mark.each_value
 def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):
     only_fsdp2x(ctx)
     model = make(ctx, transport, mode)
@@ -235,6 +237,7 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("mode", ["sync", "nothing", "manual"])
 @both_transports
+@pytest.mark.each_value
 def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
     """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised at once
     would have posted other reductions than its peers."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, step
 from reference import both_transports, only_fsdp2x, params, same, shard
 
 
@@ -33,14 +33,6 @@ def in_child(body) -> str:
         text = pipe.read().decode()
     assert os.waitpid(pid, 0)[1] == 0, text
     return text
-
-
-def step(ctx, model, optimizer, number):
-    loss = model(inputs(ctx.rank, number)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def make(ctx, transport, **options):

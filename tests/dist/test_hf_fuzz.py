@@ -18,8 +18,10 @@ from models import build, tiny_lora
 
 FORMS = ("safetensors", "indexed", "bin", "indexed_bin", "experts", "adapter")
 # Beside the first ones those that once found something.
-ROUNDS = [pytest.param((*range(20), 295), id="20")]
-ROUNDS += [pytest.param(range(a, a + 100), id=f"{a}-{a + 100}", marks=pytest.mark.full) for a in (20, 120, 220)]
+ROUNDS = [pytest.param((*range(10), 295), id="10")]
+ROUNDS += [
+    pytest.param(range(a, b), id=f"{a}-{b}", marks=pytest.mark.full) for a, b in ((10, 120), (120, 220), (220, 320))
+]
 
 
 def write(folder, form):

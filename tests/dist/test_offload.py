@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
 import streams
+from arrangements import optimizer_in_backward
 from harness import distributed
 from models import STACK_UNITS, inputs
 from offloading import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, host_modes, loss_of, num_of
@@ -183,14 +184,7 @@ def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx, offload):
     names = [f"blocks.{i}" for i in range(6)]
     reference = wide(6)
     model = shard(ctx, copy.deepcopy(reference), names, transport="streams", offload_policy=offload)
-    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-
-    def update(param):
-        optimizers[param].step()
-        param.grad = None
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(update)
+    optimizer_in_backward(model, lr=0.1)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
         recorder.clear()

@@ -112,6 +112,7 @@ POLICIES = {
         ("float16 reduced", "wide"),
     ],
 )
+@pytest.mark.each_value
 def test_training_is_that_over_the_process_group(ctx, policy, model):
     """Widths of 3, 6 and 7 rows: short and empty shards, and parts that start anywhere."""
     only_fsdp2x(ctx)
@@ -249,7 +250,7 @@ def test_a_peer_that_does_not_come_is_an_error(ctx, mistake):
 
 
 @distributed(world_sizes=(3,))
-@pytest.mark.parametrize("moment", ["the last gather", "the last reduction"])
+@pytest.mark.parametrize("moment", [pytest.param("the last gather", marks=pytest.mark.full), "the last reduction"])
 def test_the_step_in_which_a_peer_does_not_come_raises(ctx, moment):
     """At its last collective: no other one follows in that step which could tell."""
     only_fsdp2x(ctx)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, build, inputs
+from models import STACK_UNITS, Stack, build, inputs, step
 from reference import full, params, same, shard
 
 OPTIMIZERS = {
@@ -27,13 +27,7 @@ def groups_of(model):
 
 
 def train(ctx, model, optimizer, steps=3):
-    losses = []
-    for step in range(steps):
-        loss = model(inputs(ctx.rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(full(loss))
+    losses = [full(step(ctx, model, optimizer, number)) for number in range(steps)]
     return losses, params(model), full(list(optimizer.state.values()))
 
 

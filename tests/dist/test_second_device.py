@@ -132,9 +132,9 @@ def test_deltas_are_those_of_the_cpu(ctx, library):
                 local = before.nan_to_num().to(device, held)
                 entry = SimpleNamespace(name="weight", local=local, dtype=held)
                 snapshot = Snapshot([SimpleNamespace(entries=[entry])])
-                snapshot.hold([entry])
+                snapshot.hold(entry, entry.local)
                 local.copy_(now if held != torch.int64 else now.nan_to_num())
-                changes = snapshot.changed(entry)
+                changes = snapshot.take_changes(entry)
                 found.append(changes and [part.cpu() for part in changes])
             assert (found[0] is None) == (found[1] is None) == (share == 1.0), held
             if found[0] is not None:

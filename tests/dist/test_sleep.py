@@ -11,21 +11,14 @@ from torch.distributed.tensor import DTensor
 import fsdp2x
 import streams
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, step
 from reference import only_fsdp2x, params, same, shard
 
 sleeping = importlib.import_module("fsdp2x.tools.sleep")  # the package has a function of that name
 
 
 def train(model, optimizer, ctx, steps) -> list[torch.Tensor]:
-    losses = []
-    for step in steps:
-        loss = model(inputs(ctx.rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    return [step(ctx, model, optimizer, number) for number in steps]
 
 
 def locals_of(model, optimizer) -> list[torch.Tensor]:
@@ -38,6 +31,7 @@ def locals_of(model, optimizer) -> list[torch.Tensor]:
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, fsdp2x.optim.AdamW])
+@pytest.mark.each_value
 def test_training_goes_on(ctx, transport, make):
     only_fsdp2x(ctx)
     model = Stack()

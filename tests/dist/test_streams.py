@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import streams
+from arrangements import optimizer_in_backward
 from fsdp2x.runtime import spec
 from harness import distributed
 from models import STACK_UNITS, inputs
@@ -372,14 +373,7 @@ def test_optimizer_in_backward_runs_behind_its_reduction(ctx):
     recorder = streams.install()
     reference, model = wide(), None
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams")
-    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-
-    def update(param):
-        optimizers[param].step()
-        param.grad = None
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(update)
+    optimizer_in_backward(model, lr=0.1)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(3):
         mean_of_ranks(reference, lambda m, rank, n=number: m(inputs(rank, n, width=WIDTH)).square().mean(), ctx.world)

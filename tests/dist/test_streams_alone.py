@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import streams
+from arrangements import optimizer_in_backward
 from device_twins import Operations
 from harness import distributed
 from models import STACK_UNITS, Branches, inputs
@@ -106,14 +106,7 @@ def test_an_optimizer_in_backward(ctx):
     ours = shard(ctx, plain, STACK_UNITS, transport="streams")
     results = []
     for model in (stock, ours):
-        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-
-        def update(param: nn.Parameter, optimizers=optimizers) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(update)
+        optimizer_in_backward(model, lr=0.1)
         for number in range(3):
             step(model, ctx, number)
         results.append(full(list(model.parameters())))

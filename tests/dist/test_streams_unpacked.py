@@ -51,6 +51,7 @@ def reductions(entries: list[tuple], unit: str = "blocks.1") -> list[list[int]]:
 @pytest.mark.parametrize("pack_below", [0, 1200])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("with_twins", [True, False])
+@pytest.mark.each_value
 def test_bits_are_those_of_the_packed_way(ctx, pack_below, policy, with_twins):
     """Steps, and backwards that add to gradients, with averages and with sums that are divided afterwards."""
     only_fsdp2x(ctx)
@@ -157,6 +158,7 @@ def test_missing_shared_and_turned_gradients(ctx, zeros, with_twins):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.each_value
 def test_accumulation_without_gradient_sync(ctx, policy):
     """Sums of several backwards are the engine's own memory: autograd's may be written to behind a backward."""
     only_fsdp2x(ctx)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness import distributed
-from training import losses, run, settings, shared_folder, weights
+from training import Said, losses, run, settings, shared_folder, weights
 
 
 def make(folder, output, loggers=(), **sections):
@@ -68,25 +68,15 @@ def test_the_report_names_every_parameter(ctx):
     assert embedding.endswith("(257, 16)  0-1: (86, 16)  2: (85, 16)")
 
 
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 @distributed
 def test_profile_snapshot_report_and_loggers(ctx):
-    calls, said = [], Said()
-    logging.getLogger("fsdp2x").addHandler(said)
+    calls = []
     logging.getLogger("fsdp2x").setLevel(logging.INFO)
 
     def log(values, *, step):
         calls.append((step, values))
 
-    with shared_folder(ctx) as folder:
+    with shared_folder(ctx) as folder, Said() as said:
         trainer = make(
             folder,
             "run",
@@ -99,7 +89,6 @@ def test_profile_snapshot_report_and_loggers(ctx):
         )  # fmt: skip
         trainer.run()
         trainer.close()
-        logging.getLogger("fsdp2x").removeHandler(said)
         dist.barrier()
         trace = json.loads((folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-3.json").read_text())
         names = {event.get("name", "") for event in trace["traceEvents"]}
@@ -108,7 +97,7 @@ def test_profile_snapshot_report_and_loggers(ctx):
         assert snapshot["memory_bytes"] > 0 and snapshot["planned"]["peak_bytes"] > 0
         assert bool(list((folder / "events").glob("events.*")))
         assert not (folder / "run" / "tensorboard").exists()
-    reported = any("model.embed_tokens.weight" in message for message in said.messages)
+    reported = any("model.embed_tokens.weight" in message for message in said)
     if ctx.rank == 0:
         assert reported
         assert [step for step, values in calls if "train/loss" in values] == [1, 2, 3, 4]

@@ -1,16 +1,14 @@
 """Training, interrupted and resumed: bit for bit at the same world size, on the same text at another one."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness import dist_run, distributed
-from training import losses, run, settings, shared_folder, weights, write_text
+from training import Said, losses, run, settings, shared_folder, weights, write_text
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, pytest.param(2, marks=pytest.mark.full), 3))
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ctx):
     with shared_folder(ctx) as folder:
         whole = run(settings(folder / "text", folder / "whole"))
@@ -47,24 +45,6 @@ def test_another_world_size_goes_on_with_the_same_text(tmp_path, saved_at, loade
     for step in resumed:
         assert float.fromhex(resumed[step]) == pytest.approx(float.fromhex(whole[step]), abs=2e-6)
     assert positions(tmp_path / "resumed") == positions(tmp_path / "whole") == (36, 6)
-
-
-class Said(logging.Handler):
-    """Keeps what the package logs while it is entered."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("fsdp2x").addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_):
-        logging.getLogger("fsdp2x").removeHandler(self)
 
 
 @distributed

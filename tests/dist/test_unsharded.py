@@ -7,7 +7,7 @@ import torch
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, build, inputs
+from models import STACK_UNITS, Stack, build, inputs, step
 from reference import both_transports, full, grads, parity, same, shard
 
 
@@ -36,8 +36,8 @@ def test_ranks_run_different_numbers_of_forwards(ctx, transport, ran_before):
     with torch.no_grad(), fsdp2x.unsharded(model):
         assert states(model) == ["UNSHARDED"] * 4
         start = gathers(model)
-        for step in range(1 + 2 * ctx.rank):
-            same(model(inputs(ctx.rank, step)), plain(inputs(ctx.rank, step)))
+        for number in range(1 + 2 * ctx.rank):
+            same(model(inputs(ctx.rank, number)), plain(inputs(ctx.rank, number)))
         assert gathers(model) == start, "a forward gathered again"
     assert states(model) == found == ["SHARDED"] * 4
     assert reshards(model) == [False, True, True, True], "the root keeps its parameters, the others do not"
@@ -64,15 +64,11 @@ def test_training_afterwards_is_as_without_it(ctx):
     def run(model):
         losses = []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(3):
+        for number in range(3):
             if isinstance(model, fsdp2x.FSDPModule):
                 with torch.no_grad(), fsdp2x.unsharded(model):
                     model(inputs(ctx.rank, 7))
-            loss = model(inputs(ctx.rank, step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(full(loss))
+            losses.append(full(step(ctx, model, optimizer, number)))
         return losses
 
     parity(ctx, Stack(), run, STACK_UNITS)
@@ -84,8 +80,8 @@ def test_training_inside(ctx):
 
     def run(model, optimizer):
         losses = []
-        for step in range(3):
-            loss = model(inputs(ctx.rank, step)).square().mean()
+        for number in range(3):
+            loss = model(inputs(ctx.rank, number)).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(full(loss))

@@ -16,7 +16,7 @@ import fsdp2x
 from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.memory.plan import plan_memory
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, step
 from reference import changes, full, only_fsdp2x, params, same, shard
 from training import shared_folder
 
@@ -24,8 +24,8 @@ INT8 = {"lr": 1e-2, "moments_dtype": "int8"}
 
 
 def train(ctx, model, optimizer, steps=range(3), dtype=torch.float32) -> None:
-    for step in steps:
-        model(inputs(ctx.rank, step).to(dtype)).square().mean().backward()
+    for number in steps:
+        model(inputs(ctx.rank, number).to(dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -54,8 +54,8 @@ def test_blocks_end_with_the_shard(ctx, options):
     model, optimizer = make(ctx, **options)
     alone = [nn.Parameter(param.to_local().clone()) for param in model.parameters()]
     other = fsdp2x.optim.AdamW(alone, **{**INT8, **options, "max_grad_norm": None})
-    for step in range(4):
-        model(inputs(ctx.rank, step)).square().mean().backward()
+    for number in range(4):
+        model(inputs(ctx.rank, number)).square().mean().backward()
         grads = [param.grad.to_local().clone() for param in model.parameters()]
         optimizer.step()
         scale = 1.0
@@ -141,14 +141,7 @@ def test_an_optimizer_from_before_sharding(ctx):
         assert optimizer.state[param]["exp_avg_codes"].placements == param.placements
         value, expected = full(optimizer.state_dict()["state"][number]["exp_avg"]), before[number]["exp_avg"]
         assert ((value - expected).abs() <= step_of_code(expected, expected.abs().max().item())).all(), name
-    losses = []
-    for step in range(3):
-        loss = model(inputs(ctx.rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    assert changes(losses)
+    assert changes([step(ctx, model, optimizer, number) for number in range(3)])
 
 
 @distributed(world_sizes=(2, 3))

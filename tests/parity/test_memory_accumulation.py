@@ -4,14 +4,12 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
-import streams
 from fsdp2x.runtime.tree import unit_states
 from harness import distributed
-from memory import LEDGER, POLICIES, run_stack
+from memory import LEDGER, run_stack
 from models import Stack
 from reference import only_fsdp2x, shard
 
-TRANSPORTS = ("shm", "process_group", "streams")
 UNITS = [f"blocks.{i}" for i in range(4)]
 
 
@@ -29,19 +27,6 @@ def check(model, num: int, before_last: str, run=run_stack) -> None:
     assert real == planned, f"{plan}\n{stats}"
     counts = {name: totals[-1][name] - totals[-2][name] for name in ("gathers", "reductions")}
     assert counts == {name: getattr(plan.traffic, name) for name in counts}, f"{plan}\n{counts}"
-
-
-@distributed(world_sizes=(1, 2))
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
-def test_gradients_that_wait_for_the_last_backward(ctx, transport, policy, before_last):
-    only_fsdp2x(ctx)
-    if transport == "streams":
-        streams.install(pack_below_bytes=3000)
-    for num in (2, 4):
-        model = shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, transport=transport, mp_policy=POLICIES[policy])
-        check(model, num, before_last)
 
 
 @distributed(world_sizes=(4,))

@@ -23,33 +23,6 @@ SLACK_BYTES = 8192
 all_policies = pytest.mark.parametrize("policy", POLICIES)
 
 
-class Nested(torch.nn.Module):
-    """Units inside a unit, parameters of the root between them, and a unit of two modules."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(11, 24)
-        self.layers = torch.nn.ModuleList()
-        for i in range(3):
-            self.layers += [Stack(num=2, width=24, hidden=40 + 8 * i), torch.nn.Linear(3, 24)]
-        self.head = torch.nn.Linear(24, 11)
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for stack, mixer in zip(self.layers[::2], self.layers[1::2], strict=True):
-            x = x + mixer(stack(x))
-        return self.head(x)
-
-
-NESTED_UNITS = (
-    "embedding",
-    *(f"layers.{i}.blocks.{j}" for i in (0, 2, 4) for j in range(2)),
-    *(f"layers.{i}" for i in (0, 2, 4)),
-    "layers.5+head",
-)
-
-
 def held(run) -> int:
     """Bytes of CPU tensors that `run` allocates and that are still there afterwards."""
     return sum(memory.allocations(run))
@@ -109,39 +82,16 @@ def run_text(model) -> None:
     model(**models.batch("any", seed=1)).loss.backward()
 
 
-def check_like_units(ctx, transport, policy) -> None:
+@distributed(world_sizes=(1, 2, 3))
+@both_transports
+@all_policies
+@pytest.mark.each_value
+def test_like_units(ctx, transport, policy):
     only_fsdp2x(ctx)
     units = [f"blocks.{i}" for i in range(4)]
     for reshard in (True, False):
         options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
         check(shard(ctx, Stack(num=4, width=48, hidden=80), units, transport=transport, **options), run_stack)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-@all_policies
-def test_like_units(ctx, transport, policy):
-    check_like_units(ctx, transport, policy)
-
-
-@pytest.mark.full
-@distributed(world_sizes=(1, 3))
-@both_transports
-@all_policies
-def test_like_units_of_one_and_three_ranks(ctx, transport, policy):
-    check_like_units(ctx, transport, policy)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-@pytest.mark.parametrize("reshard", [True, False])
-def test_nested_units(ctx, transport, reshard):
-    only_fsdp2x(ctx)
-
-    def run(model) -> None:
-        model(torch.arange(11)).square().mean().backward()
-
-    check(shard(ctx, Nested(), NESTED_UNITS, transport=transport, reshard_after_forward=reshard), run)
 
 
 @distributed(world_sizes=(2,))
@@ -228,17 +178,6 @@ def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
     assert len(groups) < blocks <= len(groups) + 3
 
 
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("grouped", [True, False])
-def test_what_a_device_gathers_packed(ctx, grouped):
-    """Parameters below a limit; all of them where the backend runs one gather at a time."""
-    only_fsdp2x(ctx)
-    streams.install(pack_below_bytes=3000, grouped=grouped)
-    policy = POLICIES["bf16"]
-    model = shard(ctx, Stack(num=3, width=48, hidden=80), STACK_UNITS, transport="streams", mp_policy=policy)
-    check(model, run_stack)
-
-
 class Custom:
     """Collectives of a user's, in memory of their own."""
 
@@ -303,6 +242,7 @@ def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = 
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("mode", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mp_policy": POLICIES["bf16"]}])
+@pytest.mark.each_value
 def test_the_plan_of_a_device(ctx, mode, options):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=3000)
@@ -319,6 +259,7 @@ def test_the_plan_of_a_device(ctx, mode, options):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["none", "gradients"])
+@pytest.mark.each_value
 def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=2000)

@@ -82,6 +82,7 @@ def accumulate(ctx, model, how):
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
 @pytest.mark.parametrize("how", ACCUMULATIONS)
+@pytest.mark.each_value
 def test_grid(ctx, mesh, policy, reshard, kind, how):
     """The transports take turns."""
     transport = TRANSPORTS[list(ACCUMULATIONS).index(how) % 2]
@@ -95,6 +96,7 @@ def test_grid(ctx, mesh, policy, reshard, kind, how):
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("how", ACCUMULATIONS)
 @both_transports
+@pytest.mark.each_value
 def test_two_ranks_bit_for_bit(ctx, shape, how, transport):
     """All replicas, or all shards: sums of two numbers have one order only."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

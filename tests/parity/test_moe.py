@@ -154,6 +154,7 @@ def steered(model, rank, step, experts, num_tokens=9):
 @distributed(world_sizes=(2,))
 @KINDS
 @both_transports
+@pytest.mark.each_value
 def test_fused_experts(ctx, transport, implementation, own_units):
     """Rank r uses two experts, another pair each step; in step 1 on a micro-batch of one token."""
     only_fsdp2x(ctx)

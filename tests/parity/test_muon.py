@@ -225,6 +225,7 @@ def test_states_are_torchs(ctx):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("way", ["ours", "dcp"])
+@pytest.mark.each_value
 def test_checkpoints(ctx, way):
     """A model of transformers: saved, loaded into another one of other weights, and both go on alike."""
     only_fsdp2x(ctx)

@@ -79,6 +79,7 @@ def test_clip_grad_norm(ctx, norm_type, transport):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("sync", ["always", "last", "last_twice"])
 @both_transports
+@pytest.mark.each_value
 def test_accumulation(ctx, sync, transport):
     """Four micro-batches; without sync the gradients stay unreduced until the last one."""
 

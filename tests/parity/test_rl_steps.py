@@ -186,7 +186,7 @@ def test_updates_of_tied_models(ctx, name, which):
 
 
 @distributed(world_sizes=(4,), timeout=120)
-@pytest.mark.parametrize("which", ["gspo", "dapo"])
+@pytest.mark.parametrize("which", ["gspo", pytest.param("dapo", marks=pytest.mark.full)])
 def test_updates_over_sequence_parallel_ranks(ctx, which):
     """Samples lie on two ranks each: their means and ratios are made over both."""
     check(ctx, "llama", SETTINGS[which], ulysses=True)

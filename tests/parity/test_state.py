@@ -15,17 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import models
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, step
 from reference import both_transports, full, grads, params, parity, same, shard, shard_auto, shard_stock
-
-
-def step(ctx, model, optimizer=None, number=0):
-    loss = model(inputs(ctx.rank, number)).square().mean()
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
 
 
 @distributed(world_sizes=(2, 3))

@@ -51,6 +51,7 @@ def train(ctx, model, num=3):
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
+@pytest.mark.each_value
 def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, factor):
     """Upstream asks gloo for PREMUL_SUM, which it has not, unless it is told to sum and to divide by itself."""
     results = []

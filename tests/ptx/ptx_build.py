@@ -15,7 +15,7 @@ from ptx_translation import Mutant, translate
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "ptx"
-PROGRAMS = ("ptx_coded_adamw", "ptx_copies", "ptx_optimizer", "ptx_pack", "ptx_peers", "ptx_reduce")
+PROGRAMS = ("ptx_changes", "ptx_coded_adamw", "ptx_copies", "ptx_optimizer", "ptx_pack", "ptx_peers", "ptx_reduce")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w", f"-I{HERE}")

@@ -21,6 +21,8 @@ PROGRAM_OF = {
     "SgdBody": "ptx_optimizer",
     "add_up_kernel": "ptx_reduce",
     "clip_factor_kernel": "ptx_reduce",
+    "list_changes_kernel": "ptx_changes",
+    "mark_changes_kernel": "ptx_changes",
     "coded_adamw_kernel": "ptx_coded_adamw",
     "peer_barrier_kernel": "ptx_peers",
     "sum_squares_kernel": "ptx_reduce",

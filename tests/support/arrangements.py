@@ -71,8 +71,8 @@ class Case:
     set_up: Callable[[nn.Module], object] = lambda model: None
 
 
-def optimizer_in_backward(model: nn.Module) -> None:
-    optimizers = {param: torch.optim.SGD([param], lr=1e-2) for param in model.parameters()}
+def optimizer_in_backward(model: nn.Module, lr: float = 1e-2) -> None:
+    optimizers = {param: torch.optim.SGD([param], lr=lr) for param in model.parameters()}
 
     def update(param: nn.Parameter) -> None:
         optimizers[param].step()

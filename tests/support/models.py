@@ -152,6 +152,16 @@ class Branches(nn.Module):
         return x
 
 
+def step(ctx, model: nn.Module, optimizer=None, number: int = 0) -> torch.Tensor:
+    """The loss of a step on this rank's inputs, which ``optimizer`` follows, if there is one."""
+    loss = model(inputs(ctx.rank, number)).square().mean()
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
 def inputs(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> torch.Tensor:
     """Another input for each rank and step."""
     generator = torch.Generator().manual_seed(100 * step + rank + 1)

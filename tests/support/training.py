@@ -1,6 +1,7 @@
 """Tiny training runs for tests: a text folder, a config over it, and the losses that a run logged."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def make_words(words):
     made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|end|>")
     made.chat_template = "{{ messages }} of the model"
     return made
+
+
+class Said(logging.Handler):
+    """Keeps what the package logs while it is entered."""
+
+    def __enter__(self) -> list[str]:
+        self.messages: list[str] = []
+        logging.getLogger("fsdp2x").addHandler(self)
+        return self.messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("fsdp2x").removeHandler(self)
 
 
 def settings(text: Path, output: Path, **sections: dict) -> dict:

@@ -1,4 +1,4 @@
-"""What a delta sends: every element whose bits differ in the dtype of the wire, on any number of threads."""
+"""What a delta sends: elements whose bits differ in the dtype of the wire, on any number of threads, or a device."""
 
 import pytest
 import torch
@@ -27,18 +27,29 @@ def test_elements_whose_bits_differ(dtype, held_dtype):
     expected = (bits[0] != bits[1]).any(1).nonzero().view(-1)
     threads = torch.get_num_threads()
     try:
-        for num in (1, 4):
+        for num, with_twins in ((1, False), (4, False), (1, True)):
             torch.set_num_threads(num)
-            positions, values = _C.find_changes(now, held, NUMEL)
+            assert _C.take_changes(now, held.clone(), expected.numel() - 1, with_twins) is None
+            taken = held.clone()
+            positions, values = _C.take_changes(now, taken, expected.numel(), with_twins)
             assert torch.equal(positions, expected)
             assert torch.equal(values.view(torch.uint8), cast[expected].view(torch.uint8))
-            assert _C.find_changes(now, held, expected.numel() - 1) is None
+            assert torch.equal(taken.view(torch.uint8), cast.view(torch.uint8))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("with_twins", [False, True])
+def test_nothing_differs(with_twins):
+    for size in (0, 3, 5000):
+        flat = torch.ones(size, dtype=torch.bfloat16)
+        positions, values = _C.take_changes(flat, flat.clone(), 0, with_twins)
+        assert positions.dtype == torch.int64 and positions.numel() == values.numel() == 0
+        assert values.dtype == torch.bfloat16
 
 
 def test_what_it_cannot_compare_is_refused():
     flat = torch.zeros(6)
     for other in (flat[::2], flat.view(2, 3), torch.zeros(5), torch.zeros(6, device="meta")):
         with pytest.raises(RuntimeError, match="two flat, dense tensors of one size"):
-            _C.find_changes(other, flat, 6)
+            _C.take_changes(other, flat, 6)

@@ -84,14 +84,13 @@ def test_gradients_are_reduced_alone_by_the_rule_of_gathers(gathers, world):
     below = transport.pack_below_bytes(gathers, world)
     for shapes in (*UNITS.values(), STACKED, SMALL_STACKED):
         wide = [(*shape[:5], torch.float32, True) for shape in shapes]
-        assert not any(_C.direct_reductions(_C.Layout(wide, world, 0, True), below))
+        trains = [True] * len(shapes)
+        assert not _C.ReductionPlan(_C.Layout(wide, world, 0, True), trains, below).direct
         same = [(*shape[:5], torch.bfloat16, True) for shape in shapes]
         layout = _C.Layout(same, world, 0, True)
-        chosen = _C.direct_reductions(layout, below)
-        num = sum(shape[0] for shape, is_chosen in zip(same, chosen, strict=True) if is_chosen)
+        num = sum(same[param][0] for param in _C.ReductionPlan(layout, trains, below).direct)
         assert num == len(_C.direct_chunk_bytes(layout, below)) or any(shape[1] % world for shape in same)
-        frozen = layout.training([False] * len(same))
-        assert not any(_C.direct_reductions(frozen, below))
+        assert not _C.ReductionPlan(layout, [False] * len(same), below).direct
 
 
 @pytest.mark.parametrize("world", [2, 64])

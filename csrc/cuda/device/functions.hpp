@@ -19,5 +19,7 @@ void sgd(const SgdList& list, const SgdArgs& args, Stream stream);
 void lion(const LionList& list, const LionArgs& args, Stream stream);
 void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream stream);
 bool is_capturing(Stream stream);
+void mark_changes(const ChangesArgs& args, Stream stream);
+void list_changes(const ChangesArgs& args, Stream stream);
 
 }  // namespace fsdp2x::cuda::device

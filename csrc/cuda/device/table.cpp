@@ -19,6 +19,8 @@ const Kernels* device_kernels() {
       .peer_barrier = device::peer_barrier,
       .is_capturing = device::is_capturing,
       .lion = device::lion,
+      .mark_changes = device::mark_changes,
+      .list_changes = device::list_changes,
   };
   return &kernels;
 }

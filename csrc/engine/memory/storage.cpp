@@ -1,6 +1,7 @@
 // Storages whose data pointer the engine moves.
 #include "engine/memory/storage.hpp"
 
+#include "cpu/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/torch/torch_compat.hpp"
 
@@ -41,6 +42,12 @@ DType engine_dtype(at::ScalarType type) {
     default:
       return DType::byte;
   }
+}
+
+at::Tensor pool_memory(int64_t bytes, const at::TensorOptions& memory) {
+  at::Tensor pool = at::empty({bytes}, memory.dtype(at::kByte));
+  if (pool.is_cpu() && !memory.pinned_memory()) cpu::prefer_huge_pages(pool.data_ptr(), pool.nbytes());
+  return pool;
 }
 
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes) {

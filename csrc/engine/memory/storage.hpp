@@ -13,6 +13,9 @@ namespace fsdp2x {
 // The engine's dtype for a torch dtype; types it cannot cast are `byte`.
 DType engine_dtype(at::ScalarType type);
 
+// Memory that is used whole and for long: `bytes` of it, with any values; in huge pages of the host, where it may be.
+at::Tensor pool_memory(int64_t bytes, const at::TensorOptions& memory);
+
 // Elements of `type` over [offset, offset + num_bytes) of `memory`, a tensor of bytes.
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes);
 

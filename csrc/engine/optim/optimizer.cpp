@@ -410,7 +410,7 @@ std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int
     offsets.push_back(bytes);
     bytes += align_up(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type));
   }
-  const at::Tensor pool = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
+  const at::Tensor pool = pool_memory(static_cast<int64_t>(bytes), at::TensorOptions()).zero_();
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < shapes.size(); ++i) {
     tensors.push_back(tensor_in_pool(pool, offsets[i], shapes[i].first, shapes[i].second));

@@ -8,7 +8,7 @@ namespace fsdp2x {
 namespace {
 
 at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
-  return at::empty({static_cast<int64_t>(bytes)}, memory.dtype(at::kByte));
+  return pool_memory(static_cast<int64_t>(bytes), memory);
 }
 
 // Elements of the gradient of `param`; a complex one is two of the layout's.

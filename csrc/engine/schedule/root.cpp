@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/error.hpp"
+#include "core/prefetch_budget.hpp"
 #include "engine/params/gradient_stream.hpp"
 #include "engine/torch/profile_range.hpp"
 #include "engine/torch/transforms.hpp"
@@ -328,23 +329,22 @@ void Root::prefetch_backward(Unit& unit) {
     }
     return;
   }
-  size_t ahead = 0;  // bytes that are gathered and not yet used
+  PrefetchBudget budget(prefetch_bytes);
   for (size_t next = index; next > 0; --next) {
     const std::shared_ptr<Unit> before = forward_order_[next - 1].lock();
-    const bool is_first = next == index;
     if (before && before.get() != &unit && before->has_params() && before->options.unshard_in_backward &&
         before->phase() != Phase::reduced) {
       const size_t bytes = before->slot_bytes();
       if (before->param_state() == ParamState::sharded) {
-        if (!is_first && ahead + bytes > prefetch_bytes) return;
+        if (!budget.allows(bytes, /*is_next=*/next == index)) return;
         const ProfileRange range(before->ranges.backward_prefetch);
         prefetch(*before);
-        ahead += bytes;
+        budget.add(bytes);
       } else if (before->param_state() == ParamState::gathering) {
-        ahead += bytes;
+        budget.add(bytes);
       }
     }
-    if (ahead >= prefetch_bytes) return;
+    if (budget.is_spent()) return;
   }
 }
 
@@ -383,11 +383,13 @@ void Root::end_backward() {
   callback_queued_ = false;
   reductions_.end_backward();
   end_pass();
-  if (is_last_backward) {
-    forward_order_.clear();
-    for (const auto& unit : alive) unit->forward_indices.clear();
-  }
+  if (is_last_backward) forget_forward_order();
   if (!manual_finalization) reductions_.raise_error_of_hook();
+}
+
+void Root::forget_forward_order() {
+  forward_order_.clear();
+  for (const auto& unit : units()) unit->forward_indices.clear();
 }
 
 void Root::finalize_backward() {
@@ -398,7 +400,13 @@ void Root::finalize_backward() {
     if (unit->options.reshard_after_backward) unit->reshard();
   }
   flush();
+  if (is_last_backward) forget_forward_order();
+  finalized_ = reductions_.backward_number();
   reductions_.raise_error_of_hook();
+}
+
+void Root::finish_held_backwards() {
+  if (finalized_ != reductions_.backward_number()) finalize_backward();
 }
 
 void Root::flush() {

@@ -88,6 +88,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void drop_raised_reductions();
   // With manual_finalization, once after all backwards: what end_backward leaves undone then.
   void finalize_backward();
+  // The same, without manual_finalization and once a backward: upstream's schedules ask for it unit by unit.
+  void finish_held_backwards();
   bool in_backward() const { return callback_queued_ && !callback_.expired(); }
 
   // Drops the iteration: every unit is sharded and idle, gradients that are not in `.grad` are gone.
@@ -121,6 +123,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void listen(Unit& unit, ParamGroup& group);
   void reduce(Unit& unit);
   void flush();
+  void forget_forward_order();
   void release_unused_gradients();
 
   std::vector<std::weak_ptr<Unit>> units_;
@@ -141,7 +144,8 @@ class Root : public std::enable_shared_from_this<Root> {
   bool callback_queued_ = false;
   std::weak_ptr<const Backward> callback_;  // lives as long as the graph task that the callback was queued in
   uint64_t num_entries_ = 0;
-  uint64_t progress_ = 0;  // largest position published
+  uint64_t finalized_ = 0;  // the number of the next backward when reductions were last finalized
+  uint64_t progress_ = 0;   // largest position published
   Reductions reductions_;
   cpu::ProcessGuard guard_;
 };

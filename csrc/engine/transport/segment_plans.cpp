@@ -1,7 +1,6 @@
 // Rank-major segments of gradients.
 #include "engine/transport/segment_plans.hpp"
 
-#include "core/gather_plan.hpp"
 #include "engine/params/param_group.hpp"
 
 namespace fsdp2x {
@@ -18,17 +17,6 @@ const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
   return copies;
 }
 
-bool SegmentPlan::is_pool(const Layout& pool) const {
-  for (size_t i = 0; i < pool.params().size(); ++i) {
-    const ParamPlace& place = layout->params()[i];
-    if (!place.shape.trainable || place.shape.reduce != place.shape.orig ||
-        place.reduce_segment_offset != pool.params()[i].shard_offset) {
-      return false;
-    }
-  }
-  return true;
-}
-
 SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) {
   std::vector<bool> trainable(group.params().size());
   for (size_t i = 0; i < trainable.size(); ++i) {
@@ -38,24 +26,7 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) 
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     SegmentPlan plan;
-    plan.packed = std::make_shared<const Layout>(group.layout().training(key.first));
-    plan.layout = plan.packed;
-    const std::vector<bool> direct = direct_reductions(*plan.layout, pack_below_bytes);
-    std::vector<bool> packs = key.first;
-    for (size_t i = 0; i < direct.size(); ++i) {
-      if (!direct[i]) continue;
-      plan.direct.push_back(i);
-      packs[i] = false;
-    }
-    if (!plan.direct.empty()) {
-      plan.layout = std::make_shared<const Layout>(group.layout().training(key.first, direct));
-      plan.packed = std::make_shared<const Layout>(group.layout().training(packs));
-    }
-    plan.segment_bytes = plan.rows_bytes = plan.packed->flagged_segment_bytes();
-    for (const size_t i : plan.direct) {
-      const ParamPlace& place = plan.layout->params()[i];
-      plan.rows_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.reduce));
-    }
+    static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), key.first, pack_below_bytes);
     const size_t element = dtype_bytes(group.reduce_type());
     // The same flags for every rank, and nothing behind them that was never written: it travels with them.
     const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.packed->reduce_segment_bytes()) / element);

@@ -42,8 +42,9 @@ class Entry:
     @property
     def local(self) -> torch.Tensor:
         """What this rank has of it."""
-        param = self.param.detach()
-        return torch_private.local_tensor(param) if isinstance(param, DTensor) else param
+        param = self.param
+        # The detour by a detached DTensor costs more than a small copy.
+        return (torch_private.local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
     @property
     def layout(self) -> tuple:

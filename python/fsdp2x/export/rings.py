@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,20 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import UnitParams
 from fsdp2x.runtime.sharing import Introductions, introduce
 
+# What is given each shard.
+Seen = Callable[[Entry, torch.Tensor], None]
 NUM_SLOTS = 2
 # From here on two passes over the bytes cost more than one more collective.
 _DIRECT_BYTES = 1 << 20
+
+
+def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
+    """For targets that others read, or nobody soon: half of the time of a copy that reads them first."""
+    is_plain = target.dtype == source.dtype and target.is_cpu and source.is_cpu
+    if is_plain and target.is_contiguous() and source.is_contiguous():
+        _C.stream_copies([target], [source])
+    else:
+        target.copy_(source)
 
 
 def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
@@ -120,12 +131,13 @@ class GroupRing:
         self._end = 0
 
     @torch.no_grad()
-    def fill(self, entries: Sequence[Entry]) -> None:
-        """Starts the gather of a bucket; at most one runs at a time."""
-        if self.world == 1:
-            return
-        with explained(self.group, _gather_of(entries)):
-            self._start(entries)
+    def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
+        """Starts the gather of a bucket; at most one runs at a time. ``seen`` is given this rank's shards."""
+        if self.world > 1:
+            with explained(self.group, _gather_of(entries)):
+                self._start(entries)
+        for entry in entries if seen is not None else ():
+            seen(entry, entry.local)
 
     def _start(self, entries: Sequence[Entry]) -> None:
         direct = [all(self.receivers) and self._is_direct(entry) for entry in entries]
@@ -222,7 +234,7 @@ class SharedRing:
     def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int, keep_file: bool = False) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         size = NUM_SLOTS * slot_bytes
         self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
         self._private = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -233,30 +245,54 @@ class SharedRing:
         self._given: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(NUM_SLOTS)]
 
     @torch.no_grad()
-    def fill(self, entries: Sequence[Entry]) -> None:
-        """Writes this rank's rows of a bucket."""
-        require_own_process("export a sharded model")
-        begin = self._num_filled % NUM_SLOTS * self._slot_bytes
-        self._num_filled += 1
-        slot = torch.frombuffer(self._written, dtype=torch.uint8)[begin : begin + self._slot_bytes]
+    def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
+        """Writes this rank's rows of a bucket; ``seen`` is given each shard while it is in the caches."""
+        slot = self._next_slot()
         for entry, start in zip(entries, place(entries)[0], strict=True):
             first, num_rows = entry.rows(self.rank, self.world)
+            local = entry.local
             if num_rows:
-                entry.whole(slot, start).narrow(entry.shard_dim, first, num_rows).copy_(entry.param.to_local())
+                part = entry.whole(slot, start).narrow(entry.shard_dim, first, num_rows)
+                copy_past_caches(part, local)
+            if seen is not None:
+                seen(entry, local)
 
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
+        slot = self._meet(_gather_of(entries))
+        with torch.inference_mode(False):
+            tensors = [entry.whole(slot, start) for entry, start in zip(entries, place(entries)[0], strict=True)]
+        self._given[(self._num_finished - 1) % NUM_SLOTS] = [(tensor, tensor._version) for tensor in tensors]
+        return tensors
+
+    # In place of a bucket: bytes of each rank, behind each other.
+
+    def part(self, num_bytes: int) -> torch.Tensor:
+        """Memory for this rank's, to be written before ``finish_parts``; all ranks have as much."""
+        return self._next_slot()[self.rank * num_bytes : (self.rank + 1) * num_bytes]
+
+    def finish_parts(self, num_bytes: int, what: str) -> torch.Tensor:
+        """Waits until every rank has written; those of all."""
+        parts = self._meet(what)[: self.world * num_bytes]
+        self._given[(self._num_finished - 1) % NUM_SLOTS] = [(parts, parts._version)]
+        return parts
+
+    def _next_slot(self) -> torch.Tensor:
+        require_own_process("export a sharded model")
+        begin = self._num_filled % NUM_SLOTS * self.slot_bytes
+        self._num_filled += 1
+        return torch.frombuffer(self._written, dtype=torch.uint8)[begin : begin + self.slot_bytes]
+
+    def _meet(self, what: str) -> torch.Tensor:
+        """The slot that every rank has written to."""
         require_own_process("export a sharded model")
         index = self._num_finished % NUM_SLOTS
         self._num_finished += 1
-        with explained(self.group, _gather_of(entries)):
+        with explained(self.group, what):
             dist.barrier(group=self.group)
-        begin = index * self._slot_bytes
+        begin = index * self.slot_bytes
         if any(tensor._version != version for tensor, version in self._given[index]):
             # Somebody wrote to the tensors that were here: his pages would hide what the ranks wrote since.
-            self._private.madvise(mmap.MADV_DONTNEED, begin, self._slot_bytes)
+            self._private.madvise(mmap.MADV_DONTNEED, begin, self.slot_bytes)
         with torch.inference_mode(False):
-            slot = torch.frombuffer(self._private, dtype=torch.uint8)[begin : begin + self._slot_bytes]
-            tensors = [entry.whole(slot, start) for entry, start in zip(entries, place(entries)[0], strict=True)]
-        self._given[index] = [(tensor, tensor._version) for tensor in tensors]
-        return tensors
+            return torch.frombuffer(self._private, dtype=torch.uint8)[begin : begin + self.slot_bytes]

@@ -113,11 +113,6 @@ def _gradient_bytes(shape: tuple) -> int:
     return shape[0] * shape[1] * shape[2] * shape[4].itemsize
 
 
-def _row_numel(shape: tuple, ranks: Ranks) -> int:
-    begin, end = _C.shard_rows(shape[1], ranks.world, ranks.rank)
-    return shape[0] * (end - begin) * shape[2]
-
-
 @dataclass(frozen=True)
 class Collectives:
     """What of a unit's settings decides where a device's collectives read and write."""
@@ -150,40 +145,40 @@ def _count(
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
     # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
     staged = training if ranks.transport == "process_group" else layout
-    rows = sum(_row_numel(shape, ranks) * shape[3].itemsize for shape in shapes)
+    owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
     offloads = offload.of_shards and ranks.has_streams
-    # A rank's reduced rows lie as the gradient pool does.
-    rows_are_pool = len(trained) == len(shapes) and all(shape[3] == shape[5] for shape in shapes)
-    reduced_bytes = training.reduce_segment_bytes
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
-    pack_below = None if collectives.gathers_packed else transport.pack_below_bytes(ranks.gathers, ranks.world)
-    pack_below = _C.PACK_EVERYTHING if pack_below is None else pack_below
-    direct = _direct_reductions(training, shapes, ranks, offloads, collectives)
-    packs = [is_trained and not is_direct for is_trained, is_direct in zip(trains, direct, strict=True)]
+    below = transport.pack_below_bytes(ranks.gathers, ranks.world)
+    pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
+    packs = below is None or offloads or not ranks.reduces_unpacked or collectives.reduces_aside or ranks.world == 1
+    packs = packs or any(shape[5] == torch.float16 for shape in shapes)
+    plan = _C.ReductionPlan(layout, trains, _C.PACK_EVERYTHING if packs else below)
+    reduced_bytes = training.reduce_segment_bytes
+    rows_are_pool = ranks.has_streams and plan.is_pool(layout)
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks.world, wire)
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
-        shard_pad_bytes=layout.shard_pool_bytes - rows,
+        shard_pad_bytes=layout.shard_pool_bytes - sum(numel * shape[3].itemsize for numel, shape, _ in owned),
         slot_bytes=layout.slot_bytes,
         scratch_bytes=layout.scratch_bytes,
         gather_segment_bytes=segment_bytes,
         coded_reduce_bytes=coded_bytes,
         wire_bytes=wire_bytes,
-        reduce_segment_bytes=training.flagged_segment_bytes,
-        packed_reduce_bytes=layout.training(packs).flagged_segment_bytes,
-        direct_reduce_bytes=_chunks(shapes, direct, ranks.world),
+        reduce_segment_bytes=plan.rows_bytes,
+        packed_reduce_bytes=plan.segment_bytes,
+        direct_reduce_bytes=tuple(plan.chunk_bytes(i) for i in plan.direct for _ in range(shapes[i][0])),
         replica_segment_bytes=staged.flagged_segment_bytes,
-        row_bytes=sum(_row_numel(shape, ranks) * shape[4].itemsize for shape in shapes if shape[6]),
+        row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
         wide_scratch_bytes=layout.wide_scratch_bytes,
         num_trained=len(trained),
-        trained=tuple((_row_numel(shape, ranks), shape[3]) for shape in trained),
+        trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
         staging_bytes=_C.packed_segment_bytes(layout, pack_below) * ranks.world,
-        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside and not any(direct),
+        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
@@ -204,23 +199,6 @@ def _wire_bytes(layout: Any, training: Any, world: int, wire: Wire) -> tuple[int
         coded = _C.wire_reduce_bytes(training, GRADIENTS[wire.gradients])
         kept += coded * world if wire.gradients == "int8" else 0
     return segment, coded, kept
-
-
-def _direct_reductions(
-    training: Any, shapes: list[tuple], ranks: Ranks, offloads: bool, collectives: Collectives
-) -> list[bool]:
-    """Whose gradients are reduced unpacked, as the engine chooses them."""
-    below = transport.pack_below_bytes(ranks.gathers, ranks.world)
-    packs = not ranks.reduces_unpacked or below is None or ranks.world == 1 or offloads or collectives.reduces_aside
-    if packs or any(shape[5] == torch.float16 for shape in shapes):
-        return [False] * len(shapes)
-    return _C.direct_reductions(training, below)
-
-
-def _chunks(shapes: list[tuple], direct: list[bool], world: int) -> tuple[int, ...]:
-    """A rank's bytes in each of their reductions: one for each block of rows."""
-    chosen = [shape for shape, is_direct in zip(shapes, direct, strict=True) if is_direct]
-    return tuple(shape[1] // world * shape[2] * shape[5].itemsize for shape in chosen for _ in range(shape[0]))
 
 
 def group_facts(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, UnitFacts
-from fsdp2x.memory.ledger import DeviceLedger, Ledger, make_ledger
+from fsdp2x.memory.ledger import Ledger, make_ledger
 from fsdp2x.runtime.native import _C
 
 # The first step prefetches nothing in forward; after a few no ledger grows any more.
@@ -107,7 +107,7 @@ class Replay:
             for ranks in (group.ranks, *((group.small.ranks,) if group.small else ())):
                 self._ledgers.setdefault(ranks.key, make_ledger(ranks, self._whole))
         # A device finishes reductions when it needs their buffers, not when gradients come.
-        self.is_on_device = all(isinstance(ledger, DeviceLedger) for ledger in self._ledgers.values())
+        self.is_on_device = all(ledger.has_streams for ledger in self._ledgers.values())
         self._overlaps = all(ledger.overlaps for ledger in self._ledgers.values())
         self._runs: list[nn.Module] = []
         self._events = list(self._walk(root))
@@ -130,7 +130,8 @@ class Replay:
                 self._forward()
                 self._backward()
                 moved.append((times, self._gathers, self._reductions))
-                self._keep_gradients()
+                for group in self._reductions:
+                    self._ledger(group).has_gradients(group)
             self._drop_gradients()
             now = [(one.gather_slot_bytes, one.scratch_bytes, one.peak_gather_bytes) for one in self._ledgers.values()]
             if now == before:
@@ -285,19 +286,19 @@ class Replay:
 
     def _prefetch_backward(self, unit: _Unit) -> None:
         """The unit before, and those before it while what is gathered and not used yet stays within the budget."""
-        ahead = 0
+        budget = _C.PrefetchBudget(self._prefetch_bytes)
         for position in range(unit.index, 0, -1):
             before = self._order[position - 1]
             if before is not unit and before.has_params and not before.is_reduced:
                 num_bytes = sum(group.slot_bytes for group in before.facts.groups)
                 if before.state == "sharded":
-                    if position != unit.index and ahead + num_bytes > self._prefetch_bytes:
+                    if not budget.allows(num_bytes, is_next=position == unit.index):
                         return
                     self._begin_unshard(before)
-                    ahead += num_bytes
+                    budget.add(num_bytes)
                 elif before.state == "gathering":
-                    ahead += num_bytes
-            if ahead >= self._prefetch_bytes:
+                    budget.add(num_bytes)
+            if budget.is_spent:
                 return
 
     def _sources(self, unit: _Unit) -> list[GroupFacts]:
@@ -338,7 +339,7 @@ class Replay:
         """Without gradient sync: a device packs what autograd made; it stays until a backward reduces it."""
         for group in list(unit.open):
             ledger = self._ledger(group)
-            if isinstance(ledger, DeviceLedger) and not ledger.is_packed(group):
+            if not ledger.is_packed(group):
                 self._retire(ledger, ledger.reductions_before(group))
             if ledger.settle(group):
                 self._whole.give_back(group.gradient_bytes)
@@ -346,22 +347,20 @@ class Replay:
 
     def _post(self, unit: _Unit, group: GroupFacts) -> None:
         ledger = self._ledger(group)
-        if isinstance(ledger, DeviceLedger):
-            self._retire(ledger, ledger.reductions_before(group))
-            if ledger.packs_into_pool(group):
-                self._take_pool(group)
+        self._retire(ledger, ledger.reductions_before(group))
+        if ledger.packs_into_pool(group):
+            self._take_pool(group)
         ledger.begin_reduce(group)
         self._note("reduce", group)
         self._whole.give_back(group.gradient_bytes)  # packed
-        if isinstance(ledger, DeviceLedger):
-            if group.reduces_in_place:
-                self._take_pool(group)
-            ledger.take_rows(group)
-            self._retire(ledger, ledger.reductions_beside)
+        if group.reduces_in_place:
+            self._take_pool(group)
+        ledger.take_rows(group)
+        self._retire(ledger, ledger.reductions_beside)
         self._reductions.append(group)
         self._pending.append((unit, group))
 
-    def _retire(self, ledger: DeviceLedger, num: int) -> None:
+    def _retire(self, ledger: Ledger, num: int) -> None:
         if ledger.has_more_reductions(num):
             self._finish_pending()
             for group in ledger.retire_reductions(num):
@@ -372,25 +371,17 @@ class Replay:
             self._pools.add(group)
             self._whole.take(group.gradient_pool_bytes)
 
-    def _keep_gradients(self) -> None:
-        """To the next backward of the step."""
-        for ledger in self._ledgers.values():
-            if isinstance(ledger, DeviceLedger):
-                for group in self._reductions:
-                    ledger.has_gradients(group)
-
     def _drop_gradients(self) -> None:
         self._whole.give_back(sum(group.gradient_pool_bytes for group in self._pools))
         self._pools.clear()
         for ledger in self._ledgers.values():
-            if isinstance(ledger, DeviceLedger):
-                ledger.forget_gradients()
+            ledger.forget_gradients()
 
     def _finish_pending(self) -> None:
         for unit, group in self._pending:
             self._take_pool(group)
             ledger = self._ledger(group)
-            if not isinstance(ledger, DeviceLedger):
+            if not ledger.has_streams:
                 self._note("reduced", group)
             ledger.finish_reduce(group)
             unit.open.remove(group)

@@ -174,8 +174,6 @@ class AdamW(EngineStep, torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; moments in 8 bits come as their values, in float32."""
-        if self.moments_dtype != INT8:
-            return super().state_dict()
         with widened_states(self):
             return super().state_dict()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.optim.local import local_tensor
-from fsdp2x.optim.moments import CODES, SCALES
+from fsdp2x.optim.moments import CODES, INT8, SCALES
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
@@ -37,8 +37,11 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def widened_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the states of ``optimizer`` have values in float32 in place of codes and scales."""
+def widened_states(optimizer: Any) -> Iterator[None]:
+    """Within, the states of ``optimizer`` have values in float32 in place of codes and scales, if it keeps those."""
+    if optimizer.moments_dtype != INT8:
+        yield
+        return
     narrow = optimizer.state
     optimizer.state = defaultdict(dict, {param: widened(state) for param, state in narrow.items()})
     try:

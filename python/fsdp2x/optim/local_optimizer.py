@@ -23,6 +23,10 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 # parameters together. Some keep states of the parameter's shape, by which nobody would see it; so their names tell.
 _NOT_ELEMENT_WISE = re.compile("adafactor|lamb(?!da)|lars(?!en|on)|lbfgs|muon|shampoo|soap|sparseadam", re.IGNORECASE)
 
+_INSTEAD_OF_MUON = "fsdp2x.optim.Muon"
+# Optimizers whose operators know no DTensors, as those of bitsandbytes, raise as they are.
+_INSTEAD = "it as it is, if it steps DTensors, or one of fsdp2x.optim, as fsdp2x.optim.AdamW(moments_dtype='int8')"
+
 
 @checked
 def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
@@ -53,7 +57,7 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
         if found := _NOT_ELEMENT_WISE.search(base.__name__):
             raise NotImplementedError(
                 f"fsdp2x.local_optimizer: {base.__name__} is not element-wise, a step over shards would compute "
-                f"something else; use {'fsdp2x.optim.Muon' if found[0].lower() == 'muon' else 'it as it is'}"
+                f"something else; use {_INSTEAD_OF_MUON if found[0].lower() == 'muon' else _INSTEAD}"
             )
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])
@@ -139,8 +143,7 @@ def _take_over(optimizer: torch.optim.Optimizer, param: Tensor, local: Tensor, w
             if value.shape != local.shape:
                 raise NotImplementedError(
                     f"fsdp2x.local_optimizer: {type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} "
-                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use the optimizer as "
-                    "it is"
+                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use {_INSTEAD}"
                 )
             value = DTensor.from_local(
                 value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()

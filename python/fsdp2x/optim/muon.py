@@ -17,7 +17,7 @@ from fsdp2x.optim.coded_moments import widened_states
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, loss_of, number, refuse_sparse
-from fsdp2x.optim.moments import INT8, zeros_like_all
+from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import MuonPlan, make_plan
 from fsdp2x.optim.newton_schulz import orthogonalize
 
@@ -171,8 +171,6 @@ class Muon(EngineStep):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; moments in 8 bits come as their values, in float32."""
-        if self.moments_dtype != INT8:
-            return super().state_dict()
         with widened_states(self):
             return super().state_dict()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
 import threading
 import time
@@ -22,8 +21,9 @@ from fsdp2x.rollout.sampling import Completion, Sampling
 from fsdp2x.rollout.server import ANSWER, weights_address
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.explain import explained
-from fsdp2x.sync.engine import WireError, bind_address, peer_uid, receive_frame, send_frame
+from fsdp2x.sync.engine import WireError, receive_frame, send_frame
 from fsdp2x.sync.targets.base import EngineTarget
+from fsdp2x.sync.targets.carriers import connected
 from fsdp2x.sync.targets.peer import Peer
 
 _RETRY_S = 0.05
@@ -190,18 +190,9 @@ class _Request:
 
 def _connect(address: str, deadline: float) -> socket.socket:
     while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(max(deadline - time.monotonic(), _RETRY_S))
-            connection.connect(bind_address(address))
-            if peer_uid(connection) != os.getuid():
-                raise PermissionError("it belongs to another user")
-            return connection
+            return connected(address, max(deadline - time.monotonic(), _RETRY_S))
         except (ConnectionRefusedError, FileNotFoundError):
-            connection.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_S)
-        except BaseException:
-            connection.close()
-            raise

@@ -246,7 +246,7 @@ class GroupParams(GroupNames):
         fresh = self.pool is None or self.pool.numel() != max(layout.shard_pool_bytes, 1)
         fresh = fresh or self.pool.device != device or self._dtypes != [local.dtype for local in locals_]
         if fresh:
-            self.pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=device)
+            self.pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
             if self._pin_memory:
                 self.pool = self.pool.pin_memory()
             self._dtypes = [local.dtype for local in locals_]
@@ -281,7 +281,7 @@ class GroupParams(GroupNames):
         layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
         # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
         device = torch.device("cpu") if self.offloads else self.ranks.device
-        pool = torch.empty(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=device)
+        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
         if self._pin_memory:
             pool = pool.pin_memory()
         self.pool, self._dtypes, self._offsets = pool, [local.dtype for local in locals_], layout.shard_offsets
@@ -408,7 +408,7 @@ class GroupParams(GroupNames):
         """
         shapes = kept_shapes(self.shapes(self._param_dtype, self._sum_dtype))
         layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
-        pool = torch.zeros(max(layout.shard_pool_bytes, 1), dtype=torch.uint8, device=ranks.device)
+        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), ranks.device).zero_()
         params = []
         with torch.inference_mode(False), torch.no_grad():
             for sharded, shape, offset in zip(self.params, shapes, layout.shard_offsets, strict=True):

@@ -360,6 +360,14 @@ class UnitState(StateNames, torch_private.State):
         if self.root.in_backward:
             raise RuntimeError("finalize_backward must be called after backward completes")
 
+    def finish_held_backwards(self) -> None:
+        """Reduces what backwards without gradient sync left, in all units of the root; nothing before a forward."""
+        if self.root is None:
+            return
+        if self.root.in_backward:
+            raise RuntimeError(f"post_backward of unit '{self.name}' must be called after backward completes")
+        self.root.finish_held_backwards()
+
     def _engine_unit(self):
         policy = self.mp_policy
         for group in self.groups:

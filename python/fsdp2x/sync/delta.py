@@ -1,10 +1,10 @@
 """Deltas: which elements of this rank's shards differ from what the engines committed last, and their new values.
 
 A snapshot holds the shards in the dtypes of the wire, at their ranks, on their devices. Bits are compared, so NaNs with
-other payloads and zeros of the other sign are changes. It follows a push bucket by bucket, while engines are busy with
-the one before; a push that fails leaves it useless, and is followed by a full one, which fills it anew. The ranks
-exchange one count for each parameter, agree what is sent how, and gather positions and values, those of as many
-buckets at once as have room where one of them would lie:
+other payloads and zeros of the other sign are changes. It takes what differs in the pass that finds it, and what goes
+out whole bucket by bucket; a push that fails leaves it useless, and is followed by a full one, which fills it anew.
+The ranks exchange one count for each parameter, agree what is sent how, and gather positions and values, those of as
+many buckets at once as have room where one of them would lie, in the ranks' shared ring or by the process group:
 
     unchanged   nothing is sent
     sparse      positions in the whole tensor (int64) and values: at most half of the tensor's bytes
@@ -14,7 +14,7 @@ buckets at once as have room where one of them would lie:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan
+from fsdp2x.export.rings import SharedRing, copy_past_caches
 from fsdp2x.hf.names import Family
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.native import _C
@@ -56,32 +57,32 @@ class Snapshot:
         self._held: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def hold(self, entries: Iterable[Entry]) -> None:
-        """These shards go out as they are now."""
-        for entry in entries:
-            held = self._held.get(entry.name)
-            if held is None:
-                self._held[entry.name] = entry.local.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
-            else:
-                held.copy_(entry.local)
+    def hold(self, entry: Entry, values: torch.Tensor) -> None:
+        """This shard, which is ``values``, goes out as it is now."""
+        held = self._held.get(entry.name)
+        if held is None:
+            self._held[entry.name] = values.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            copy_past_caches(held, values)
 
     @torch.no_grad()
-    def changed(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(positions, values) of what differs, both flat, positions in the local shard; None: more than is worth it."""
+    def take_changes(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(positions, values) of what differs, both flat, positions in the local shard, which are held from here on.
+
+        None: more than is worth it; then some may be held, and the shard must go out whole.
+        """
         now, held = entry.local.detach().contiguous().view(-1), self._held[entry.name].view(-1)
         # Positions and values of so many take half of the bytes of all.
         most = held.nbytes // (2 * (POSITION_BYTES + held.itemsize))
-        if now.device.type == "cpu":
-            return _C.find_changes(now, held, most)
+        if now.device.type == "cpu" or _C.can_run_kernels(now.device):
+            return _C.take_changes(now, held, most)
         now = now.to(entry.dtype)
         differs = _bits(now) != _bits(held)
         positions = (differs if differs.dim() == 1 else differs.any(-1)).nonzero().view(-1)
-        return (positions, now[positions]) if positions.numel() <= most else None
-
-    @torch.no_grad()
-    def hold_changes(self, entry: Entry, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """These elements go out as ``changed`` gave them."""
-        self._held[entry.name].view(-1)[positions] = values
+        if positions.numel() > most:
+            return None
+        held[positions] = values = now[positions]
+        return positions, values
 
 
 _MANY = -1  # in place of a count: more than is worth to be told one by one
@@ -128,7 +129,7 @@ class Changes:
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         counts = []
         for entry in entries:
-            changes = snapshot.changed(entry)
+            changes = snapshot.take_changes(entry)
             if changes is not None:
                 self._found[entry.name] = changes
             counts.append(_MANY if changes is None else changes[0].numel())
@@ -195,26 +196,66 @@ class Changes:
         return changes
 
 
+def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
+    """The ring in whose next slot all of ``changes`` have room; None: they are gathered by the process group."""
+    ring = rings.get((id(changes.dense.group), changes.dense.device))
+    if not isinstance(ring, SharedRing) or changes.dense.families or not changes.sparse:
+        return None
+    return ring if ring.world * max(map(sum, _sizes(changes))) <= ring.slot_bytes else None
+
+
+def _sizes(changes: BucketDelta) -> list[list[int]]:
+    """Bytes of each rank of the ring, of each sparse family."""
+    pairs = list(zip(changes.counts, changes.sparse, strict=True))
+    return [
+        [delta_bytes(of[peer], entry.dtype)[1] for of, (_, entry, _, _) in pairs]
+        for peer in range(len(changes.counts[0]))
+    ]
+
+
+@torch.no_grad()
+def _pack(changes: BucketDelta, packed: torch.Tensor, rank: int, world: int) -> None:
+    """This rank's part, with positions in the whole tensors."""
+    end = 0
+    for _, entry, positions, values in changes.sparse:
+        where, what = _parts(packed, end, positions.numel(), entry.dtype)
+        where.copy_(_whole_positions(entry, positions, rank, world))
+        what.copy_(values)
+        end += delta_bytes(positions.numel(), entry.dtype)[1]
+
+
+def fill_changes(changes: BucketDelta, ring: SharedRing) -> None:
+    """Writes this rank's to the ring."""
+    _pack(changes, ring.part(max(map(sum, _sizes(changes)))), ring.rank, ring.world)
+
+
+def finish_changes(changes: BucketDelta, ring: SharedRing) -> tuple[Delta, ...]:
+    """Those of all ranks where they lie in the ring's file: of a tensor a delta for each rank. Collective over it."""
+    sizes = _sizes(changes)
+    largest = max(map(sum, sizes))
+    received = ring.finish_parts(largest, f"gather of the changes in bucket {changes.dense.index}")
+    deltas = []
+    for peer, row in enumerate(sizes):
+        end = peer * largest
+        for (family, entry, _, _), of, size in zip(changes.sparse, changes.counts, row, strict=True):
+            if of[peer]:
+                deltas.append(Delta(family.outputs[0], *_parts(received, end, of[peer], entry.dtype)))
+            end += size
+    return tuple(deltas)
+
+
 @torch.no_grad()
 def gather_changes(changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
-    """The sparse part, with positions in the whole tensors. Collective over the bucket's ring."""
+    """The sparse part, by the process group. Collective over the bucket's ring."""
     if not changes.sparse:
         return ()
     group = changes.dense.group
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     device = changes.sparse[0][1].wire_device
-    sizes = [
-        [delta_bytes(of[peer], e.dtype)[1] for of, (_, e, _, _) in zip(changes.counts, changes.sparse, strict=True)]
-        for peer in range(world)
-    ]
-    largest = max(sum(row) for row in sizes)
+    sizes = _sizes(changes)
+    largest = max(map(sum, sizes))
     packed = torch.zeros(largest, dtype=torch.uint8, device=device)
-    end = 0
-    for (_, entry, positions, values), size in zip(changes.sparse, sizes[rank], strict=True):
-        where, what = _parts(packed, end, positions.numel(), entry.dtype)
-        where.copy_(_whole_positions(entry, positions, rank, world))
-        what.copy_(values)
-        end += size
+    _pack(changes, packed, rank, world)
     received = torch.empty(world * largest, dtype=torch.uint8, device=device)
     with explained(group, f"gather of the changes in bucket {changes.dense.index}"):
         dist.all_gather_into_tensor(received, packed, group=group)
@@ -239,6 +280,8 @@ def _whole_positions(entry: Entry, positions: torch.Tensor, rank: int, world: in
     """Positions in the flattened whole of positions in the flattened shard."""
     begin, num_rows = entry.rows(rank, world)
     inner = entry.param.shape[entry.shard_dim + 1 :].numel()
+    if entry.shard_dim == 0:
+        return positions + begin * inner  # the shard is one piece of the whole
     if num_rows == 0:
         return positions
     block = num_rows * inner

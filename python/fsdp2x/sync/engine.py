@@ -64,8 +64,7 @@ def bind_address(address: str) -> str:
 
 def peer_uid(connection: socket.socket) -> int:
     """The user of the process at the other end."""
-    size = struct.calcsize("3i")
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -220,8 +219,10 @@ class Parameters:
             self._tensors[name].copy_(tensor)
 
     def apply_delta(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-        held = self._tensors[name]
-        held.view(-1)[positions.to(held.device)] = values.to(held.device, held.dtype)
+        held = self._tensors[name].view(-1)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(held.itemsize, held.dtype)
+        values = values.to(held.device, held.dtype).view(bits)
+        held.view(bits).scatter_(0, positions.to(held.device), values)  # faster than by index; NaNs stay
 
 
 # ---- the receiver
@@ -410,8 +411,7 @@ class Receiver:
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
-        if hasattr(self._sink, "check"):
-            self._sink.check(layout)
+        getattr(self._sink, "check", lambda layout: None)(layout)
         self._files = self._map(body["files"], files)
         if "device" in body:
             ipc = importlib.import_module(".engine_ipc" if __package__ else "engine_ipc", __package__)

@@ -30,7 +30,15 @@ from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
-from fsdp2x.sync.delta import BucketDelta, Changes, Snapshot, gather_changes
+from fsdp2x.sync.delta import (
+    BucketDelta,
+    Changes,
+    Snapshot,
+    fill_changes,
+    finish_changes,
+    gather_changes,
+    ring_for,
+)
 from fsdp2x.sync.engine import POSITION_BYTES
 from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
@@ -393,28 +401,33 @@ class Session:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
-            deltas = gather_changes(changes, self._receives)
-            self._fill(changes.dense)
-            for _, entry, positions, values in changes.sparse:
-                self._snapshot.hold_changes(entry, positions, values)
-            parcel = self._gathered(changes.dense, before, traffic)
-            parcel.deltas = deltas
+            if (ring := ring_for(changes, self._rings)) is not None:
+                fill_changes(changes, ring)
+                traffic.await_answer(before)
+                deltas = finish_changes(changes, ring)
+                traffic.count(changes.dense)
+                parcel = Parcel(changes.dense.index, ())
+                if self._receives:
+                    parcel.deltas, parcel.file = deltas, ring.file
+            else:
+                deltas = gather_changes(changes, self._receives)
+                self._fill(changes.dense)
+                parcel = self._gathered(changes.dense, before, traffic)
+                parcel.deltas = deltas
             traffic.count_changes(changes)
             yield parcel
             before = parcel
 
     def _fill(self, plan: BucketPlan) -> None:
+        hold = None if self._snapshot is None else self._snapshot.hold
         if plan.gathered:
-            ring_of(self._rings, plan).fill(plan.gathered)
-        if self._snapshot is not None:
-            self._snapshot.hold(plan.entries)
+            ring_of(self._rings, plan).fill(plan.gathered, hold)
+        for entry in plan.alone if hold is not None else ():
+            hold(entry, entry.local)
 
     def _gathered(self, plan: BucketPlan, before: Parcel | None, traffic: PushTraffic) -> Parcel:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
-        if before is not None:
-            began = time.perf_counter()
-            before.wait()
-            traffic.waited_s += time.perf_counter() - began
+        traffic.await_answer(before)
         tensors = finish(plan, self._rings, self._receives)
         traffic.count(plan)
         if tensors is None:
@@ -432,6 +445,13 @@ class PushTraffic:
         self.num_buckets = self.num_tensors = self.bytes_sent = self.num_changed = 0
         self.waited_s = 0.0
         self.error: Exception | None = None
+
+    def await_answer(self, before: Parcel | None) -> None:
+        """Engines are done with the parcel before."""
+        if before is not None:
+            began = time.perf_counter()
+            before.wait()
+            self.waited_s += time.perf_counter() - began
 
     def count(self, plan: BucketPlan) -> None:
         self.num_buckets += 1

@@ -15,7 +15,7 @@ from one_gpu import needs_kernels
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "cpp"
-NAMES = ("device_copies", "device_optimizer", "device_pack", "device_peers", "device_reduce")
+NAMES = ("device_changes", "device_copies", "device_optimizer", "device_pack", "device_peers", "device_reduce")
 # Streams that wait for each other need kernels that are loaded before any of them waits.
 TOGETHER = {"CUDA_MODULE_LOADING": "EAGER"}
 

@@ -109,7 +109,7 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
   for (size_t i = 0; i < plan.direct.size(); ++i) {
     const ParamPlace& place = plan.layout->params()[plan.direct[i]];
     const int64_t block_numel = place.shape.dim * place.shape.inner;
-    const auto bytes = static_cast<size_t>(place.rows.size() * place.shape.inner) * dtype_bytes(type);
+    const size_t bytes = plan.chunk_bytes(plan.direct[i]);
     for (int64_t block = 0; block < place.shape.outer; ++block) {
       const size_t offset = place.reduce_segment_offset + static_cast<size_t>(block) * bytes;
       outputs.push_back(typed(running.rows, type, offset, bytes));

@@ -31,65 +31,57 @@ void ReduceMemory::give_back_segment(int id, Lane lane) {
 
 uint64_t ReduceMemory::begin(int buffer_id, std::vector<at::Tensor> gradients, Lane lane) {
   context_.layer().record(*buffer(buffer_id).free, lane);
-  in_flight_.push_back({++num_reductions_, buffer_id, {}, std::move(gradients), context_.layer().current_stream()});
-  return num_reductions_;
+  size_t bytes = buffers_->ledger().bytes_of(buffer_id);
+  for (const at::Tensor& gradient : gradients) bytes += gradient.nbytes();
+  const uint64_t number = queue_.begin(buffer_id, bytes);
+  if (!gradients.empty()) unpacked_[number] = {std::move(gradients), context_.layer().current_stream()};
+  return number;
 }
 
 size_t ReduceMemory::allowed_before(const ParamGroup& group, size_t bytes) const {
   const bool gave_slot_back = group.gather().slot.id < 0 && group.options().unshard_in_backward;
-  size_t bytes_in_flight = 0;
-  for (const InFlight& reduction : in_flight_) {
-    bytes_in_flight += buffers_->ledger().bytes_of(reduction.buffer);
-    for (const at::Tensor& gradient : reduction.gradients) bytes_in_flight += gradient.nbytes();
-  }
-  return window_.before(bytes, bytes_in_flight,
-                        gave_slot_back ? std::optional(group.layout().slot_bytes()) : std::nullopt);
+  return queue_.allowed_before(bytes, gave_slot_back ? std::optional(group.layout().slot_bytes()) : std::nullopt);
 }
 
 bool ReduceMemory::needs_room(const ParamGroup& group, size_t bytes) const {
-  return in_flight_.size() > allowed_before(group, bytes);
+  return queue_.size() > allowed_before(group, bytes);
 }
 
 void ReduceMemory::make_room(const ParamGroup& group, size_t bytes) { retire(allowed_before(group, bytes)); }
 
 void ReduceMemory::retire(size_t num) {
-  while (in_flight_.size() > num) {
-    InFlight oldest = std::move(in_flight_.front());
-    in_flight_.pop_front();
-    drop_gradients(oldest);
-    buffers_->release(oldest.buffer);
-    for (const int id : oldest.segments) segments_->release(id);
-  }
+  while (queue_.size() > num) give_back(queue_.pop(), /*has_waited=*/false);
+}
+
+void ReduceMemory::give_back(const ReductionQueue::Reduction& reduction, bool has_waited) {
+  drop_gradients(reduction);
+  buffers_->release(reduction.buffer, has_waited);
+  for (const int id : reduction.segments) segments_->release(id, has_waited);
 }
 
 void ReduceMemory::retire_segment(int id, uint64_t number, Lane lane) {
   context_.layer().record(*segment(id).free, lane);
-  for (InFlight& reduction : in_flight_) {
-    if (reduction.number == number) return reduction.segments.push_back(id);
-  }
-  segments_->release(id);
+  if (!queue_.add_segment(number, id)) segments_->release(id);
 }
 
-void ReduceMemory::drop_gradients(InFlight& reduction) {
-  if (reduction.gradients.empty()) return;
+void ReduceMemory::drop_gradients(const ReductionQueue::Reduction& reduction) {
+  const auto found = unpacked_.find(reduction.number);
+  if (found == unpacked_.end()) return;
+  Unpacked unpacked = std::move(found->second);
+  unpacked_.erase(found);
   DeviceLayer& layer = context_.layer();
   // The current stream may be another one by now.
   std::optional<StreamScope> home;
-  if (reduction.home && reduction.home != layer.current_stream()) home.emplace(layer, *reduction.home);
+  if (unpacked.home && unpacked.home != layer.current_stream()) home.emplace(layer, *unpacked.home);
   layer.wait(Lane::compute, *buffer(reduction.buffer).free);
-  if (layer.is_recorder()) layer.note("give_back", "gradients", {}, ranges_of(reduction.gradients));
-  reduction.gradients.clear();
+  if (layer.is_recorder()) layer.note("give_back", "gradients", {}, ranges_of(unpacked.gradients));
+  unpacked.gradients.clear();  // in that stream's order
 }
 
 void ReduceMemory::end() {
   for (const Lane lane : {Lane::reduce, Lane::all_reduce}) context_.join(lane);
   context_.forget_freed_blocks();
-  for (InFlight& reduction : in_flight_) {
-    drop_gradients(reduction);
-    buffers_->release(reduction.buffer, /*has_waited=*/true);
-    for (const int id : reduction.segments) segments_->release(id, /*has_waited=*/true);
-  }
-  in_flight_.clear();
+  while (queue_.size() > 0) give_back(queue_.pop(), /*has_waited=*/true);
 }
 
 }  // namespace fsdp2x

@@ -5,12 +5,12 @@
 // their memory goes back in the order of the compute lane, where they were born.
 #pragma once
 
-#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "core/reduction_window.hpp"
+#include "core/reduction_queue.hpp"
 #include "engine/params/param_group.hpp"
 #include "engine/transport/device/device_context.hpp"
 
@@ -31,39 +31,37 @@ class ReduceMemory {
 
   // A reduction on `lane` reads the buffer and the gradients that are not packed. Returns its number.
   uint64_t begin(int buffer, std::vector<at::Tensor> gradients, Lane lane);
-  bool are_on_their_way() const { return !in_flight_.empty(); }
+  bool are_on_their_way() const { return queue_.size() > 0; }
   // Whether more are on their way than may be when `bytes` of the group's gradients are packed for one more, or beside
   // the last one.
   bool needs_room(const ParamGroup& group, size_t bytes) const;
-  bool needs_room_beside() const { return in_flight_.size() > window_.beside(); }
+  bool needs_room_beside() const { return queue_.size() > queue_.allowed_beside(); }
   // Gives back what the oldest ones hold, until needs_room() is false; the compute lane waits for them.
   void make_room(const ParamGroup& group, size_t bytes);
-  void make_room_beside() { retire(window_.beside()); }
+  void make_room_beside() { retire(queue_.allowed_beside()); }
   // Rows that are written, by the lane that is given to do that: their memory goes with the reduction's buffer.
   void retire_segment(int id, uint64_t reduction, Lane lane);
   // The compute lane goes on behind all reductions, whose memory is given back.
   void end();
 
-  void set_max_buffers(size_t num) { window_.set_max_buffers(num); }
-  size_t max_buffers() const { return window_.max_buffers(); }
+  void set_max_buffers(size_t num) { queue_.set_max_buffers(num); }
+  size_t max_buffers() const { return queue_.max_buffers(); }
 
  private:
-  struct InFlight {
-    uint64_t number = 0;
-    int buffer = -1;
-    std::vector<int> segments;          // once nobody on the host needs them
-    std::vector<at::Tensor> gradients;  // that are not packed: memory in the order of `home`
+  // Gradients that are not packed: memory in the order of `home`.
+  struct Unpacked {
+    std::vector<at::Tensor> gradients;
     std::optional<c10::Stream> home;
   };
   size_t allowed_before(const ParamGroup& group, size_t bytes) const;
   void retire(size_t num);
-  void drop_gradients(InFlight& reduction);
+  void give_back(const ReductionQueue::Reduction& reduction, bool has_waited);
+  void drop_gradients(const ReductionQueue::Reduction& reduction);
 
   DeviceContext& context_;
   std::unique_ptr<DeviceBuffers> buffers_, segments_;
-  mutable ReductionWindow window_;  // remembers the largest reduction that it was asked about
-  std::deque<InFlight> in_flight_;  // oldest first
-  uint64_t num_reductions_ = 0;
+  mutable ReductionQueue queue_;           // remembers the largest reduction that it was asked about
+  std::map<uint64_t, Unpacked> unpacked_;  // by the number of the reduction
 };
 
 }  // namespace fsdp2x

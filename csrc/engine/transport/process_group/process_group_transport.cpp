@@ -43,14 +43,13 @@ void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& gr
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
   ++num_allocations_;
-  memory_bytes_ += bytes;
-  peak_memory_bytes_ = std::max(peak_memory_bytes_, memory_bytes_);
+  tally_.take(bytes);
   return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
 }
 
 void ProcessGroupTransport::give_back(at::Tensor& memory) {
   if (!memory.defined()) return;
-  memory_bytes_ -= memory.nbytes();
+  tally_.give_back(memory.nbytes());
   memory = at::Tensor();
 }
 
@@ -319,7 +318,7 @@ TransportStats ProcessGroupTransport::stats() const {
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
-  stats.scratch_bytes = peak_memory_bytes_;
+  stats.scratch_bytes = tally_.peak_bytes();
   stats.num_allocations = num_allocations_;
   stats.owners = gather_ledger_.owners();
   return stats;

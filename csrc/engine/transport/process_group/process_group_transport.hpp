@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/buffers.hpp"
 #include "engine/transport/process_group/wire_gather.hpp"
 #include "engine/transport/process_group/wire_reduction.hpp"
 #include "engine/transport/segment_plans.hpp"
@@ -92,8 +93,7 @@ class ProcessGroupTransport final : public Transport {
   uint64_t num_forwards_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
-  size_t memory_bytes_ = 0;  // of what was taken and not freed
-  size_t peak_memory_bytes_ = 0;
+  MemoryTally tally_;  // of all that is taken
   std::map<uint32_t, PerGroup> groups_;
 };
 

@@ -17,6 +17,8 @@ namespace fsdp2x {
 // so that a rank may fill one scratch while its peers still read the other.
 class HostAllReduce {
  public:
+  static constexpr size_t kNumTurns = 2;  // scratches at once
+
   explicit HostAllReduce(std::shared_ptr<cpu::ShmGroup> group);
 
   // values = their sum over all ranks, in fp32 (f64 for f64) and rounded once; divided by the number of ranks when
@@ -33,7 +35,7 @@ class HostAllReduce {
 
   std::shared_ptr<cpu::ShmGroup> group_;
   SlotLedger ledger_;
-  std::array<Turn, 2> turns_;
+  std::array<Turn, kNumTurns> turns_;
   uint64_t num_runs_ = 0;
 };
 

@@ -13,6 +13,7 @@
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
+#include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
 
@@ -84,7 +85,7 @@ std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory
   const auto id = static_cast<size_t>(slot.id);
   if (memory.size() <= id) memory.resize(id + 1);
   if (!memory[id].defined()) {
-    memory[id] = at::empty({static_cast<int64_t>(slot.bytes)}, at::kByte);
+    memory[id] = pool_memory(static_cast<int64_t>(slot.bytes), at::TensorOptions());
     ++num_allocations_;
   }
   return static_cast<std::byte*>(memory[id].data_ptr());

@@ -14,7 +14,10 @@ from fsdp2x.sync.outcomes import Failure
 
 @dataclass(frozen=True)
 class Delta:
-    """New values of some elements: ``positions`` are int64, into the flattened tensor, each once."""
+    """New values of some elements: ``positions`` are int64, into the flattened tensor, each once.
+
+    A tensor may have several in a parcel, of other elements each.
+    """
 
     spec: TensorSpec
     positions: torch.Tensor
@@ -31,7 +34,7 @@ class Parcel:
 
     The memory of ``tensors`` is used again when the next parcel but one is made, and then ``wait`` has returned: a
     target that goes on reading after it was given the next parcel sets it. ``file``: the memory file in which the
-    tensors lie, at their storage offsets, where all do.
+    tensors lie, at their storage offsets, where all do; without tensors, the deltas, values behind their positions.
     """
 
     index: int

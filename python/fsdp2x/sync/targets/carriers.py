@@ -46,8 +46,8 @@ class MemoryCarrier:
     """Engines map the ring that the ranks write to.
 
     What is not in it (un-fused experts, merged adapters, parameters over several axes, ranks that share no memory) is
-    copied into a file of this rank, as are deltas; it holds one parcel, which is enough, because a parcel is made only
-    after the one before was answered for.
+    copied into a file of this rank, as are deltas that a process group has gathered; it holds one parcel, which is
+    enough, because a parcel is made only after the one before was answered for.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class MemoryCarrier:
         self._places = {descriptor: index for index, descriptor in enumerate(self.memory()[1])}
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        return _connected(address, timeout_s)
+        return connected(address, timeout_s)
 
     def memory(self) -> tuple[dict[str, Any], list[int]]:
         files = [*self._layout.files, (self._spare.file, self._spare.num_bytes)]
@@ -80,6 +80,11 @@ class MemoryCarrier:
             tensors.append([indices[spec.name], file, offset])
         for delta in parcel.deltas:
             count = delta.positions.numel()
+            file = None if parcel.tensors else self._places.get(parcel.file)
+            if file is not None:
+                begin = delta.positions.storage_offset() * engine.POSITION_BYTES
+                deltas.append([indices[delta.spec.name], file, begin, count])
+                continue
             values, num_bytes = engine.delta_bytes(count, delta.spec.dtype)
             self._spare.view(end, count * engine.POSITION_BYTES, torch.int64).copy_(delta.positions)
             self._spare.view(end + values, count * delta.spec.dtype.itemsize, delta.spec.dtype).copy_(delta.values)
@@ -108,7 +113,7 @@ class DeviceCarrier:
             self._memory = HandedMemory(accelerator_or_cpu(), room + _C.ALIGN_BYTES * len(layout.specs))
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        return _connected(address, timeout_s)
+        return connected(address, timeout_s)
 
     def memory(self) -> tuple[dict[str, Any], list[int]]:
         return {"files": [], "device": engine_ipc.describe_handle(self._memory.device_handle())}, []
@@ -189,14 +194,14 @@ class StreamCarrier:
         """It holds no memory."""
 
 
-def _connected(address: str, timeout_s: float) -> socket.socket:
+def connected(address: str, timeout_s: float) -> socket.socket:
     """To a receiver of the same user on this host."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
         connection.connect(engine.bind_address(address))
         if engine.peer_uid(connection) != os.getuid():
-            raise OSError("it belongs to another user")
+            raise PermissionError("it belongs to another user")
     except BaseException:
         connection.close()
         raise

@@ -42,8 +42,8 @@ class Vllm(EngineTarget):
     A push that fails leaves servers paused, with layers of two versions, until a full push succeeds. An ``LLM`` cannot
     be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep their weights.
 
-    Tested with vLLM 0.32.0 on CPUs; sleep levels, accelerators and quantised weights against stand-ins alone: compare
-    the log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
+    Tested with vLLM 0.32.0 on CPUs, whose sleep gives no memory back; accelerators and quantised weights against
+    stand-ins alone: compare the log-probabilities of a few fixed tokens, trainer and engine, after the first push.
     """
 
     @checked
