@@ -75,11 +75,15 @@ def launch(script: str, world: int, timeout_s: float, more: Sequence[str] = ()) 
         return subprocess.run(command, env=env, timeout=timeout_s, check=False).returncode
 
 
-def launch_runs(script: str, world: int, timeout_s: float, runs: int, path: Path) -> int:
+def launch_runs(script: str, world: int, timeout_s: float, runs: int, path: Path | None) -> int:
     """``launch`` so many times, each in processes of its own; ``path`` then holds the medians of their medians.
 
-    ``script`` writes its results to the last ``--json`` of its arguments. Returns the first exit status that is not 0.
+    ``script`` writes its results to the last ``--json`` of its arguments. Returns the first exit status that is not 0,
+    and 2 without a path: what only the last run says is not the result of all.
     """
+    if path is None:
+        print("--runs: name the file of their medians with --json", file=sys.stderr)
+        return 2
     records = []
     with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
         for number in range(runs):
@@ -89,8 +93,7 @@ def launch_runs(script: str, world: int, timeout_s: float, runs: int, path: Path
                 return status
             records.append(json.loads(part.read_text()))
     merged = {**records[0], "results": merge([record["results"] for record in records])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(merged, indent=1) + "\n")
+    _write(path, merged)
     return 0
 
 
@@ -189,10 +192,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def save(path: Path | None, name: str, results: dict | list) -> None:
     """Writes one benchmark's results with its environment, if a file was asked for."""
-    if path is None:
-        return
+    if path is not None:
+        _write(path, {"benchmark": name, "environment": environment(), "results": results})
+
+
+def _write(path: Path, record: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": name, "environment": environment(), "results": results}, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(rows: list[list[str]]) -> str:

@@ -83,6 +83,12 @@ def ranges(lines: Iterable[Mapping]) -> dict[tuple[str, str], list[float]]:
     return found
 
 
+def days_and_machines(lines: Iterable[Mapping]) -> tuple[int, int]:
+    """On how many days, and on how many machines."""
+    days, machines = zip(*((line["day"], line["machine"]) for line in lines), strict=True)
+    return len(set(days)), len(set(machines))
+
+
 def table(lines: list[Mapping]) -> list[str]:
     """Rows of Markdown: the median of all runs, their range, how many, on how many days and machines."""
     rows = [
@@ -90,8 +96,7 @@ def table(lines: list[Mapping]) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for (name, row), values in ranges(lines).items():
-        of = [line for line in lines if line["name"] == name and row in line["ratios"]]
-        days, machines = len({line["day"] for line in of}), len({line["machine"] for line in of})
+        days, machines = days_and_machines(line for line in lines if line["name"] == name and row in line["ratios"])
         middle, spread = f"{statistics.median(values):.2f}x", f"{min(values):.2f}x to {max(values):.2f}x"
         rows.append(f"| {name} | {row} | {middle} | {spread} | {len(values)} | {days} | {machines} |")
     return rows
@@ -106,7 +111,7 @@ def steps_table(lines: list[Mapping]) -> str:
     of = [line for line in lines if line["name"] == "step_cpu_2ranks"]
     found = ranges(of)
     models = list(dict.fromkeys(row.partition(": ")[0] for _, row in found))
-    days, machines = len({line["day"] for line in of}), len({line["machine"] for line in of})
+    days, machines = days_and_machines(of)
     head = f"| runs: {len(of)}, days: {days}, machines: {machines} | {' | '.join(PEERS)} |"
     rows = [head, f"| --- |{' ---: |' * len(PEERS)}"]
     for model in models:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ENGINE_FILES = ("engine.py", "engine_tcp.py", "vllm_worker.py")
-READY_S = 900
+READY_S, END_S = 900, 60
 
 
 class VllmEngine:
@@ -127,17 +127,45 @@ def _ask(url: str, body: bytes | None, timeout_s: float) -> dict:
 # ---- the server
 
 
+def copy_engine_files(path: Path) -> None:
+    """What an engine's process needs of fsdp2x, for its PYTHONPATH: the folder needs nothing else of it."""
+    from fsdp2x import sync
+
+    for name in ENGINE_FILES:
+        shutil.copy(Path(sync.__file__).with_name(name), path)
+
+
+def end_server(process: subprocess.Popen) -> None:
+    """Ends a server that leads a session of processes, with all of these and the shared memory that it would leave."""
+    shared = _shared_memory_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_S)
+    for file in shared:
+        file.unlink(missing_ok=True)
+
+
+def _shared_memory_of(leader: int) -> set[Path]:
+    """Files in /dev/shm that processes of its session have mapped."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(maps.parent.name)) == leader:
+                found |= {line.split()[-1] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return {Path(path) for path in found}
+
+
 class VllmServer:
     """A server of this program, by the interpreter of an environment that has vLLM."""
 
     def __init__(self, python: str, model: Path, out: Path) -> None:
         """Starts it; ``model``: a folder with a ``config.json``. ``out``: takes its log, and its path."""
-        from fsdp2x import sync
-
         path = out / "vllm_path"
         path.mkdir(exist_ok=True)
-        for name in ENGINE_FILES:
-            shutil.copy(Path(sync.__file__).with_name(name), path)
+        copy_engine_files(path)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -180,23 +208,5 @@ class VllmServer:
 
     def stop(self) -> None:
         """Ends it with all that it has started, and the shared memory that it would leave."""
-        shared = _shared_memory_of(self._process.pid)
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_server(self._process)
         self._sockets.cleanup()
-        for file in shared:
-            file.unlink(missing_ok=True)
-
-
-def _shared_memory_of(session: int) -> set[Path]:
-    """Files in /dev/shm that processes of this session have mapped."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if os.getsid(int(maps.parent.name)) == session:
-                found |= {line.split()[-1] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
-    return {Path(path) for path in found}

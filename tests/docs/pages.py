@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness import programs
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]+)"')
+CODE = re.compile(r"`([^`\n]+)`")
 # Numbers with a point differ between machines and versions of torch.
 NUMBER = re.compile(r"\d+\.\d+(e[+-]\d+)?")
 SECONDS = 240
@@ -47,6 +49,27 @@ def fences(text: str) -> list[Fence]:
         language = information.split()[0] if information.strip() else ""
         found.append(Fence(language, title[1] if title else "", "\n".join(lines) + "\n"))
     return found
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """Header of each table's first two columns -> the cells of its rows; tables of one header are one."""
+    found: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] | None = None
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            rows = None
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if rows is None:
+            rows = found.setdefault(" | ".join(cells[:2]), [])
+        elif set(cells[0]) != {"-"}:
+            rows.append(cells)
+    return found
+
+
+def code_in(cells: Iterable[str]) -> set[str]:
+    """What stands between backticks."""
+    return {code for cell in cells for code in CODE.findall(cell)}
 
 
 def commands(block: str) -> list[str]:

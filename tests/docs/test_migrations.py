@@ -26,33 +26,20 @@ import fsdp2x
 from fsdp2x.train import parse_config
 from harness import distributed
 from models import Mlp, Stack, inputs
-from pages import ROOT
+from pages import ROOT, code_in, tables
 from reference import full, only_fsdp2x, same
 from training import shared_folder
 
 FOLDER = ROOT / "docs" / "migrate"
-CODE = re.compile(r"`([^`]+)`")
 
 
-def tables(page: str) -> dict[str, dict[str, list[str]]]:
-    """Header of each table's first two columns -> first cell of each row -> its other cells."""
-    found: dict[str, dict[str, list[str]]] = {}
-    rows: dict[str, list[str]] | None = None
-    for line in (FOLDER / f"{page}.md").read_text().splitlines():
-        if not line.startswith("|"):
-            rows = None
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if rows is None:
-            rows = found.setdefault(" | ".join(cells[:2]), {})
-        elif set(cells[0]) != {"-"}:
-            assert cells[0] not in rows or cells[0] == "–", f"{page}: {cells[0]} is there twice"
-            rows[cells[0]] = cells[1:]
+def tables_of(page: str) -> dict[str, list[list[str]]]:
+    """``pages.tables`` of a page of migration, where no row may be there twice."""
+    found = tables((FOLDER / f"{page}.md").read_text())
+    for rows in found.values():
+        firsts = [row[0] for row in rows if row[0] != "–"]
+        assert len(firsts) == len(set(firsts)), f"{page}: a row is there twice: {firsts}"
     return found
-
-
-def names(rows) -> set[str]:
-    return {name for row in rows for name in CODE.findall(row)}
 
 
 # ---- FSDP1: each argument on their side and on ours; what they train is the same
@@ -97,9 +84,9 @@ def meshes() -> dict:
 @distributed(world_sizes=(2, 4))
 def test_strategies_of_fsdp1_train_the_same(ctx):
     only_fsdp2x(ctx)
-    rows, of = tables("fsdp1")["strategy | `reshard_after_forward`"], meshes()
-    assert names(rows) == {strategy.name for strategy in ShardingStrategy}
-    for row, (reshard, mesh, _) in rows.items():
+    rows, of = tables_of("fsdp1")["strategy | `reshard_after_forward`"], meshes()
+    assert code_in(row[0] for row in rows) == {strategy.name for strategy in ShardingStrategy}
+    for row, reshard, mesh, _ in rows:
         strategy = ShardingStrategy[row.strip("`")]
         # Of the groups that theirs makes for a hybrid strategy each is a whole host.
         where = {"device_mesh": of["2-D"]} if "HYBRID" in row else {}
@@ -204,7 +191,7 @@ def arguments_of_fsdp1(ctx) -> dict:
 def test_arguments_of_fsdp1_have_ours(ctx):
     only_fsdp2x(ctx)
     trials = arguments_of_fsdp1(ctx)
-    assert set(trials) == names(tables("fsdp1")["theirs | ours"])
+    assert set(trials) == code_in(row[0] for row in tables_of("fsdp1")["theirs | ours"])
     for name, make in trials.items():
         one, other = make()
         exact = {} if "mixed" in name else {"rtol": 1e-5, "atol": 1e-7}
@@ -217,7 +204,7 @@ def test_arguments_of_fsdp1_have_ours(ctx):
 @distributed(world_sizes=(2,))
 def test_calls_of_fsdp1_have_ours(ctx):
     only_fsdp2x(ctx)
-    rows = tables("fsdp1")["was | is"]
+    rows = tables_of("fsdp1")["was | is"]
     one, model = theirs(Stack()), ours(Stack())
     # Of one tensor a parameter: of Adam's two, theirs returns the second one twice on a CPU.
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, model)]
@@ -254,7 +241,7 @@ def test_calls_of_fsdp1_have_ours(ctx):
     tried["optim_state_dict"] = tuple(
         {name: of[name]["momentum_buffer"] for name in by_name} for of in (states, by_name)
     )
-    assert set(tried) == {re.findall(r"\.(\w+)\(", row)[0] for row in rows}
+    assert set(tried) == {re.findall(r"\.(\w+)\(", row[0])[0] for row in rows}
     for name, (expected, found) in tried.items():
         same(found, expected, name, rtol=1e-5, atol=1e-6)
 
@@ -285,9 +272,9 @@ def codes(heads: dict[str, tuple[str, ...]]) -> set[str]:
     """What stands in backticks in the columns of our side."""
     found = set()
     for page, columns in heads.items():
-        for head, rows in tables(page).items():
+        for head, rows in tables_of(page).items():
             if head.split(" | ")[1] in columns:
-                found |= names(cell for cells in rows.values() for cell in cells)
+                found |= code_in(cell for row in rows for cell in row[1:])
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp2x.cli import make_parser
 from fsdp2x.train.parse import known_keys
-from pages import ROOT, commands, fences, name_of, pages
+from pages import CODE, ROOT, code_in, commands, fences, name_of, pages, tables
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
 PACKAGE = ROOT / "python/fsdp2x"
@@ -32,7 +32,7 @@ def without_fences(text):
 
 
 def inline_code(text):
-    return re.findall(r"`([^`\n]+)`", without_fences(text))
+    return CODE.findall(without_fences(text))
 
 
 # ---- links
@@ -151,13 +151,8 @@ def test_a_command_that_could_not_is_found(command, capsys):
 
 
 def column(text, head):
-    """First cells of the tables under a header that begins with `head`, without backticks."""
-    rows, inside = [], False
-    for line in text.splitlines():
-        inside = line.startswith(f"| {head} |") or inside and line.startswith("|")
-        if inside:
-            rows.append(line.split("|")[1])
-    return {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
+    """Code in the first cells of the tables under a header that begins with `head`."""
+    return code_in(row[0] for header, rows in tables(text).items() if header.startswith(f"{head} |") for row in rows)
 
 
 def test_the_table_of_fsdp2_has_every_argument():
@@ -180,11 +175,9 @@ def test_the_table_of_fsdp1_has_every_argument_and_strategy():
     named = set(inspect.signature(FullyShardedDataParallel.__init__).parameters) - {"self"}
     assert {name for name in column(text, "theirs") if "." not in name} == named
     assert column(text, "strategy") == {strategy.name for strategy in ShardingStrategy}
-    for line in text.split("| strategy |")[1].splitlines()[2:]:
-        if not line.startswith("|"):
-            break
-        _, _, reshard, _, strategy, _ = (cell.strip().strip("`") for cell in line.split("|"))
-        assert str(RESHARD[strategy]) == reshard, line
+    for row in tables(text)["strategy | `reshard_after_forward`"]:
+        _, reshard, _, strategy = (cell.strip("`") for cell in row)
+        assert str(RESHARD[strategy]) == reshard, row
 
 
 def test_the_table_of_accelerate_has_every_key():

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_vllm_server import DIGITS, PUSH_S, run_ranks, save_model
-from vllm_server import INSTALL_S, ROOT, python_of_vllm, say_release
+from vllm_server import INSTALL_S, ROOT, copy_engine_files, python_of_vllm, say_release
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_S + 2400)]
 
@@ -19,8 +18,7 @@ def path_of_engine(tmp_path):
     """A folder with what an engine's process needs of ours."""
     path = tmp_path / "path"
     path.mkdir()
-    for name in ("engine.py", "engine_tcp.py", "vllm_worker.py"):
-        shutil.copy(ROOT / "python/fsdp2x/sync" / name, path)
+    copy_engine_files(path)
     say_release(path)
     return path
 

@@ -1,6 +1,6 @@
 """A real vLLM: its environment in ``build/vllm``, a server in front of a model, and its end.
 
-The environment has nothing of fsdp2x: a folder on the server's path holds copies of the two files that an engine needs.
+The environment has nothing of fsdp2x: a folder on the server's path holds copies of the files that an engine needs.
 Where a package cannot be had the tests are skipped, with the reason.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +23,13 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "examples"))
+from grpo_vllm import copy_engine_files, end_server  # noqa: E402
+
 FOLDER = ROOT / "build" / "vllm"
 WANTED = (HERE / "requirements.txt").read_text()
 TORCH, VLLM = WANTED.split()
-INSTALL_S, START_S, END_S = 1800, 900, 60
+INSTALL_S, START_S = 1800, 900
 
 _LIST_NEEDS = """
 from importlib import metadata
@@ -78,13 +80,8 @@ def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool 
     python = python_of_vllm()
     path = folder / "path"
     path.mkdir(parents=True)
-    for file in (
-        ROOT / "python/fsdp2x/sync/engine.py",
-        ROOT / "python/fsdp2x/sync/engine_tcp.py",
-        ROOT / "python/fsdp2x/sync/vllm_worker.py",
-        HERE / "curable.py",
-    ):
-        shutil.copy(file, path)
+    copy_engine_files(path)
+    shutil.copy(HERE / "curable.py", path)
     say_release(path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -127,7 +124,7 @@ def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool 
             print(log.read_text()[-12000:])
             raise
         finally:
-            _end(server)
+            end_server(server)
 
 
 def _await(server: subprocess.Popen, port: int, log: Path) -> None:
@@ -140,26 +137,3 @@ def _await(server: subprocess.Popen, port: int, log: Path) -> None:
             opener.open(f"http://127.0.0.1:{port}/health", timeout=5).close()
             return
         time.sleep(0.5)
-
-
-def _end(server: subprocess.Popen) -> None:
-    """With the shared memory that it leaves behind: it kills its workers before they can tidy up."""
-    shared = _shared_memory_of(server.pid)
-    server.send_signal(signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(END_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait(END_S)
-    for path in shared:
-        path.unlink(missing_ok=True)
-
-
-def _shared_memory_of(session: int) -> set[Path]:
-    """Files in /dev/shm that processes of this session have mapped."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if os.getsid(int(maps.parent.name)) == session:
-                found |= {line.split()[-1] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
-    return {Path(path) for path in found}
