@@ -1,13 +1,21 @@
 """What each script ends with: its numbers, as text that keeps all bits, whose engine made them, how long steps took."""
 
+import importlib.util
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# Without it some runs of stock end with "terminate called without an active exception", all their work done. Loaded
+# alone: a run of stock has nothing else of fsdp2x.
+_ENDS_OF_GLOO = Path(__file__).parents[3] / "python" / "fsdp2x" / "runtime" / "gloo_threads.py"
+_spec = importlib.util.spec_from_file_location("gloo_threads", _ENDS_OF_GLOO)
+_spec.loader.exec_module(importlib.util.module_from_spec(_spec))
 
 first, ends = [], []
 
