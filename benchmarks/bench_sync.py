@@ -7,8 +7,9 @@ Qwen3 in fp32, alternating. Reported: milliseconds from the call to the engine's
 
     per tensor   ``full_tensor()`` of each parameter, a message and a gloo broadcast to the engine for each
     one bucket   ``full_tensor()`` of each parameter into one 512 MiB bucket of shared memory, stop and wait
-    push         ``sync.push`` to a ``Peer``
-    delta        ``sync.push(mode="delta")`` after ``--changed`` of the elements changed
+    push         ``sync.push`` to a ``Peer``, as ``connect`` makes it by default
+    push, held   the same of a session with ``deltas=True``, which keeps what it sends
+    delta        ``sync.push(mode="delta")`` of that session after ``--changed`` of the elements changed
     copy         the wire's bytes written once and read once, by one process
 """
 
@@ -27,7 +28,7 @@ import harness
 from bench_export import build_model
 
 BUCKET_BYTES = 512 << 20
-WAYS = ("per tensor", "one bucket", "push", "delta", "copy")
+WAYS = ("per tensor", "one bucket", "push", "push, held", "delta", "copy")
 TRAINERS = [0, 1]
 ENGINE = 2
 
@@ -67,12 +68,18 @@ class Gathered:
             dist.broadcast(torch.zeros(1), src=ENGINE, group=self.pair)
 
 
-def serve(shapes, pair, memory, address: str) -> None:
+def addresses() -> dict[str, str]:
+    """Way -> where the engine listens for pushes of that way's session."""
+    plain = f"@fsdp2x-bench-{os.environ['MASTER_PORT']}"
+    return {"push": plain, "push, held": f"{plain}-held", "delta": f"{plain}-held"}
+
+
+def serve(shapes, pair, memory) -> None:
     """The engine: follows what rank 0 says comes next, until it says None."""
     from fsdp2x.sync.engine import Parameters, Receiver
 
     held = {name: torch.zeros(shape) for name, shape in shapes}
-    receiver = Receiver(address, Parameters(held))
+    receivers = {address: Receiver(address, Parameters(held)) for address in set(addresses().values())}
     dist.barrier()
     while (way := _told(pair)) is not None:
         if way == "per tensor":
@@ -90,11 +97,12 @@ def serve(shapes, pair, memory, address: str) -> None:
                     end += 4 * numel
                 dist.broadcast(torch.zeros(1), src=ENGINE, group=pair)
         else:
-            while receiver.poll(60) is None:
+            while receivers[addresses()[way]].poll(60) is None:
                 pass
     sums = [tensor.double().sum().item() for tensor in held.values()]
     dist.broadcast_object_list([sums], src=ENGINE, group=pair)
-    receiver.close()
+    for receiver in receivers.values():
+        receiver.close()
 
 
 def _told(pair):
@@ -132,7 +140,6 @@ def main() -> int:
         return harness.launch(__file__, world=3, timeout_s=1800)
     rank = harness.start_group()
     trainers, pair = dist.new_group(TRAINERS), dist.new_group([0, ENGINE])
-    address = f"@fsdp2x-bench-{os.environ['MASTER_PORT']}"
     memory = shared_memory.SharedMemory(create=True, size=BUCKET_BYTES) if rank == 0 else None
     name = [memory.name if rank == 0 else None]
     dist.broadcast_object_list(name, src=0)
@@ -146,21 +153,24 @@ def main() -> int:
     model = build_model(args.hidden, args.layers)
     shapes = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
     if rank == ENGINE:
-        serve(shapes, pair, bucket, address)
+        serve(shapes, pair, bucket)
     else:
-        train(model, shapes, trainers, pair, bucket, address, args)
+        train(model, shapes, trainers, pair, bucket, args)
     dist.destroy_process_group()
     return 0
 
 
-def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
+def train(model, shapes, trainers, pair, bucket, args) -> None:
     import fsdp2x
 
     is_sender = dist.get_rank() == 0
     fsdp2x.fully_shard(model, mesh=DeviceMesh.from_group(trainers, "cpu"))
     old = Gathered(model, pair, bucket)
-    options = {"names": "model", "deltas": True, "group": trainers, "bucket_bytes": args.bucket_mib << 20}
-    sync = fsdp2x.sync.connect(model, fsdp2x.sync.Peer(address), **options)
+    options = {"names": "model", "group": trainers, "bucket_bytes": args.bucket_mib << 20}
+    plain, holding = (
+        fsdp2x.sync.connect(model, fsdp2x.sync.Peer(addresses()[way]), deltas=deltas, **options)
+        for way, deltas in (("push", False), ("delta", True))
+    )
     dist.barrier()
     reports, versions = {}, iter(range(1 << 30))
 
@@ -172,11 +182,11 @@ def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
 
         return step
 
-    def push(timer) -> None:
-        reports["push"] = sync.push(version=next(versions))
+    def pushes(way: str, sync, mode: str = "full"):
+        def push(timer) -> None:
+            reports[way] = sync.push(version=next(versions), mode=mode)
 
-    def delta(timer) -> None:
-        reports["delta"] = sync.push(version=next(versions), mode="delta")
+        return announced(way, push)
 
     def changed(timer) -> None:
         change(model, args.changed)
@@ -190,20 +200,20 @@ def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
             copies[0].copy_(wire)
             copies[1].copy_(copies[0])
 
-    announced("push", push)(None)
-    deltas = announced("delta", delta)
+    push, held = pushes("push", plain), pushes("push, held", holding)
+    delta = pushes("delta", holding, "delta")
+    held(None)
     steps = {
         "per tensor": announced("per tensor", old.per_tensor),
         "one bucket": announced("one bucket", old.one_bucket),
-        "push": announced("push", push),
-        "delta": lambda timer: (changed(timer), deltas(timer), timer.mark("push")),
+        "push": push,
+        "push, held": held,
+        "delta": lambda timer: (changed(timer), delta(timer), timer.mark("push")),
         "copy": copy,
     }
     steps = {way: step for way, step in steps.items() if way in args.ways or way == "push"}
     samples = harness.alternate(steps, warmup=1, count=args.repeats, before=lambda: dist.barrier(group=trainers))
     expected = [tensor.double().sum().item() for _, tensor in fsdp2x.full_tensors(model)]
-    if is_sender:
-        dist.broadcast_object_list(["push"], src=0, group=pair)
     push(None)
     if is_sender:
         dist.broadcast_object_list([None], src=0, group=pair)
@@ -222,7 +232,8 @@ def train(model, shapes, trainers, pair, bucket, address: str, args) -> None:
         print(f"{len(shapes)} parameters, {wire.nbytes / 1e9:.2f} GB, {results['changed']} changed", flush=True)
         print(harness.table(rows_of(results)), flush=True)
         harness.save(args.json, "sync", results)
-    sync.close()
+    plain.close()
+    holding.close()
 
 
 if __name__ == "__main__":
