@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kernel_programs import kernel_programs
 from ptx_reader import Entry, read_module, stable_name
 from ptx_translation import Mutant, translate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "ptx"
-PROGRAMS = ("ptx_changes", "ptx_coded_adamw", "ptx_copies", "ptx_optimizer", "ptx_pack", "ptx_peers", "ptx_reduce")
+PROGRAMS = kernel_programs("ptx")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w", f"-I{HERE}")
