@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernel_programs import kernel_programs
 from ptx_reader import Entry, read_module, stable_name
 from ptx_translation import Mutant, translate
+
+from kernel_programs import kernel_programs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
