@@ -135,8 +135,11 @@ def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]], base
     """Of every step but the first two the ratio of its times on both; of these the median and the middle half."""
     steps = {name: [each for found in rounds for each in found[name][0]["seconds"][1:]] for name in rounds[0]}
     row = f"{what}: {ranks} ranks, {len(rounds[0][base][0]['values'])} numbers equal"
-    row += f", a step of {base} {1e3 * median(steps[base]):.0f} ms"
+    row += f", a step of {base} {1e3 * median(steps[base]):.0f} ms" if steps[base] else ""
     for name in [name for name in steps if name != base]:
-        first, middle, last = quantiles(a / b for a, b in zip(steps[base], steps[name], strict=False))
+        ratios = [a / b for a, b in zip(steps[base], steps[name], strict=False)]
+        if len(ratios) < 2:  # a script of so few steps tells nothing of speed
+            continue
+        first, middle, last = quantiles(ratios)
         row += f", {name} {middle:.2f}x ({first:.2f} to {last:.2f})"
     SPEEDS.append(row)

@@ -1,9 +1,11 @@
 """Lightning's Trainer or Fabric with ModelParallelStrategy, whose configure_model calls fully_shard. No CPU change.
 
-The Trainer also with its precision ``bf16-true``.
+The Trainer also with its precision ``bf16-true``, with a model that is made on the meta device (which Lightning gives
+memory and ``reset_parameters``), and with a sharded checkpoint that it goes on from with the same numbers.
 """
 
 import sys
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -19,7 +21,8 @@ how = sys.argv[2]
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)) for _ in range(2)))
+    with torch.device("meta" if how == "meta" else "cpu"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)) for _ in range(2)))
 
 
 def shard(model, mesh):
@@ -46,14 +49,15 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-if how != "fabric":
+def train(max_epochs: int, checkpoint: Path | None = None) -> tuple[L.Trainer, nn.Module]:
+    L.seed_everything(3, verbose=False)
     module = Module()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         precision="bf16-true" if how == "bf16" else "32-true",
-        max_epochs=2,
+        max_epochs=max_epochs,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         logger=False,
@@ -61,8 +65,20 @@ if how != "fabric":
         enable_progress_bar=False,
         use_distributed_sampler=True,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
-    model = module.net
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=checkpoint, weights_only=False)
+    return trainer, module.net
+
+
+if how == "resume":
+    trainer, _ = train(2)
+    trainer.save_checkpoint(Path(sys.argv[1] + ".checkpoint"))
+    _, model = train(3, Path(sys.argv[1] + ".checkpoint"))
+    resumed = values[:]
+    values.clear()
+    train(3)
+    assert resumed == values, "resumed with other numbers"
+elif how != "fabric":
+    _, model = train(2)
 else:
     fabric = L.Fabric(
         accelerator="cpu", devices=2, strategy=FabricStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)

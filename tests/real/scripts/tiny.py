@@ -4,7 +4,7 @@ import sys
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 WORDS = [f"w{i}" for i in range(60)]
 TABLE = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
@@ -17,11 +17,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": len(TABLE), "max_position_embeddings": 64}
+SIZES |= {"eos_token_id": 1}
+# What models of experts have beside; DeepSeek's first layer is dense, and its attention has ranks of its own.
+EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+OF_EXPERTS = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "deepseek_v3": {
+        **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2,
+        "head_dim": 4,
+    },
+}  # fmt: skip
+
+
 def qwen3(**changes) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": len(TABLE), "max_position_embeddings": 64}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes | {"eos_token_id": 1} | changes))
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES | changes))
+
+
+def of_experts(kind: str):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | OF_EXPERTS[kind]))
 
 
 def trainer_settings(kind, **changes):

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a tiny Qwen3, FSDP version 2 through accelerate, LoRA or not.
+"""TRL's SFTTrainer on a tiny Qwen3 or a model of experts, FSDP version 2 through accelerate: LoRA, recomputation.
 
 For a CPU: as_fsdp.py.
 """
@@ -17,10 +17,14 @@ from trl import SFTConfig, SFTTrainer
 import report
 
 del as_fsdp
-model, tokenizer = tiny.qwen3(), tiny.tokenizer()
-settings = tiny.trainer_settings(SFTConfig, bf16=False, gradient_checkpointing=False, dataloader_num_workers=0)
+what, recompute = sys.argv[2:]
+model, tokenizer = tiny.of_experts(what) if what in tiny.OF_EXPERTS else tiny.qwen3(), tiny.tokenizer()
+checkpointing = {"gradient_checkpointing": recompute != "kept"}
+if recompute != "kept":
+    checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
+settings = tiny.trainer_settings(SFTConfig, bf16=False, dataloader_num_workers=0, **checkpointing)
 adapter = None
-if sys.argv[2] == "lora":
+if what == "lora":
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
