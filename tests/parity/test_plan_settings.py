@@ -136,6 +136,7 @@ ALONE = {
     "parallel.device": "a test below: there is no GPU here",
     "parallel.offload": "a test below: it acts on GPUs",
     "optimizer.implementation": "refused, where it takes memory of its own: a test below",
+    "optimizer.stochastic_rounding": "takes no memory, and moments_dtype, which is walked",
     "checkpoint.async_save": "host memory beside the report: a test below",
     "checkpoint.resume_from": "needs a checkpoint",
     "checkpoint.folder": "a path",

@@ -167,3 +167,17 @@ def test_muon_has_matrices_and_adamw_the_rest():
         OptimizerConfig(adamw_lr=0.1)
     with pytest.raises(ConfigError, match="optimizer.implementation: got 'fused', expected auto or fsdp2x"):
         OptimizerConfig(name="muon", implementation="fused")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_how_moments_are_kept(name):
+    from models import build
+
+    model = build("llama")
+    config = OptimizerConfig(name=name, moments_dtype="int8", stochastic_rounding=True)
+    optimizer = make_optimizer(model, config, decay_groups(model))
+    assert (optimizer.moments_dtype, optimizer.stochastic_rounding) == ("int8", True)
+    plain = make_optimizer(model, OptimizerConfig(name=name, moments_dtype="bfloat16"), decay_groups(model))
+    assert (plain.moments_dtype, plain.stochastic_rounding) == (torch.bfloat16, False)
+    with pytest.raises(ConfigError, match="optimizer.stochastic_rounding: got True, expected false"):
+        OptimizerConfig(name=name, stochastic_rounding=True)

@@ -154,6 +154,9 @@ class OptimizerConfig:
         None,
         "dtype of AdamW's moments, beside muon, too: int8 takes a quarter of float32; unset: that of the parameters",
     )
+    stochastic_rounding: bool = setting(
+        False, "with moments_dtype: what is stored in fewer bits is rounded up or down at random, right on average"
+    )
     implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
         "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
     )
@@ -195,6 +198,12 @@ class OptimizerConfig:
             "optimizer.moments_dtype",
             self.moments_dtype,
             f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's",
+        )
+        require(
+            not self.stochastic_rounding or self.moments_dtype is not None,
+            "optimizer.stochastic_rounding",
+            self.stochastic_rounding,
+            "false, since optimizer.moments_dtype is null and nothing is rounded",
         )
 
 

@@ -161,6 +161,7 @@ def make_optimizer(
         return fsdp2x.optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
+        options["stochastic_rounding"] = config.stochastic_rounding
     if config.name == "muon":
         rest = {"use_muon": False, "betas": config.betas, "eps": config.eps, "lr": config.adamw_lr or config.lr}
         return fsdp2x.optim.Muon(
