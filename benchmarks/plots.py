@@ -217,10 +217,10 @@ def of_collectives(results: list) -> list[Panel]:
 
 
 def of_curves(results: Mapping) -> list[Panel]:
-    """Training and held-out losses of a question's sides, beside float32 and the range of its seeds."""
+    """Training and held-out losses of a question's sides, beside float32, of one seed."""
     panels: list[Panel] = []
     for losses, of in {"train": "training loss", "held_out": "held-out loss"}.items():
-        for question, title in {"seed": "float32, three seeds", "moments": "moments", "wire": "on the wire"}.items():
+        for question, title in {"moments": "moments", "wire": "on the wire"}.items():
             names = [side for side, found in results.items() if found["of"] in ("", question)]
             colors = dict(zip(names, (OURS, STOCK, "#2ca02c", "#9467bd", "#d62728"), strict=False))
             lines = {name: (colors[name], list(map(tuple, results[name][losses]))) for name in names}

@@ -89,7 +89,7 @@ def records() -> dict[str, object]:
             }
         ],
         "curves": {
-            side: {"of": of, "train": [[1, 2.0], [2, 1.9]], "held_out": [[1, loss], [2, loss]]}
+            side: {"of": of, "train": [[1, 2.0], [2, 1.9]], "held_out": [[1, loss], [2, loss]], "ends": [loss, 1.0]}
             for side, of, loss in (("float32", "", 1.0), ("int8", "moments", 1.04), ("int8, int8", "wire", 1.0))
         },
         "memory": [
