@@ -47,7 +47,7 @@ def settings(out: Path, steps: int | None) -> list[str]:
         added += [
             f"train.steps={steps}",
             f"checkpoint.save_every={steps // 2}",
-            f"train.eval_every={max(steps // 6, 1)}",
+            f"train.eval_every={max(steps // 4, 1)}",
         ]
     return added
 
