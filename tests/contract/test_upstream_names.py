@@ -126,6 +126,18 @@ def test_resharding_to_fewer_ranks_is_an_argument(ctx):
         through_names(2)(model)
 
 
+@distributed(world_sizes=(1,))
+def test_resharding_after_backward_is_read_from_the_group(ctx):
+    """A tiled MLP reads it, sets False while it runs several backwards, and sets it back."""
+    values = []
+    for make in (shard_stock, lambda *args: shard(ctx, *args)):
+        model = make(net(), UNITS)
+        model[2].set_reshard_after_backward(False)
+        groups = [model[index]._get_fsdp_state()._fsdp_param_group for index in (0, 2)]
+        values.append([group.reshard_after_backward for group in groups])
+    assert values == [[True, False]] * 2
+
+
 @distributed(world_sizes=(4,))
 def test_meshes_are_described_as_upstream_does(ctx):
     for shape, names, kind in (((4,), ("dp",), FSDPMeshInfo), ((2, 2), ("replicate", "shard"), HSDPMeshInfo)):
