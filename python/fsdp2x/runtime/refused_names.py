@@ -114,7 +114,6 @@ GROUP = {
     **dict.fromkeys(("_reset_iter_state",), "call module.reset_iter_state()"),
     "reduce_grads": "call module.set_requires_gradient_sync()",
     "all_reduce_grads": "call module.set_requires_all_reduce()",
-    "reshard_after_backward": "call module.set_reshard_after_backward()",
     "gradient_divide_factor": "call module.set_gradient_divide_factor()",
     "reduce_scatter_unused_params": "call module.set_reduce_scatter_unused_params()",
     "reduce_scatter_max_input_buffers": "call module.set_reduce_scatter_max_input_buffers()",

@@ -155,6 +155,10 @@ class GroupNames:
     def _reshard_after_forward(self) -> bool:
         return self.post_forward_mesh_info is not None
 
+    @read_only("call module.set_reshard_after_backward()")
+    def reshard_after_backward(self) -> bool:
+        return self.unit_state().live_options().reshard_after_backward
+
     @read_only()
     def modules(self) -> tuple:
         return self.unit_state().modules
