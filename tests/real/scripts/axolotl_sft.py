@@ -3,7 +3,8 @@
 
 For a CPU: as_fsdp.py, a mesh of CPUs where axolotl asks for CUDA devices, no question whether GPUs see each other. Its
 process group is left to the script, which trains twice; rows are tokens already, which axolotl would make in processes
-that import this file anew. wandb, which reports to a service and wants packages for it, is a stub while it is imported.
+that import this file anew. wandb, which reports to a service and wants packages for it, is a stub while it is imported;
+so is the class of deepspeed that axolotl's tiled MLP imports and does not use with FSDP.
 """
 
 import importlib.machinery
@@ -48,7 +49,7 @@ settings = {
     "datasets": [{"path": folder, "type": "completion"}],  # asked for, not read
     "output_dir": answer + ".out",
     "sequence_len": 64,
-    "micro_batch_size": 2,
+    "micro_batch_size": 1 if "tiled" in how else 2,  # axolotl's tiles are of one sequence
     "gradient_accumulation_steps": 2,
     "max_steps": 8,
     "save_steps": 4,
@@ -71,6 +72,10 @@ settings = {
 }
 if how == "lora":
     settings |= {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+if how == "tiled":
+    ulysses = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    sys.modules[ulysses] = types.SimpleNamespace(TiledMLP=None)
+    settings |= {"tiled_mlp": True, "tiled_mlp_num_shards": 2, "tiled_mlp_use_original_mlp": True}
 
 
 def train(**changes):
