@@ -176,6 +176,39 @@ def test_adapter_only_round_trip(ctx):
 
 
 @distributed(world_sizes=(2,))
+def test_of_a_quantized_model_only_adapters_have_names_in_files(ctx):
+    """Its weights are not all that its own files hold: written or pushed as they are, nobody could read them."""
+    calls = {
+        "save": lambda model, folder: fsdp2x.save_hf(model, folder / "base", weights="base"),
+        "stream": lambda model, folder: list(fsdp2x.export.stream(model)),
+        "connect": lambda model, folder: fsdp2x.sync.connect(
+            model, fsdp2x.sync.InProcess(nn.Linear(1, 1)), merge_adapters=True
+        ),
+    }
+    with shared_folder() as folder:
+        write_source(ctx, folder / "source", "llama")
+        model = tiny_lora()
+        fsdp2x.fully_shard(model)
+        model.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes"}
+        for what, call in calls.items():
+            with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM is quantized.*save_adapter"):
+                call(model, folder)
+            assert not (folder / "base").exists(), what
+        with pytest.raises(NotImplementedError, match="quantized weights"):
+            fsdp2x.load_hf(model, folder / "source", progress=False)
+        before = dict(fsdp2x.full_tensors(model))
+        fsdp2x.save_adapter(model, folder / "adapter")
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_" in name:
+                    param.zero_()
+        fsdp2x.load_adapter(model, folder / "adapter")
+        same(dict(fsdp2x.full_tensors(model)), before)
+        pushed = fsdp2x.export.stream(model, names="model")
+        same({name: tensor for bucket in pushed for name, tensor in bucket.items()}, before)
+
+
+@distributed(world_sizes=(2,))
 def test_a_failed_save_leaves_nothing_behind(ctx):
     def refuses(pattern):
         return pytest.raises(CheckpointError, match=pattern)

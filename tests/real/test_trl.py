@@ -4,7 +4,7 @@ import pytest
 from environments import same_as_stock
 
 
-@pytest.mark.parametrize("what", ["all", "lora"])
+@pytest.mark.parametrize("what", ["all", "lora", "qlora"])
 def test_sft(tmp_path, what):
     same_as_stock("trl", "trl_sft", tmp_path, what, "kept")
 

@@ -23,7 +23,15 @@ from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
-from fsdp2x.hf.names import hf_base, is_adapter, is_transformers, original_classes, remember_source, unsharded_class
+from fsdp2x.hf.names import (
+    hf_base,
+    is_adapter,
+    is_quantized,
+    is_transformers,
+    original_classes,
+    remember_source,
+    unsharded_class,
+)
 from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.hf.sources import RemoteTensor
@@ -81,6 +89,7 @@ def load_hf(
         CheckpointError: on every rank: files that are missing, damaged or do not fit; a weight of another kind of
             dtype (integers for floating point); tied weights that differ in the files; a weight that is neither in a
             file nor initialised by the model's class.
+        NotImplementedError: the model is quantized, and the files hold more than its adapter.
         ValueError: an unknown mode.
     """
     if mode not in ("auto", "each", "broadcast"):
@@ -88,15 +97,14 @@ def load_hf(
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     what = f"loading {', '.join(map(str, paths))}"
     base, _ = hf_base(model)
-    quantized = getattr(getattr(base, "config", None), "quantization_config", None)
-    if quantized is not None:
-        raise NotImplementedError(
-            "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them with "
-            "transformers and shard the result"
-        )
     targets = find_targets(model)
     opened, mode, seed, classes = _open(paths, mode, what)
     try:
+        if is_quantized(base) and not all(map(is_adapter, opened.tensors)):
+            raise NotImplementedError(
+                "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them "
+                "with transformers and shard the result"
+            )
         plan = together(lambda: _plan(model, base, targets, opened), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
         reads = mode == "each" or not dist.is_initialized() or dist.get_rank() == 0

@@ -59,9 +59,20 @@ def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, tor
 
     Names are those of the model's original files where the model comes from transformers; adapter weights of a PEFT
     model have the names of PEFT's adapter files. Any other parameter keeps its FQN, without wrappers.
+
+    Raises:
+        NotImplementedError: some of ``params`` are of a base model that is quantized: such a file is not only weights.
     """
     base, to_source = hf_base(model)
     names = {fqn: to_source(fqn) for fqn in params}
+    quantized = [name for name in names.values() if not is_adapter(name)] if is_quantized(base) else []
+    if quantized:
+        raise NotImplementedError(
+            f"fsdp2x: {type(base).__name__} is quantized; under the names of files nobody could read its weights, such "
+            f"as {quantized[0]!r}, without what they are quantized by: save or push adapters alone "
+            '(fsdp2x.save_adapter, params=lambda name, param: "lora_" in name), or take tensors as they are with '
+            'names="model"'
+        )
     reverse = _Reverse(base, [name for name in names.values() if not is_adapter(name)])
     members: dict[Any, list[str]] = {}
     for fqn, name in names.items():
@@ -71,6 +82,11 @@ def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, tor
         specs = [TensorSpec(names[fqn], *params[fqn]) for fqn in fqns]
         families.append(reverse.family(key, tuple(fqns), specs))
     return families
+
+
+def is_quantized(base: nn.Module) -> bool:
+    """Whether transformers has loaded (or would load) ``base`` in another form than its weights, such as 4 bits."""
+    return getattr(getattr(base, "config", None), "quantization_config", None) is not None
 
 
 def is_adapter(name: str) -> bool:

@@ -87,7 +87,7 @@ def save_hf(
             left behind, and what was at ``path`` is still there.
         ValueError: an unknown choice or size; ``writers="all"`` without a shared file system.
         RuntimeError: a parameter is on the meta device.
-        NotImplementedError: a PEFT model with several adapters.
+        NotImplementedError: a PEFT model with several adapters; weights of a quantized model.
     """
     out = Path(path).expanduser()
     for argument, value, known in (

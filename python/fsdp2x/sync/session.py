@@ -91,7 +91,7 @@ def connect(
     Raises:
         ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
         NotImplementedError: a PEFT model whose adapters are pushed with its base, unmerged: engines know one or the
-            other; adapters that cannot be merged layer by layer.
+            other; adapters that cannot be merged layer by layer; weights of a quantized model under ``names="hf"``.
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"

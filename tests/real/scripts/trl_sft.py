@@ -1,6 +1,7 @@
-"""TRL's SFTTrainer on a tiny Qwen3 or a model of experts, FSDP version 2 through accelerate: LoRA, recomputation.
+"""TRL's SFTTrainer on a tiny Qwen3 or a model of experts, FSDP version 2 through accelerate: (Q)LoRA, recomputation.
 
-For a CPU: as_fsdp.py.
+For a CPU: as_fsdp.py; while a model is loaded in 4 bits, no question how much memory a GPU has. QLoRA without
+accumulation: TRL has adapters in bf16; beside frozen weights in fp32 our sums of micro-batches are fp32, stock's bf16.
 """
 
 import os
@@ -11,6 +12,8 @@ os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_
 
 import as_fsdp
 import tiny
+import torch
+import transformers
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -18,13 +21,29 @@ import report
 
 del as_fsdp
 what, recompute = sys.argv[2:]
-model, tokenizer = tiny.of_experts(what) if what in tiny.OF_EXPERTS else tiny.qwen3(), tiny.tokenizer()
+
+
+def in_4_bits():
+    """By bitsandbytes, from a checkpoint, as users load a base model."""
+    folder = f"{sys.argv[1]}.model.{os.environ['RANK']}"
+    tiny.qwen3(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    transformers.modeling_utils.caching_allocator_warmup = lambda *_, **__: None
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+if what == "qlora":
+    model = in_4_bits()
+else:
+    model = tiny.of_experts(what) if what in tiny.OF_EXPERTS else tiny.qwen3()
+tokenizer = tiny.tokenizer()
 checkpointing = {"gradient_checkpointing": recompute != "kept"}
 if recompute != "kept":
     checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
-settings = tiny.trainer_settings(SFTConfig, bf16=False, dataloader_num_workers=0, **checkpointing)
+accumulation = {"gradient_accumulation_steps": 1} if what == "qlora" else {}
+settings = tiny.trainer_settings(SFTConfig, bf16=False, dataloader_num_workers=0, **checkpointing, **accumulation)
 adapter = None
-if what == "lora":
+if "lora" in what:
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
