@@ -127,6 +127,8 @@ void bind_layout(py::module_& m) {
            py::arg("shapes"), py::arg("world"), py::arg("rank"), py::arg("whole_chunks") = false)
       .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
       .def_property_readonly("slot_bytes", &Layout::slot_bytes)
+      .def_property_readonly("can_rest_in_slot", &Layout::can_rest_in_slot)
+      .def_property_readonly("offsets_in_slot", &Layout::offsets_in_slot)
       .def_property_readonly("scratch_bytes", &Layout::scratch_bytes)
       .def_property_readonly("wide_scratch_bytes", &Layout::wide_scratch_bytes)
       .def_property_readonly("gather_segment_bytes", &Layout::gather_segment_bytes)
@@ -287,7 +289,7 @@ void bind_group(py::module_& m) {
       .def("watch_shards",
            [](ParamGroup& self, const std::vector<std::optional<at::Tensor>>& locals) {
              for (size_t i = 0; i < locals.size(); ++i) {
-               self.params().at(i).watch_shard(locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
+               self.shards().watch(i, locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
              }
            })
       .def("set_unsharded_param",
@@ -300,7 +302,26 @@ void bind_group(py::module_& m) {
            })
       .def_property_readonly("name", &ParamGroup::name)
       .def_property_readonly("index", &ParamGroup::index)
-      .def_property_readonly("pool", &ParamGroup::pool)
+      // What the shards lie in, and where: a pool, or a slot that they rest in.
+      .def_property_readonly("pool",
+                             [](ParamGroup& self) {
+                               self.shards().close();
+                               return self.pool();
+                             })
+      .def_property_readonly("shard_offsets",
+                             [](ParamGroup& self) {
+                               std::vector<size_t> offsets;
+                               for (size_t i = 0; i < self.params().size(); ++i) {
+                                 offsets.push_back(self.shards().offset(i));
+                               }
+                               return offsets;
+                             })
+      .def_property_readonly("has_resting_shards",
+                             [](ParamGroup& self) { return self.shards().state() != ShardState::in_pool; })
+      .def("give_back_shards",
+           [](ParamGroup& self) {
+             if (self.has_joined()) self.transport().give_back_shards(self);
+           })
       .def_property_readonly("has_streams", [](const ParamGroup& self) { return self.transport().has_streams(); })
       .def_property_readonly("transport_name", [](const ParamGroup& self) { return self.transport().name(); })
       .def_property_readonly("slot_bytes", [](const ParamGroup& self) { return self.layout().slot_bytes(); })

@@ -5,6 +5,7 @@
 #include "engine/optim/clip.hpp"
 #include "engine/optim/coded_moments.hpp"
 #include "engine/optim/optimizer.hpp"
+#include "engine/schedule/writable_shards.hpp"
 
 namespace fsdp2x {
 namespace {
@@ -64,6 +65,12 @@ void bind_optim(py::module_& m) {
                          grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("on_device"), py::arg("grad_scale"));
+  py::class_<WritableShards>(m, "WritableShards")
+      .def(
+          py::init([](const py::object& param_groups) { return std::make_unique<WritableShards>(param_groups.ptr()); }),
+          py::arg("param_groups"))
+      .def("close", &WritableShards::close)
+      .def_property_readonly("num_opened", &WritableShards::num_opened);
   py::class_<DeviceClip>(m, "DeviceClip")
       .def(py::init<bool>(), py::arg("with_twins") = false)
       .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })

@@ -96,6 +96,12 @@ void bind_shared_memory(py::module_& m) {
           "require", [](const cpu::ProcessGuard& guard, const std::string& what) { guard.require(what.c_str()); },
           py::arg("what"));
   // For os.register_at_fork.
+  m.def("begin_fork", [] {
+    for (const auto& group : Unit::live_groups()) group->shards().begin_fork();
+  });
+  m.def("end_fork", [] {
+    for (const auto& group : Unit::live_groups()) group->shards().end_fork();
+  });
   m.def("forbid_in_child", &Unit::forbid_all);
 }
 

@@ -149,6 +149,21 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
   }
 }
 
+bool Layout::can_rest_in_slot() const {
+  return slot_bytes_ > 0 && std::all_of(params_.begin(), params_.end(), [](const ParamPlace& place) {
+           const ParamShape& shape = place.shape;
+           return shape.in_slot && shape.orig == shape.compute && shape.outer == 1;
+         });
+}
+
+std::vector<size_t> Layout::offsets_in_slot() const {
+  std::vector<size_t> offsets;
+  for (const ParamPlace& place : params_) {
+    offsets.push_back(place.slot_offset + num_bytes(place.rows.begin * place.shape.inner, place.shape.compute));
+  }
+  return offsets;
+}
+
 Layout Layout::training(const std::vector<bool>& trains) const {
   return training(trains, std::vector<bool>(params_.size()));
 }

@@ -105,6 +105,11 @@ class Layout {
   // reduce_segment_offset says, and not in it.
   Layout training(const std::vector<bool>& trains, const std::vector<bool>& direct) const;
 
+  // Whether shards may rest in the slot: as rows of the whole parameters, one piece each, that no gather has to cast.
+  bool can_rest_in_slot() const;
+  // Where they begin there, in bytes, by parameter.
+  std::vector<size_t> offsets_in_slot() const;
+
   // This rank's shard pool -> its rows in the gather slot, with the cast. Empty shards are left out.
   const std::vector<Copy>& shard_to_slot() const { return shard_to_slot_; }
   // This rank's shard pool -> its gather segment, with the cast.

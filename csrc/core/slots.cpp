@@ -11,22 +11,32 @@ SlotLedger::SlotLedger(size_t page_bytes) : page_bytes_(page_bytes) {
   if (page_bytes == 0) throw Error("slot ledger: the page size must be positive, got 0");
 }
 
-Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
+SlotLedger::Entry& SlotLedger::add(size_t bytes, const std::string& owner) {
+  Entry entry;
+  entry.slot.id = static_cast<int>(slots_.size());
+  entry.slot.offset = end_;
+  entry.slot.bytes = bytes;
+  entry.owner = owner;
+  slots_.push_back(entry);
+  end_ += bytes;
+  return slots_.back();
+}
+
+size_t SlotLedger::whole_pages(size_t bytes, const std::string& owner) const {
   if (bytes == 0) throw Error("slot ledger: '" + owner + "' asked for a slot of 0 bytes");
-  const size_t needed = (bytes + page_bytes_ - 1) / page_bytes_ * page_bytes_;
+  return (bytes + page_bytes_ - 1) / page_bytes_ * page_bytes_;
+}
+
+Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
+  const size_t needed = whole_pages(bytes, owner);
   Entry* best = nullptr;
   for (Entry& entry : slots_) {
     const size_t capacity = entry.slot.bytes;
-    if (entry.owned || capacity < needed || capacity > 2 * needed) continue;
+    if (entry.owned || entry.reserved || capacity < needed || capacity > 2 * needed) continue;
     if (best == nullptr || capacity < best->slot.bytes) best = &entry;
   }
   if (best == nullptr) {
-    Entry entry;
-    entry.slot.id = static_cast<int>(slots_.size());
-    entry.slot.offset = arena_bytes_;
-    entry.slot.bytes = needed;
-    slots_.push_back(entry);
-    best = &slots_.back();
+    best = &add(needed, owner);
     arena_bytes_ += needed;
   }
   best->owned = true;
@@ -37,23 +47,35 @@ Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
   return best->slot;
 }
 
-SlotLedger::Entry& SlotLedger::owned_entry(int id) {
+Slot SlotLedger::reserve(size_t bytes, const std::string& owner) {
+  Entry& entry = add(whole_pages(bytes, owner), owner);
+  entry.reserved = true;
+  return entry.slot;
+}
+
+SlotLedger::Entry& SlotLedger::entry(int id) {
   if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
     throw Error("slot ledger: slot " + std::to_string(id) + " does not exist, there are " +
                 std::to_string(slots_.size()) + "; owned now: " + owners());
   }
-  Entry& entry = slots_[static_cast<size_t>(id)];
-  if (!entry.owned) {
-    throw Error("slot ledger: slot " + std::to_string(id) + " was released twice, its last owner was '" + entry.owner +
-                "'; owned now: " + owners());
+  return slots_[static_cast<size_t>(id)];
+}
+
+SlotLedger::Entry& SlotLedger::owned_entry(int id) {
+  Entry& found = entry(id);
+  if (!found.owned) {
+    throw Error("slot ledger: slot " + std::to_string(id) +
+                (found.reserved ? " is reserved for '" + found.owner + "'"
+                                : " was released twice, its last owner was '" + found.owner + "'") +
+                "; owned now: " + owners());
   }
-  return entry;
+  return found;
 }
 
 Slot SlotLedger::reuse(int id) {
-  Entry& entry = owned_entry(id);
-  ++entry.slot.num_uses;
-  return entry.slot;
+  Entry& found = owned_entry(id);
+  ++found.slot.num_uses;
+  return found.slot;
 }
 
 void SlotLedger::release(int id) {

@@ -24,6 +24,9 @@ class SlotLedger {
   // The free slot with the smallest capacity that fits `bytes` and is not more than twice as large, the lowest id among
   // equals; otherwise a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
   Slot acquire(size_t bytes, const std::string& owner);
+  // A slot at the end of the arena that is one owner's for good, who counts its uses. It is none of those that come and
+  // go: not owned, and in no count of bytes but reserved_bytes(). Throws if `bytes` is 0.
+  Slot reserve(size_t bytes, const std::string& owner);
   // Another use of a slot by its owner, who never gave it back. Throws when the slot is not owned.
   Slot reuse(int id);
   // Throws when the slot is not owned.
@@ -31,7 +34,8 @@ class SlotLedger {
 
   size_t num_owned() const;
   size_t num_slots() const { return slots_.size(); }
-  size_t arena_bytes() const { return arena_bytes_; }
+  size_t arena_bytes() const { return arena_bytes_; }  // of slots that come and go
+  size_t reserved_bytes() const { return end_ - arena_bytes_; }
   size_t owned_bytes() const;
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   const Slot& slot(int id) const;
@@ -43,11 +47,16 @@ class SlotLedger {
     Slot slot;
     std::string owner;
     bool owned = false;
+    bool reserved = false;
   };
+  size_t whole_pages(size_t bytes, const std::string& owner) const;
+  Entry& add(size_t bytes, const std::string& owner);
+  Entry& entry(int id);
   Entry& owned_entry(int id);
 
   size_t page_bytes_;
   std::vector<Entry> slots_;
+  size_t end_ = 0;  // of the arena
   size_t arena_bytes_ = 0;
   size_t owned_bytes_ = 0;
   size_t peak_owned_bytes_ = 0;

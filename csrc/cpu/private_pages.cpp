@@ -21,16 +21,22 @@ constexpr uint64_t kOfFile = uint64_t{1} << 61;  // or of shared memory
 
 bool is_copy(uint64_t entry) { return (entry & (kPresent | kSwapped)) != 0 && (entry & kOfFile) == 0; }
 
-bool drop(uintptr_t first_page, size_t num_pages) {
-  return ::madvise(reinterpret_cast<void*>(first_page * page_bytes()), num_pages * page_bytes(), MADV_DONTNEED) == 0;
+void append(std::vector<PageRun>& runs, uintptr_t first_page, size_t num_pages) {
+  auto* const begin = reinterpret_cast<std::byte*>(first_page * page_bytes());
+  if (!runs.empty() && runs.back().begin + runs.back().bytes == begin) {
+    runs.back().bytes += num_pages * page_bytes();
+  } else {
+    runs.push_back({begin, num_pages * page_bytes()});
+  }
 }
 
 }  // namespace
 
 PrivatePages::PrivatePages() : pagemap_(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
 
-bool PrivatePages::discard(std::byte* begin, size_t bytes) const {
-  if (bytes == 0) return true;
+std::vector<PageRun> PrivatePages::find(std::byte* begin, size_t bytes) const {
+  std::vector<PageRun> runs;
+  if (bytes == 0) return runs;
   const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / page_bytes();
   const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes + page_bytes() - 1) / page_bytes();
   std::array<uint64_t, 1024> entries;
@@ -39,16 +45,22 @@ bool PrivatePages::discard(std::byte* begin, size_t bytes) const {
     const auto wanted = static_cast<ssize_t>(num * sizeof(uint64_t));
     if (!pagemap_.valid() || ::pread(pagemap_.get(), entries.data(), static_cast<size_t>(wanted),
                                      static_cast<off_t>(page * sizeof(uint64_t))) != wanted) {
-      return drop(page, end - page);
+      append(runs, page, end - page);
+      return runs;
     }
     for (size_t i = 0; i < num;) {
       size_t stop = i;
       while (stop < num && is_copy(entries[stop])) ++stop;
-      if (stop > i && !drop(page + i, stop - i)) return false;
+      if (stop > i) append(runs, page + i, stop - i);
       i = stop + 1;
     }
   }
-  return true;
+  return runs;
+}
+
+bool PrivatePages::drop(const std::vector<PageRun>& runs) {
+  return std::all_of(runs.begin(), runs.end(),
+                     [](const PageRun& run) { return ::madvise(run.begin, run.bytes, MADV_DONTNEED) == 0; });
 }
 
 }  // namespace fsdp2x::cpu

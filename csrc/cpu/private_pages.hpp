@@ -2,10 +2,17 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "cpu/file_descriptor.hpp"
 
 namespace fsdp2x::cpu {
+
+// Whole pages, one behind the other.
+struct PageRun {
+  std::byte* begin = nullptr;
+  size_t bytes = 0;
+};
 
 // The kernel tells whether a page is the file's or a copy that a write made (/proc/self/pagemap), whoever wrote it and
 // however. Where it does not tell, every page counts as written. Belongs to the process that made it.
@@ -13,9 +20,10 @@ class PrivatePages {
  public:
   PrivatePages();
 
-  // Afterwards [begin, begin + bytes), of a private mapping of shared memory, shows what the shared memory holds; so do
-  // the rest of the pages it lies in. False when the kernel refused; errno says why.
-  bool discard(std::byte* begin, size_t bytes) const;
+  // The copies among the pages that [begin, begin + bytes) touches, of a private mapping of shared memory.
+  std::vector<PageRun> find(std::byte* begin, size_t bytes) const;
+  // Afterwards the pages show what the shared memory holds. False when the kernel refused; errno says why.
+  static bool drop(const std::vector<PageRun>& runs);
 
  private:
   FileDescriptor pagemap_;

@@ -68,8 +68,12 @@ std::byte* ShmGroup::map(Windows& windows, size_t position, size_t bytes) {
 
 GatherWindow ShmGroup::gather_window(uint64_t offset, size_t bytes) {
   check_window(offset, bytes, map_.gather_bytes(), "gather");
-  const size_t position = map_.gather_offset() + offset;
-  return {map(shared_, position, bytes), map(isolated_, position, bytes)};
+  return {map(shared_, map_.gather_offset() + offset, bytes), isolated_window(offset, bytes)};
+}
+
+std::byte* ShmGroup::isolated_window(uint64_t offset, size_t bytes) {
+  check_window(offset, bytes, map_.gather_bytes(), "gather");
+  return map(isolated_, map_.gather_offset() + offset, bytes);
 }
 
 std::byte* ShmGroup::scratch_window(int owner_rank, uint64_t offset, size_t bytes) {
@@ -83,9 +87,29 @@ std::byte* ShmGroup::scratch_window(int owner_rank, uint64_t offset, size_t byte
 
 void ShmGroup::discard_private_pages(std::byte* isolated, size_t bytes) {
   require_own_process();
-  if (private_pages_.discard(isolated, bytes)) return;
+  drop(private_pages_.find(isolated, bytes));
+}
+
+void ShmGroup::drop(const std::vector<PageRun>& runs) {
+  if (PrivatePages::drop(runs)) return;
   // What was written would hide the next gather from this rank.
   give_up(std::string("it cannot drop pages that were written in place (") + std::strerror(errno) + ")");
+}
+
+std::shared_ptr<ShardViews> ShmGroup::shard_views(uint64_t offset, size_t bytes, std::vector<SlotRows> rows) {
+  require_own_process();
+  check_window(offset, bytes, map_.gather_bytes(), "gather");
+  try {
+    return std::make_shared<ShardViews>(memory_.get(), map_.gather_offset() + offset, bytes, std::move(rows));
+  } catch (const std::exception& error) {
+    give_up(error.what());
+  }
+}
+
+void ShmGroup::publish(const ShardViews& views, const std::vector<PageRun>& runs) {
+  require_own_process();
+  views.publish(runs);
+  drop(runs);
 }
 
 size_t ShmGroup::mapped_bytes() const {

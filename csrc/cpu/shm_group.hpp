@@ -9,6 +9,7 @@
 
 #include "cpu/file_descriptor.hpp"
 #include "cpu/private_pages.hpp"
+#include "cpu/shard_views.hpp"
 #include "cpu/shm_map.hpp"
 #include "cpu/shm_options.hpp"
 #include "cpu/shm_protocol.hpp"
@@ -34,9 +35,19 @@ class ShmGroup final : public ShmProtocol {
 
   // Windows are mapped at the first call and kept; the same arguments give the same pointers.
   GatherWindow gather_window(uint64_t offset, size_t bytes);
+  std::byte* isolated_window(uint64_t offset, size_t bytes);  // what tensors look through, alone
   std::byte* scratch_window(int owner_rank, uint64_t offset, size_t bytes);
   // Drops this rank's private copies of the pages that [isolated, isolated + bytes) of an isolated view touches.
   void discard_private_pages(std::byte* isolated, size_t bytes);
+
+  // Room for slots that are some unit's for good: half of the gather arena, as nobody knows what the others will take.
+  size_t reservable_bytes() const { return map_.gather_bytes() / 2; }
+  // Of a slot in which this rank's shards are to rest; mapped at each call.
+  std::shared_ptr<ShardViews> shard_views(uint64_t offset, size_t bytes, std::vector<SlotRows> rows);
+  std::vector<PageRun> written(const ShardViews& views) const { return views.written(private_pages_); }
+  // What is written becomes what all ranks see; nobody may be reading this rank's rows.
+  void publish(const ShardViews& views, const std::vector<PageRun>& runs);
+  void give_back(const ShardViews& views) const { views.give_back(memory_.get()); }
   // This rank cannot do what its peers wait for: every wait of every rank ends with a sentence that says so. Throws it.
   [[noreturn]] void give_up(const std::string& why);
   size_t mapped_bytes() const;
@@ -45,6 +56,7 @@ class ShmGroup final : public ShmProtocol {
  private:
   ShmGroup(const ShmOptions& options, const ShmMap& map, Mapping control_area);
   std::byte* map(Windows& windows, size_t position, size_t bytes);
+  void drop(const std::vector<PageRun>& runs);
 
   FileDescriptor memory_;
   ShmMap map_;

@@ -286,6 +286,14 @@ void ShmProtocol::join_gather(const GatherPost& post) {
   }
 }
 
+bool ShmProtocol::slot_is_released(uint32_t slot, uint64_t num_uses) const {
+  require_own_process();
+  for (int rank = 0; rank < impl_->options.world; ++rank) {
+    if (impl_->released(slot, rank).load(std::memory_order_acquire) < num_uses) return false;
+  }
+  return true;
+}
+
 void ShmProtocol::release_slot(uint32_t slot, uint64_t num_uses) {
   require_own_process();
   impl_->released(slot, impl_->options.rank).store(num_uses, std::memory_order_release);

@@ -44,6 +44,7 @@ class ShmProtocol {
   ShmProtocol(const ShmProtocol&) = delete;
   ShmProtocol& operator=(const ShmProtocol&) = delete;
 
+  bool is_here() const { return guard_.is_here(); }  // and not in a forked child
   int rank() const;
   int world() const;
   std::string rank_name() const;  // for messages
@@ -73,6 +74,7 @@ class ShmProtocol {
   void join_gather(const GatherPost& post);               // waits for all peers; throws when a peer's entry differs
   bool gather_is_complete(const GatherPost& post) const;  // does not wait
   void release_slot(uint32_t slot, uint64_t num_uses);
+  bool slot_is_released(uint32_t slot, uint64_t num_uses) const;  // that use, by every rank; does not wait
 
   // Reduction. `epoch` counts the reductions of this unit: 1, 2, 3 ...; `tag` is compared between ranks, and
   // so are `forwards`: a rank that failed alone and began another forward is a step ahead. Who failed alone and left

@@ -1,6 +1,6 @@
 """The twelve ways in which frameworks reach past a pool of shards, one test each; numbers as in the names.
 
-Every test ends with `assert_pooled`: each shard lies in its unit's pool, at its place, and the pads are zero.
+Every test ends with `assert_pooled`: each shard lies in its unit's pool or slot, at its place, and the pads are zero.
 """
 
 import copy
@@ -35,7 +35,7 @@ def sharded_like(model, values):
 
 
 def assert_pooled(model):
-    """Shards lie in their unit's pool without overlap; every byte of a pool outside of them is zero."""
+    """Shards lie in their unit's pool, or rest in its slot, without overlap; a pool is zero beside them."""
     groups = {id(group): group for state in map(get_state, model.modules()) if state for group in state.groups}
     assert groups
     for group in groups.values():
@@ -50,7 +50,8 @@ def assert_pooled(model):
             assert local.storage_offset() == 0 and 0 <= start < end <= group.pool.numel(), record.owners[0][1]
             assert bool(outside[start:end].all()), "two shards share bytes"
             outside[start:end] = False
-        assert not bool(group.pool[outside].any()), "a pad was written"
+        rests = group.engine is not None and group.engine.has_resting_shards  # beside the rows of other ranks
+        assert rests or not bool(group.pool[outside].any()), "a pad was written"
 
 
 @pytest.mark.parametrize("moment", ["before_forward", "after_step"])

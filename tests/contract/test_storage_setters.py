@@ -40,7 +40,8 @@ def test_kept_storage_stays_where_it_is(ctx, transport, reshard):
     assert len(set(pointers[0])) == len(model.blocks), "every unit has a place of its own"
     same(grads(model), grads(expected), "gradients", rtol=0, atol=0)
     kept = fsdp2x.describe(model).stats
-    assert kept["gather_slots_owned"] == len(STACK_UNITS) + 1, kept
+    # Over shared memory a unit in its own dtype has such a place anyway.
+    assert kept["gather_slots_owned"] == (0 if transport == "shm" else len(STACK_UNITS) + 1), kept
     model.set_keep_unsharded_storage(False)
     step(model, ctx, 3)
     assert fsdp2x.describe(model).stats["gather_slots_owned"] == 0

@@ -188,6 +188,38 @@ TEST_P(LayoutWorld, RowsWrittenStraightIntoTheSlotGiveTheWholeTensors) {
   }
 }
 
+TEST_P(LayoutWorld, ShardsRestWhereTheirRowsAreGathered) {
+  std::vector<ParamShape> shapes;
+  for (const int64_t dim : {7, 1, 0, 12}) shapes.push_back({.outer = 1, .dim = dim, .inner = 3});
+  shapes.push_back({.outer = 1, .dim = 5, .inner = 1, .orig = DType::bf16, .compute = DType::bf16, .trainable = false});
+  std::vector<size_t> ends(shapes.size());  // of the rows of the ranks before
+  for (const Layout& layout : layouts(shapes)) {
+    EXPECT_TRUE(layout.can_rest_in_slot());
+    const std::vector<size_t> offsets = layout.offsets_in_slot();
+    ASSERT_EQ(offsets.size(), shapes.size());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const ParamPlace& place = layout.params()[i];
+      EXPECT_EQ(offsets[i], place.slot_offset + ends[i]);
+      ends[i] += static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig);
+    }
+    for (const Copy& copy : layout.shard_to_slot())
+      EXPECT_TRUE(std::count(offsets.begin(), offsets.end(), copy.dst_offset));
+  }
+}
+
+TEST(Layout, RowsThatAreCastPermutedOrFilledInElsewhereDoNotRest) {
+  const ParamShape plain = {.outer = 1, .dim = 4, .inner = 2};
+  ParamShape cast = plain, permuted = plain, elsewhere = plain;
+  cast.compute = DType::bf16;
+  permuted.outer = 2;
+  elsewhere.in_slot = false;
+  EXPECT_TRUE(Layout({plain}, 2, 0).can_rest_in_slot());
+  for (const ParamShape& other : {cast, permuted, elsewhere}) {
+    EXPECT_FALSE(Layout({plain, other}, 2, 0).can_rest_in_slot());
+  }
+  EXPECT_FALSE(Layout({}, 2, 0).can_rest_in_slot());
+}
+
 TEST_P(LayoutWorld, SegmentsOfAllRanksGiveTheWholeTensors) {
   for (const auto& shapes : {unit_a(), unit_b()}) {
     const std::vector<Layout> all = layouts(shapes);

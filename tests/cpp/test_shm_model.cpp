@@ -150,6 +150,31 @@ void reset_and_go_on(Rank& rank) {
   rank.flush(3, pending);
 }
 
+// Gathers where rows rest: each is read, a step changes the rows, the next one shows the new ones. A rank that is ahead
+// keeps its step to itself until then.
+void gather_and_step(Rank& rank) {
+  for (int step = 0; step < 3; ++step) {
+    const Rank::Gather gather = rank.begin_resting_gather(0);
+    rank.finish_resting_gather(gather);
+    rank.release_resting_gather(gather);
+    rank.step();
+  }
+}
+// Gathered ahead and given up, by rank 0 alone after its peers have it; stepped; gathered.
+void give_up_and_step(Rank& rank) {
+  const Rank::Gather gather = rank.begin_resting_gather(0);
+  if (rank.rank() != 0) rank.finish_resting_gather(gather);
+  rank.release_resting_gather(gather);
+  rank.step();
+  const Rank::Gather next = rank.begin_resting_gather(0);
+  rank.finish_resting_gather(next);
+  rank.release_resting_gather(next);
+}
+
+TEST_P(ShmModel, RowsThatRestAreStepped) { holds(gather_and_step, all_end_well, 0, 1); }
+
+TEST_P(ShmModel, RowsThatRestAreGivenUp) { holds(give_up_and_step); }
+
 TEST_P(ShmModel, ASlotIsUsedAgain) { holds(gather_in_turn); }
 
 TEST_P(ShmModel, TheRingGoesRound) { holds(gather_ahead, all_end_well, 0, 1); }
@@ -293,6 +318,20 @@ TEST_P(ShmModelFault, ASlotIsReleasedOneUseEarly) {
   };
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return one_early(released(w)); }),
                "rows");
+}
+TEST_P(ShmModelFault, AStepDoesNotAskWhoReads) {
+  const auto program = [](Rank& rank) {
+    const Rank::Gather gather = rank.begin_resting_gather(0);
+    rank.finish_resting_gather(gather);
+    rank.release_resting_gather(gather);
+    rank.step(/*asks=*/false);
+  };
+  expect_found(explore(in_order(), program), "race: rank");
+}
+TEST_P(ShmModelFault, RowsThatRestAreReleasedOneUseEarly) {
+  expect_found(
+      explore(in_order(), gather_and_step, all_end_well, [](const World& w) { return one_early(released(w)); }),
+      "rows");
 }
 TEST_P(ShmModelFault, ASlotIsReleasedBeforeItIsRead) {
   expect_found(explore(in_order(), release_before_reading), "rows");

@@ -78,6 +78,26 @@ TEST(Slots, CountsThePeak) {
   EXPECT_EQ(ledger.num_owned(), 0u);
 }
 
+TEST(Slots, AReservedOneIsNobodyElses) {
+  SlotLedger ledger(kPage);
+  const int free = ledger.acquire(kPage, "a").id;
+  ledger.release(free);
+  const Slot reserved = ledger.reserve(kPage + 1, "b");
+  EXPECT_EQ(reserved.id, 1);
+  EXPECT_EQ(reserved.offset, kPage);
+  EXPECT_EQ(reserved.bytes, 2 * kPage);
+  EXPECT_EQ(reserved.num_uses, 0u);
+  EXPECT_EQ(ledger.reserved_bytes(), 2 * kPage);
+  EXPECT_EQ(ledger.arena_bytes(), kPage);
+  EXPECT_EQ(ledger.owned_bytes(), 0u);
+  EXPECT_EQ(ledger.num_owned(), 0u);
+  EXPECT_EQ(ledger.owners(), "empty");
+  EXPECT_EQ(ledger.acquire(2 * kPage, "c").offset, 3 * kPage);
+  EXPECT_EQ(ledger.acquire(kPage, "d").id, free);
+  EXPECT_THROW(ledger.release(reserved.id), Error);
+  EXPECT_THROW(ledger.reserve(0, "e"), Error);
+}
+
 TEST(Slots, NamesTheOwners) {
   SlotLedger ledger(kPage);
   EXPECT_EQ(ledger.owners(), "empty");

@@ -92,7 +92,9 @@ def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):
     depth = 0 if transport == "process_group" and ctx.world > 1 else 1
     num_slots = 1 + depth if reshard else NUM_BLOCKS
     stats = fsdp2x.describe(model).stats
-    assert stats["peak_gather_bytes"] == root + num_slots * blocks[0], stats
+    # Shards that no gather has to cast rest in a slot that takes no memory beside theirs.
+    rests = transport == "shm" and policy == "fp32" and ctx.world > 1
+    assert stats["peak_gather_bytes"] == (0 if rests else root + num_slots * blocks[0]), stats
     assert stats["gather_slot_bytes"] == stats["peak_gather_bytes"], stats
     assert stats["gather_slots_owned"] == 0 and stats["scratch_slots_owned"] == 0 and stats["owners"] == "empty", stats
     for report in seen:
@@ -139,8 +141,9 @@ def test_pages_that_exist_are_those_of_the_ledger(ctx, policy, reshard):
     stats = fsdp2x.describe(model).stats
     scratch = torch.tensor(stats["scratch_bytes"])
     dist.all_reduce(scratch)
-    ledger = stats["gather_slot_bytes"] + scratch.item()
-    # The ledger's slots are whole pages of which the last may never be written.
+    resting = [up(unit.slot_bytes, PAGE) for unit in fsdp2x.describe(model).units if policy == "fp32"]
+    ledger = stats["gather_slot_bytes"] + sum(resting) + scratch.item()
+    # The slots are whole pages of which the last may never be written.
     num_slots = 4 * ctx.world + NUM_BLOCKS + 1
     assert ledger - num_slots * PAGE <= made.popitem()[1] <= ledger + CONTROL_BYTES
     assert memory.copied_shared_bytes(set(memory.shared_files()) - before) == 0

@@ -79,6 +79,18 @@ void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, si
   storage.set_data_ptr_noswap(owning_pointer(pool, offset));
 }
 
+const c10::StorageImpl* pool_of(c10::StorageImpl& storage) {
+  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();  // it may be poisoned
+  if (data.get_deleter() != &release_owner) return nullptr;
+  return static_cast<c10::intrusive_ptr<c10::StorageImpl>*>(data.get_context())->get();
+}
+
+void redirect_storage(c10::StorageImpl& storage, void* data) {
+  auto owner = storage.mutable_data_ptr().move_context();
+  const auto release = owner.get_deleter();
+  storage.set_data_ptr_noswap(at::DataPtr(data, owner.release(), release, storage.device()));
+}
+
 void detach_memory(const at::Tensor& tensor, const std::string& message) {
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, storage.device()));

@@ -34,6 +34,12 @@ void point_storage(c10::StorageImpl& storage, void* data, at::Device device);
 // Points `storage` at [offset ..) of `pool` and makes it an owner of the pool.
 void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, size_t offset);
 
+// The pool that `storage` points into and owns; null: it does not.
+const c10::StorageImpl* pool_of(c10::StorageImpl& storage);
+
+// The same owner, another address of its memory.
+void redirect_storage(c10::StorageImpl& storage, void* data);
+
 // Takes the memory of `tensor` away, whoever owned it; a later access throws `message`. Undone by attach_to_pool.
 void detach_memory(const at::Tensor& tensor, const std::string& message);
 

@@ -42,10 +42,6 @@ class Param {
   void set_unsharded_object(PyRef unsharded);
   // load_state_dict(assign=True) registers another Parameter object.
   void set_sharded_object(PyRef sharded) { sharded_ = std::move(sharded); }
-  // The storage of the sharded local tensor, which lies in the pool until somebody gives it other memory
-  // (share_memory_(), a queue of torch.multiprocessing). Null: the shard does not lie in the pool.
-  void watch_shard(c10::intrusive_ptr<c10::StorageImpl> storage) { shard_storage_ = std::move(storage); }
-  const void* shard_memory() const { return shard_storage_ ? shard_storage_->data() : nullptr; }
   void set_gradient_spec(PyRef spec) { gradient_spec_ = std::move(spec); }
 
   // Points the unsharded storage into the slot (an extension has its own memory) and follows the sharded parameter's
@@ -75,7 +71,6 @@ class Param {
   PyRef local_;  // null: `unsharded_` itself
   PyRef gradient_spec_;
   std::vector<Owner> owners_;
-  c10::intrusive_ptr<c10::StorageImpl> shard_storage_;
   Poison poison_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the local unsharded tensor; null for an extension
   at::Device device_;

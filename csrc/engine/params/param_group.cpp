@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "core/error.hpp"
 
@@ -43,13 +42,13 @@ const char* to_string(GradientState state) {
 ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
                        GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
     : layout_(std::move(group_layout)),
-      pool_(std::move(shard_pool)),
+      shards_(layout_, std::move(shard_pool)),
       device_(group_device),
       offload_(group_offload),
       replicas_(replicas),
       params_(std::move(group_params)),
       calls_(std::move(group_calls)),
-      gradients_(layout_, params_, memory_like(pool_, offloads()), std::move(calls_.make_gradient),
+      gradients_(layout_, params_, memory_like(pool(), offloads()), std::move(calls_.make_gradient),
                  std::move(calls_.add_to_foreign)) {}
 
 void ParamGroup::rename(std::string new_name) {
@@ -87,21 +86,14 @@ ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
   call(calls_.gather_slowly);  // before the pool is read: it refreshes aliases
   gathered_from_ = holds_post_forward_ ? post_forward_.get() : this;
-  if (gathered_from_ == this) fetch_moved_shards();
-  return *gathered_from_;
-}
-
-// Shards whose storages other processes share now: optimizers write to them there, and gathers read the pool.
-void ParamGroup::fetch_moved_shards() {
-  if (!pool_.is_cpu()) return;  // only memory of the host can be shared so
-  auto* const begin = static_cast<std::byte*>(pool_.data_ptr());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const void* memory = params_[i].shard_memory();
-    const ParamPlace& place = layout_.params()[i];
-    std::byte* const in_pool = begin + place.shard_offset;
-    if (memory == nullptr || memory == in_pool || place.shard_numel == 0) continue;
-    std::memcpy(in_pool, memory, static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig));
+  if (gathered_from_ == this) {
+    if (shards_.state() == ShardState::open) {
+      const pybind11::gil_scoped_acquire gil;
+      shards_.close();
+    }
+    shards_.fetch_moved();
   }
+  return *gathered_from_;
 }
 
 void ParamGroup::check_registered() const {

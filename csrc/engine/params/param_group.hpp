@@ -15,6 +15,7 @@
 #include "engine/params/gradients.hpp"
 #include "engine/params/param.hpp"
 #include "engine/params/reduced_rows.hpp"
+#include "engine/params/shards.hpp"
 #include "engine/params/unit_facts.hpp"
 
 namespace fsdp2x {
@@ -99,7 +100,8 @@ class ParamGroup {
   // What errors and the ledgers call it, and its smaller world with it.
   void rename(std::string name);
   const Layout& layout() const { return layout_; }
-  const at::Tensor& pool() const { return pool_; }
+  Shards& shards() { return shards_; }
+  const at::Tensor& pool() const { return shards_.memory(); }
   at::Device device() const { return device_; }
   Offload offload() const { return offload_; }
   // Whether the shards that an optimizer steps and their gradients are the host's.
@@ -117,6 +119,7 @@ class ParamGroup {
   const UnitOptions& options() const { return unit_->options; }
   // What moves its bytes; the group itself never calls it.
   void join(std::shared_ptr<Transport> transport, std::shared_ptr<Commons> commons);
+  bool has_joined() const { return transport_ != nullptr; }
   Transport& transport() const { return *transport_; }
   uint32_t index() const { return index_; }  // in its transport, the same on every rank
   void set_index(uint32_t index) { index_ = index; }
@@ -192,7 +195,6 @@ class ParamGroup {
   // Throws unless modules register what they were given last, the sharded parameters.
   void check_registered() const;
   PyObject* registered_while_sharded(size_t param) const;
-  void fetch_moved_shards();
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
   std::string name_;
@@ -201,7 +203,7 @@ class ParamGroup {
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<Commons> commons_;
   Layout layout_;
-  at::Tensor pool_;
+  Shards shards_;
   at::Device device_;
   Offload offload_;
   int replicas_;

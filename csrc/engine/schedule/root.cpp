@@ -41,6 +41,7 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
   unit->root = shared_from_this();
   units_.push_back(unit);
   for (size_t i = 0; i < unit->groups.size(); ++i) {
+    if (unit->groups[i]->has_joined()) unit->groups[i]->transport().give_back_shards(*unit->groups[i]);
     unit->groups[i]->join(transports.at(i), reductions_.commons());
     add_transport(transports[i]);
     transports[i]->register_group(unit->groups[i]);

@@ -248,6 +248,12 @@ void Unit::reset() {
   set_phase(Phase::idle);
 }
 
+std::vector<std::shared_ptr<ParamGroup>> Unit::live_groups() {
+  std::vector<std::shared_ptr<ParamGroup>> all;
+  for (const Unit* unit : live_units()) all.insert(all.end(), unit->groups.begin(), unit->groups.end());
+  return all;
+}
+
 void Unit::forbid_all() {
   for (Unit* unit : live_units()) {
     if (unit->param_state_ != ParamState::unsharded) continue;

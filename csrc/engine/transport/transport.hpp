@@ -57,6 +57,13 @@ class Transport {
   // Rows from another group's slot -> the group's pool.
   virtual void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) = 0;
 
+  // --- shards that rest where they are gathered ---
+  // While nothing is gathered, for an optimizer's step: they may be written where peers read them, until the next
+  // gather or ParamGroup::shards().close(). False: they rest elsewhere, or somebody still reads them.
+  virtual bool open_shards(ParamGroup& /*group*/) { return false; }
+  // They lie in a pool of the group's own again.
+  virtual void give_back_shards(ParamGroup& /*group*/) {}
+
   // --- a reduction, in the order of the calls ---
   // Whether reductions that are on their way hold memory that the group needs next: to pack a gradient of `param`, or
   // (null) whatever is held of its gradients, or beside its reduction, if that is posted. The root finishes them then,

@@ -20,7 +20,7 @@ from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.params import ShardedParam
+from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.tree import unit_states
 
 

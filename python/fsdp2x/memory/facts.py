@@ -63,6 +63,7 @@ class GroupFacts:
     keeps_shards: bool = False  # and the device has a copy of the shards
     reduced_bytes: int = 0  # the reduced rows of this rank
     landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
+    rests: bool = False  # its shards are rows of the slot that it is gathered in, which takes no other memory
     keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
@@ -139,6 +140,7 @@ def _count(
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     collectives: Collectives = Collectives(),
     wire: Wire = Wire(),
+    may_rest: bool = True,
 ) -> GroupFacts:
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     training = layout.training(trains)
@@ -183,6 +185,7 @@ def _count(
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
+        rests=ranks.transport == "shm" and ranks.world > 1 and layout.can_rest_in_slot and may_rest,
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
         reduces_unused=reduces_unused,
         small=small,
@@ -212,14 +215,19 @@ def group_facts(
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     collectives: Collectives = Collectives(),
     wire: Wire = Wire(),
+    may_rest: bool = True,
 ) -> GroupFacts:
-    """Counts one group. ``small_ranks``: the smaller world that keeps the rows after forward."""
+    """Counts one group.
+
+    ``small_ranks``: the smaller world that keeps the rows after forward. ``may_rest``: none of its shards lies in the
+    pool of another group.
+    """
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
     trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
-        small = _of(params, kept_shapes(shapes), [False] * len(shapes), small_ranks)
-    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire)
+        small = replace(_of(params, kept_shapes(shapes), [False] * len(shapes), small_ranks), rests=False)
+    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire, may_rest)
 
 
 def _of(params: Sequence[ParamFacts], shapes: list[tuple], trains: list[bool], *counted_with: object) -> GroupFacts:

@@ -122,6 +122,10 @@ class HostLedger(Ledger):
         self._scratches: dict[GroupFacts, int] = {}
         self.may_wait = ranks.world > 1
 
+    def begin_gather(self, group: GroupFacts) -> None:
+        if not group.rests:
+            super().begin_gather(group)
+
     def open_scratch(self, group: GroupFacts, syncs: bool) -> None:
         self._scratches[group] = self._scratch.acquire(group.scratch_bytes if syncs else group.wide_scratch_bytes)
 

@@ -96,6 +96,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
         wire=Wire(*wire_formats.names_of(options)),
+        may_rest=not any(param.is_alias for param in group.params),
     )
 
 

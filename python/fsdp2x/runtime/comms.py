@@ -15,7 +15,8 @@ from fsdp2x.runtime import torch_private, wire_formats
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
-from fsdp2x.runtime.params import GroupParams, unsharded_parameter
+from fsdp2x.runtime.params import GroupParams
+from fsdp2x.runtime.sharded_param import unsharded_parameter
 from fsdp2x.runtime.transport import all_gather, device_reduction, reduce_scatter, wait
 
 

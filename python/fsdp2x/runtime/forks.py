@@ -38,4 +38,9 @@ def _remember() -> None:
         _guard = _C.ProcessGuard()
 
 
-os.register_at_fork(before=_remember, after_in_child=_C.forbid_in_child)
+def _before() -> None:
+    _remember()
+    _C.begin_fork()
+
+
+os.register_at_fork(before=_before, after_in_parent=_C.end_fork, after_in_child=_C.forbid_in_child)

@@ -16,56 +16,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp2x.runtime import mesh as meshes
+from fsdp2x.runtime import shard_writes, torch_private, transport
 from fsdp2x.runtime import spec as specs
-from fsdp2x.runtime import torch_private, transport
-from fsdp2x.runtime.annotations import ATTRIBUTES
 from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.cut import cut, parameter_over
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.offload import MARK, Offload, mark, new_mark
-from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, ParamFacts, keeps_dtype, kept_shapes, layout_shapes
-from fsdp2x.runtime.stale import MARKS, mark_gathered, mark_original
+from fsdp2x.runtime.offload import Offload, mark, new_mark
+from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, layout_shapes
+from fsdp2x.runtime.sharded_param import ShardedParam, unsharded_parameter, user_attributes
+from fsdp2x.runtime.stale import mark_original
 from fsdp2x.runtime.tied import is_sharded, tie_again
-from fsdp2x.runtime.upstream_names import GroupNames, ParamNames
-
-
-@dataclass
-class ShardedParam(ParamNames):
-    """One parameter after sharding. ``param``, over a DTensor, is what modules register while the unit is sharded."""
-
-    param: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
-    spec: specs.ParamSpec
-    local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
-    attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
-    keeps_dtype: bool  # computes in its original dtype, whatever the policy says
-    is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
-    original: int = 0  # number of the original parameter, to find one that two units claim
-    extension: Extension | None = None
-    is_alias: bool = False  # registered by another group too, in whose pool it lies
-    storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
-    fqn: str = ""
-
-    @property
-    def facts(self) -> ParamFacts:
-        """What the layout of its group is made from."""
-        return ParamFacts(
-            self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper
-        )
-
-    def was_moved(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` still has the storage that was put into the pool, wherever its memory is by now.
-
-        ``share_memory_()`` and queues of ``torch.multiprocessing`` give a storage other memory, which belongs to other
-        processes, too: it stays there, and the engine copies it into the pool before it gathers.
-        """
-        return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
-
-    def gathered_dtype(self, shape: tuple) -> torch.dtype:
-        """Of the gathered parameter; ``shape`` is what the engine's layout wants of it."""
-        return self.param.dtype if self.param.is_complex() else shape[4]
+from fsdp2x.runtime.upstream_names import GroupNames
 
 
 @dataclass(frozen=True)
@@ -127,7 +90,7 @@ class GroupParams(GroupNames):
         self._mark = new_mark(offload.pin_memory) if keeps_state else None
         self._mp_policy = mp_policy
         self._pin_memory = offload.pin_memory and offload.of_shards
-        self.pool: torch.Tensor | None = None
+        self._own_pool: torch.Tensor | None = None  # before there is an engine, which may move shards
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
@@ -136,7 +99,7 @@ class GroupParams(GroupNames):
         self._param_dtype: torch.dtype | None = None
         self._whole_chunks = False
         self._sum_dtype: torch.dtype | None = None
-        self._offsets: list[int] = []
+        self._own_offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
             self._check(one)
@@ -182,7 +145,7 @@ class GroupParams(GroupNames):
         local = cut(full, ranks, dim)
         sharded = parameter_over(local, spec, requires_grad=owned.param.requires_grad)
         # What a tensor subclass keeps on its instances are its parts, not the user's.
-        attributes = {} if is_wrapper(full) else _user_attributes(owned.param)
+        attributes = {} if is_wrapper(full) else user_attributes(owned.param)
         sharded.__dict__.update(attributes)
         keeps = keeps_dtype(owned.param, self._mp_policy)
         self.params.append(ShardedParam(sharded, owned.owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
@@ -200,6 +163,16 @@ class GroupParams(GroupNames):
         A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
         """
         return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
+
+    @property
+    def pool(self) -> torch.Tensor | None:
+        """What the shards lie in, bytes: a pool, or the slot that they rest in. None: they are on the meta device."""
+        return self._own_pool if self.engine is None else self.engine.pool
+
+    @property
+    def _offsets(self) -> list[int]:
+        """Of the shards in ``pool``, in bytes."""
+        return self._own_offsets if self.engine is None else self.engine.shard_offsets
 
     def adopt(self) -> bool:
         """Brings every shard back into the pool: after loading with ``assign=True``, ``.to()``, ``.to_empty()``.
@@ -241,23 +214,29 @@ class GroupParams(GroupNames):
                 if not (local.is_meta or sharded.is_wrapper) and local.nbytes < local.untyped_storage().nbytes():
                     torch_private.set_local_tensor(sharded.param, local.clone())
             return False
-        layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
+        self._leave_slot()
+        layout, pool = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank), self.pool
         device = torch.device("cpu") if self.offloads else locals_[0].device
-        fresh = self.pool is None or self.pool.numel() != max(layout.shard_pool_bytes, 1)
-        fresh = fresh or self.pool.device != device or self._dtypes != [local.dtype for local in locals_]
+        fresh = pool is None or pool.numel() != max(layout.shard_pool_bytes, 1)
+        fresh = fresh or pool.device != device or self._dtypes != [local.dtype for local in locals_]
         if fresh:
-            self.pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
+            pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
             if self._pin_memory:
-                self.pool = self.pool.pin_memory()
-            self._dtypes = [local.dtype for local in locals_]
-        self._offsets = layout.shard_offsets
+                pool = pool.pin_memory()
+            self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+        self._own_offsets = layout.shard_offsets
         with torch.no_grad():
-            for sharded, local, offset in zip(self.params, locals_, self._offsets, strict=True):
+            for sharded, local, offset in zip(self.params, locals_, layout.shard_offsets, strict=True):
                 if not sharded.is_alias:
                     mark(sharded.param, self._mark)
                 if not sharded.is_wrapper and not sharded.is_alias:
-                    self._move_in(sharded, local, offset, fresh)
+                    self._move_in(sharded, local, pool, offset, fresh)
         return fresh
+
+    def _leave_slot(self) -> None:
+        """Shards that rest in the engine's slot lie in a pool again, where they can be replaced."""
+        if self.engine is not None:
+            self.engine.give_back_shards()
 
     def materialize(self) -> None:
         """Gives parameters on the meta device memory in a new pool; their values are undefined, the pads are zero.
@@ -284,10 +263,11 @@ class GroupParams(GroupNames):
         pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
         if self._pin_memory:
             pool = pool.pin_memory()
-        self.pool, self._dtypes, self._offsets = pool, [local.dtype for local in locals_], layout.shard_offsets
+        self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+        self._own_offsets = layout.shard_offsets
         end = 0
         with torch.inference_mode(False), torch.no_grad():
-            places = zip(self.params, locals_, self._offsets, strict=True)
+            places = zip(self.params, locals_, layout.shard_offsets, strict=True)
             for sharded, local, offset in sorted(places, key=lambda place: place[2]):
                 if sharded.is_wrapper or sharded.is_alias:
                     continue
@@ -300,12 +280,14 @@ class GroupParams(GroupNames):
                     torch_private.set_local_tensor(sharded.param, pooled)
                     continue
                 fresh = sharded.spec.parameter(pooled, requires_grad=sharded.param.requires_grad)
-                fresh.__dict__.update(_user_attributes(sharded.param))
+                fresh.__dict__.update(user_attributes(sharded.param))
                 # A DTensor cannot change its device: what the object is made of is exchanged.
                 torch.utils.swap_tensors(sharded.param, fresh)
             pool[end:].zero_()
 
-    def _move_in(self, sharded: ShardedParam, local: torch.Tensor, offset: int, fresh: bool) -> None:
+    def _move_in(
+        self, sharded: ShardedParam, local: torch.Tensor, pool: torch.Tensor, offset: int, fresh: bool
+    ) -> None:
         expected = sharded.spec.local_shape
         if local.shape != expected:
             raise ValueError(
@@ -313,24 +295,22 @@ class GroupParams(GroupNames):
                 f"rank {self.ranks.rank}, expected {tuple(expected)} of {tuple(sharded.param.shape)}: load DTensors "
                 "with the placement of the sharded model"
             )
-        if not fresh and local.numel() and self._is_in_place(local, offset):
+        if not fresh and local.numel() and _lies_at(local, pool, offset):
             return
-        pooled = _C.tensor_in_pool(self.pool, offset, list(expected), local.dtype)
+        pooled = _C.tensor_in_pool(pool, offset, list(expected), local.dtype)
         pooled.copy_(local)
         if not fresh and sharded.was_moved(local):
             return
         torch_private.set_local_tensor(sharded.param, pooled)
         sharded.storage = pooled.untyped_storage()
 
-    def _is_in_place(self, local: torch.Tensor, offset: int) -> bool:
-        return local.untyped_storage().data_ptr() == self.pool.data_ptr() + offset and local.is_contiguous()
-
     def pooled_tensors(self) -> list[tuple[torch.Tensor, int]]:
-        """The local tensors that lie in the pool, and their offsets in bytes."""
-        found = []
+        """The local tensors that lie in ``pool``, which is a pool again, and their offsets in bytes."""
+        self._leave_slot()
+        found, pool = [], self.pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = torch_private.local_tensor(sharded.param)
-            if not sharded.is_wrapper and not sharded.is_alias and self._is_in_place(local, offset):
+            if not sharded.is_wrapper and not sharded.is_alias and _lies_at(local, pool, offset):
                 found.append((local, offset))
         return found
 
@@ -340,11 +320,12 @@ class GroupParams(GroupNames):
         Raises:
             RuntimeError: somebody gave a sharded parameter other memory after the first forward.
         """
+        pool = self.pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = torch_private.local_tensor(sharded.param)
             if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or sharded.was_moved(local):
                 continue
-            if self._is_in_place(local, offset):
+            if _lies_at(local, pool, offset):
                 continue
             raise RuntimeError(
                 f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
@@ -374,10 +355,15 @@ class GroupParams(GroupNames):
             self.ranks.device,
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
         )
+        self._own_pool = None  # the engine's, which may move shards
         self._watch_shards()
+        shard_writes.watch_steps()
 
     def forget_engine(self) -> None:
         """Undoes ``make_engine_group``."""
+        self._leave_slot()
+        if self._own_pool is None and self.engine is not None:
+            self._own_pool, self._own_offsets = self.engine.pool, self.engine.shard_offsets
         self.engine = self.slow_gathers = None
         for sharded in self.params:
             sharded.extension = None
@@ -463,24 +449,10 @@ def mark_aliases(groups: list[GroupParams]) -> None:
                 )
 
 
-def _user_attributes(param: nn.Parameter) -> dict:
-    return {key: value for key, value in param.__dict__.items() if key not in _NOT_THE_USERS}
+def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:
+    return local.untyped_storage().data_ptr() == pool.data_ptr() + offset and local.is_contiguous()
 
 
-def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:
-    """The parameter modules see while the unit is unsharded."""
-    unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
-    unsharded.__dict__.update(sharded.attributes)
-    mark_gathered(unsharded, sharded.original, sharded.fqn or sharded.owners[0][1])
-    if unsharded.is_floating_point():
-        unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
-    if sharded.spec.annotation is not None:
-        sharded.spec.annotation.apply(unsharded)
-    return unsharded
-
-
-# What DTensor, spmd_types and we keep on parameters.
-_NOT_THE_USERS = ("_local_tensor", "_spec", *ATTRIBUTES, *MARKS, MARK)
 # What the engine does about a mode; the state of an optimizer is not its business.
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 

@@ -23,7 +23,8 @@ from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.params import GroupParams, ShardedParam, mark_aliases
+from fsdp2x.runtime.params import GroupParams, mark_aliases
+from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.tree import check_tree, find_tree, set_names
 from fsdp2x.runtime.upstream_names import StateNames

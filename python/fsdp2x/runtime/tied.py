@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.runtime import torch_private
 
 if TYPE_CHECKING:
-    from fsdp2x.runtime.params import ShardedParam
+    from fsdp2x.runtime.sharded_param import ShardedParam
 
 
 def is_sharded(param: Any) -> bool:

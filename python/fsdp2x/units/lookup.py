@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdp2x.runtime.params import ShardedParam
+from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.tree import unit_states
 

@@ -63,6 +63,8 @@ class ModelRank {
     for (const uint64_t epoch : epochs_) add(epoch);
     add(sequence_);
     add(num_later_);
+    add(num_steps_ * 2 + (is_published_ ? 1 : 0));
+    add(resting_.num_uses);
     model::forget(state);
   }
 
@@ -100,6 +102,47 @@ class ModelRank {
     const Gather it = begin_gather(unit);
     finish_gather(it);
     release_gather(it);
+  }
+
+  // --- gathers where rows rest ---
+  Gather begin_resting_gather(uint32_t unit) {
+    if (resting_.id < 0) resting_ = gathers_.reserve(kSlotBytes, "unit");
+    ++resting_.num_uses;
+    Gather gather{resting_, {++sequence_, unit, static_cast<uint32_t>(resting_.id), resting_.offset, kSlotBytes}};
+    forget();
+    if (!is_published_) {
+      protocol_->acquire_slot(gather.post, resting_.num_uses);
+      forget();
+      cell(gather).write(rows(rank()));
+      is_published_ = true;
+    }
+    protocol_->post_gather(gather.post);
+    return gather;
+  }
+  void finish_resting_gather(const Gather& gather) {
+    forget();
+    protocol_->join_gather(gather.post);
+    forget();
+    for (int other = 0; other < protocol_->world(); ++other) {
+      require(world_.slots[gather.post.slot][static_cast<size_t>(other)].read() == rows(other),
+              "rank " + std::to_string(rank()) + " reads the rows of rank " + std::to_string(other) + " after step " +
+                  std::to_string(num_steps_));
+    }
+  }
+  void release_resting_gather(const Gather& gather) {
+    forget();
+    protocol_->release_slot(gather.post.slot, gather.slot.num_uses);
+  }
+  // New values for this rank's rows: where the peers read, if nobody does any more; else kept until the next gather.
+  void step(bool asks = true) {
+    ++num_steps_;
+    forget();
+    const auto slot = static_cast<uint32_t>(resting_.id);
+    if (!asks || protocol_->slot_is_released(slot, resting_.num_uses)) {
+      world_.slots[slot][static_cast<size_t>(rank())].write(rows(rank()));
+    } else {
+      is_published_ = false;
+    }
   }
 
   // --- reductions ---
@@ -161,6 +204,7 @@ class ModelRank {
   static uint64_t value(const GatherPost& post, int rank) {
     return post.sequence * 100 + post.unit * 10 + static_cast<uint64_t>(rank);
   }
+  uint64_t rows(int rank) const { return num_steps_ * 100 + static_cast<uint64_t>(rank) + 5000; }
   static uint64_t gradient(const Reduction& reduction, int rank) {
     return reduction.epoch * 100 + reduction.unit * 10 + static_cast<uint64_t>(rank) + 1000;
   }
@@ -178,6 +222,9 @@ class ModelRank {
   uint64_t sequence_ = 0;
   uint64_t num_calls_ = 0;
   uint64_t num_later_ = 0;  // which joins were left for the flush
+  Slot resting_;
+  bool is_published_ = false;  // what is in the slot are this rank's newest rows
+  uint64_t num_steps_ = 0;
   std::array<uint64_t, 8> epochs_{};
   std::deque<Reduction> closing_;
 };

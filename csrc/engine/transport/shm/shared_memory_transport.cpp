@@ -77,6 +77,7 @@ SharedMemoryTransport::~SharedMemoryTransport() = default;
 
 void SharedMemoryTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   group->set_index(static_cast<uint32_t>(scratches_.size()));
+  gathers_of_.emplace_back();
   scratches_.emplace_back().filled.assign(group->params().size(), kNotPacked);
   if (group_) group_->set_unit_name(group->index(), group->name());
 }
@@ -107,23 +108,45 @@ void SharedMemoryTransport::begin_gather(ParamGroup& group, bool /*pools_stand_s
   }
 }
 
+RestingSlot* SharedMemoryTransport::resting_slot(ParamGroup& group) {
+  Gathers& gathers = gathers_of_[group.index()];
+  if (!std::exchange(gathers.have_begun, true) && group_) {
+    gathers.resting = RestingSlot::make(group_, gather_ledger_, group);
+  }
+  return gathers.resting.get();
+}
+
 void SharedMemoryTransport::post_rows(ParamGroup& group) {
   GatherSlot& gather = group.gather();
-  group.open_slot(gather_ledger_);
-  gather.sequence = ++gather_sequence_;
-  // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
-  std::optional<ReleaseGil> released;
-  if (!group_) {
-    gather.write = gather.read = private_memory(gather_memory_, gather.slot);
+  RestingSlot* const resting = resting_slot(group);
+  if (resting == nullptr) {
+    group.open_slot(gather_ledger_);
   } else {
-    released.emplace();
+    gather.slot = resting->begin_use();
+  }
+  gather.sequence = ++gather_sequence_;
+  if (!group_) {
+    // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
+    gather.write = gather.read = private_memory(gather_memory_, gather.slot);
+    return write_rows(group);
+  }
+  const ReleaseGil released;
+  if (resting != nullptr) {
+    gather.write = resting->shared();
+    gather.read = group_->isolated_window(gather.slot.offset, gather.slot.bytes);
+    resting->write_rows(group, post_of(group));
+  } else {
     const cpu::GatherWindow window = group_->gather_window(gather.slot.offset, gather.slot.bytes);
     gather.write = window.shared;
     gather.read = window.isolated;
     group_->acquire_slot(post_of(group), gather.slot.num_uses);
+    write_rows(group);
   }
-  run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), gather.write);
-  if (group_) group_->post_gather(post_of(group));
+  group_->post_gather(post_of(group));
+}
+
+void SharedMemoryTransport::write_rows(ParamGroup& group) {
+  run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
 }
 
 void SharedMemoryTransport::finish_gather(ParamGroup& group) {
@@ -144,7 +167,22 @@ void SharedMemoryTransport::release_gather(ParamGroup& group) {
                                   group.layout().slot_bytes());  // what users wrote to the parameters
     group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
   }
-  group.close_slot(gather_ledger_);
+  if (RestingSlot* const resting = gathers_of_[group.index()].resting.get()) {
+    resting->end_use();
+    group.gather() = GatherSlot();
+  } else {
+    group.close_slot(gather_ledger_);
+  }
+}
+
+bool SharedMemoryTransport::open_shards(ParamGroup& group) {
+  const RestingSlot* const resting = gathers_of_[group.index()].resting.get();
+  return resting != nullptr && resting->open(group);
+}
+
+void SharedMemoryTransport::give_back_shards(ParamGroup& group) {
+  const RestingSlot* const resting = gathers_of_[group.index()].resting.get();
+  if (resting != nullptr) resting->give_back(group);
 }
 
 void SharedMemoryTransport::sweep_closing() {
@@ -448,6 +486,7 @@ TransportStats SharedMemoryTransport::stats() const {
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = scratch_ledger_.num_owned() - closing_.size();
   stats.scratch_bytes = scratch_ledger_.arena_bytes();
+  for (const Gathers& gathers : gathers_of_) stats.gather_slots_owned += gathers.resting && gathers.resting->is_used();
   stats.num_allocations = num_allocations_ + (group_ ? group_->num_windows() : 0);
   stats.owners = gather_ledger_.owners();
   return stats;

@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
+#include "engine/transport/shm/resting_slot.hpp"
 #include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
@@ -26,6 +27,8 @@ class SharedMemoryTransport final : public Transport {
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
+  bool open_shards(ParamGroup& group) override;
+  void give_back_shards(ParamGroup& group) override;
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
@@ -55,8 +58,15 @@ class SharedMemoryTransport final : public Transport {
     int slot;
     uint64_t position;
   };
+  // A group's gathers, from its first on.
+  struct Gathers {
+    bool have_begun = false;
+    std::unique_ptr<RestingSlot> resting;  // null: a slot of the ledger for each of them
+  };
+  RestingSlot* resting_slot(ParamGroup& group);
   Scratch& scratch_of(const ParamGroup& group) { return scratches_[group.index()]; }
   void post_rows(ParamGroup& group);
+  static void write_rows(ParamGroup& group);
   void open_scratch(ParamGroup& group);
   void acquire_scratch(ParamGroup& group, bool wide);
   void widen_scratch(ParamGroup& group);  // what is packed moves to a wide one
@@ -96,6 +106,7 @@ class SharedMemoryTransport final : public Transport {
   size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
   std::atomic<bool> gathers_ = false;  // some thread does
+  std::vector<Gathers> gathers_of_;    // by group
   std::vector<Scratch> scratches_;     // by group
   // Reused by every reduction.
   std::vector<cpu::ReducePiece> pieces_;

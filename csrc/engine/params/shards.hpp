@@ -1,0 +1,76 @@
+// This rank's shards of a group: the memory they lie in, and the storages of the tensors that look at it.
+//
+//                rest                    open
+//   IN POOL -----------------> RESTING --------> OPEN
+//      ^                        |    ^            |
+//      +-----------------------+    +------------+
+//               leave                   close
+//
+// IN POOL: a pool of this rank's own, packed as Layout::shard_offset says. RESTING: rows of the whole parameters, in
+// the slot that all ranks gather in (docs/engine/resting_shards.md); what is written stays with this rank until the
+// next gather. OPEN: the same rows, written where the peers will read them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "cpu/shard_views.hpp"
+
+namespace fsdp2x {
+
+enum class ShardState : uint8_t { in_pool, resting, open };
+
+// Every function that changes something needs the GIL.
+class Shards {
+ public:
+  Shards(const Layout& layout, at::Tensor pool);
+
+  ShardState state() const { return state_; }
+  // What the shards lie in, a tensor of bytes, and where: a pool, or a slot as this rank's tensors see it.
+  const at::Tensor& memory() const { return memory_; }
+  size_t offset(size_t param) const { return offsets_[param]; }
+
+  // The storage of a sharded local tensor, which lies in memory() until somebody gives it other memory
+  // (share_memory_(), a queue of torch.multiprocessing). Null: that shard does not lie there.
+  void watch(size_t param, c10::intrusive_ptr<c10::StorageImpl> storage);
+  // Where the shard is now; null: it is not watched.
+  const void* address(size_t param) const;
+  // Shards that have other memory stay there, for other processes see it: their values are copied into memory().
+  void fetch_moved();
+
+  bool are_watched() const;  // all of them
+  // Whether they may change their address: only their parameters hold them. Whoever else does may know an address, as
+  // numpy's arrays do.
+  bool may_move() const;
+  // IN POOL -> RESTING, unless they may not move: the slot that `slot` shows has their values already. The pool goes
+  // with its last user.
+  void rest(std::shared_ptr<cpu::ShardViews> slot);
+  // RESTING -> OPEN. What this rank has written to its view must have been published.
+  void open();
+  // OPEN -> RESTING; else nothing.
+  void close();
+  // -> IN POOL, a new one; else nothing.
+  void leave();
+  // Around a fork, see cpu::ShardViews: a child has the shards as they are now.
+  void begin_fork();
+  void end_fork() const;
+
+ private:
+  std::byte* at(const std::byte* base, size_t param) const;
+  // Storages that look at `from` look at `to`, in the same memory().
+  void redirect(std::byte* from, std::byte* to);
+  void move_to(const at::Tensor& memory, std::vector<size_t> offsets);
+  void set_state(ShardState from, ShardState to);
+
+  const Layout& layout_;
+  ShardState state_ = ShardState::in_pool;
+  at::Tensor memory_;
+  std::vector<size_t> offsets_;
+  std::shared_ptr<cpu::ShardViews> slot_;                       // null: in a pool
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;  // by parameter
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,30 @@
+// An optimizer's step over resting shards (engine/params/shards.hpp).
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/params/param_group.hpp"
+
+namespace fsdp2x {
+
+// While it lives, writing to the shards of an optimizer's parameters writes what the next gather shows: nothing is
+// copied afterwards. What cannot be opened can be written as ever. Needs the GIL.
+class WritableShards {
+ public:
+  // `param_groups`: a list of dicts with a list of "params", as optimizers have it; what is none is passed over.
+  explicit WritableShards(PyObject* param_groups);
+  ~WritableShards() { close(); }
+  WritableShards(const WritableShards&) = delete;
+  WritableShards& operator=(const WritableShards&) = delete;
+
+  void close();
+  size_t num_opened() const { return opened_.size(); }
+
+ private:
+  std::vector<std::weak_ptr<ParamGroup>> opened_;
+};
+
+}  // namespace fsdp2x
