@@ -47,8 +47,10 @@ Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
   return best->slot;
 }
 
-Slot SlotLedger::reserve(size_t bytes, const std::string& owner) {
-  Entry& entry = add(whole_pages(bytes, owner), owner);
+Slot SlotLedger::reserve(size_t bytes, const std::string& owner, size_t alignment) {
+  const size_t needed = whole_pages(bytes, owner);
+  end_ = (end_ + alignment - 1) / alignment * alignment;
+  Entry& entry = add(needed, owner);
   entry.reserved = true;
   return entry.slot;
 }

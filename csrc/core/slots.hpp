@@ -25,8 +25,9 @@ class SlotLedger {
   // equals; otherwise a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
   Slot acquire(size_t bytes, const std::string& owner);
   // A slot at the end of the arena that is one owner's for good, who counts its uses. It is none of those that come and
-  // go: not owned, and in no count of bytes but reserved_bytes(). Throws if `bytes` is 0.
-  Slot reserve(size_t bytes, const std::string& owner);
+  // go: not owned, and in no count of bytes but reserved_bytes(). Begins at a multiple of `alignment`, itself one of
+  // the page size. Throws if `bytes` is 0.
+  Slot reserve(size_t bytes, const std::string& owner, size_t alignment);
   // Another use of a slot by its owner, who never gave it back. Throws when the slot is not owned.
   Slot reuse(int id);
   // Throws when the slot is not owned.
@@ -34,8 +35,8 @@ class SlotLedger {
 
   size_t num_owned() const;
   size_t num_slots() const { return slots_.size(); }
-  size_t arena_bytes() const { return arena_bytes_; }  // of slots that come and go
-  size_t reserved_bytes() const { return end_ - arena_bytes_; }
+  size_t arena_bytes() const { return arena_bytes_; }            // of slots that come and go
+  size_t reserved_bytes() const { return end_ - arena_bytes_; }  // of the others, gaps before them among it
   size_t owned_bytes() const;
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   const Slot& slot(int id) const;

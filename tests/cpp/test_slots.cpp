@@ -82,7 +82,7 @@ TEST(Slots, AReservedOneIsNobodyElses) {
   SlotLedger ledger(kPage);
   const int free = ledger.acquire(kPage, "a").id;
   ledger.release(free);
-  const Slot reserved = ledger.reserve(kPage + 1, "b");
+  const Slot reserved = ledger.reserve(kPage + 1, "b", kPage);
   EXPECT_EQ(reserved.id, 1);
   EXPECT_EQ(reserved.offset, kPage);
   EXPECT_EQ(reserved.bytes, 2 * kPage);
@@ -95,7 +95,9 @@ TEST(Slots, AReservedOneIsNobodyElses) {
   EXPECT_EQ(ledger.acquire(2 * kPage, "c").offset, 3 * kPage);
   EXPECT_EQ(ledger.acquire(kPage, "d").id, free);
   EXPECT_THROW(ledger.release(reserved.id), Error);
-  EXPECT_THROW(ledger.reserve(0, "e"), Error);
+  EXPECT_THROW(ledger.reserve(0, "e", kPage), Error);
+  EXPECT_EQ(ledger.reserve(kPage, "f", 8 * kPage).offset, 8 * kPage);
+  EXPECT_EQ(ledger.reserved_bytes(), 6 * kPage);  // the gap before it among them
 }
 
 TEST(Slots, NamesTheOwners) {

@@ -106,7 +106,7 @@ class ModelRank {
 
   // --- gathers where rows rest ---
   Gather begin_resting_gather(uint32_t unit) {
-    if (resting_.id < 0) resting_ = gathers_.reserve(kSlotBytes, "unit");
+    if (resting_.id < 0) resting_ = gathers_.reserve(kSlotBytes, "unit", kSlotBytes);
     ++resting_.num_uses;
     Gather gather{resting_, {++sequence_, unit, static_cast<uint32_t>(resting_.id), resting_.offset, kSlotBytes}};
     forget();

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
 
 namespace fsdp2x {
@@ -29,7 +30,10 @@ std::unique_ptr<RestingSlot> RestingSlot::make(const std::shared_ptr<cpu::ShmGro
                                                ParamGroup& group) {
   if (!group.shards().are_watched() || !group.layout().can_rest_in_slot()) return nullptr;
   if (ledger.reserved_bytes() + group.layout().slot_bytes() > memory->reservable_bytes()) return nullptr;
-  const Slot slot = ledger.reserve(group.layout().slot_bytes(), group.name());
+  const size_t bytes = group.layout().slot_bytes();
+  // Memory is where somebody writes, so gaps are free; and from its first byte on it may lie in huge pages.
+  const size_t alignment = bytes < cpu::kHugePageBytes ? cpu::page_bytes() : cpu::kHugePageBytes;
+  const Slot slot = ledger.reserve(bytes, group.name(), alignment);
   return std::unique_ptr<RestingSlot>(new RestingSlot(memory, slot, group));
 }
 
