@@ -43,6 +43,8 @@ USE_CUDA :=
 endif
 
 export OMP_NUM_THREADS ?= 1
+# Where no bytecode may be written, each process compiles torch and transformers again: seconds, and there are hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

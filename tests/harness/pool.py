@@ -31,6 +31,8 @@ _LOG_LINES = 40
 # The fork server ignores what is not installed.
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
 _PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
+# Imported by some bodies only, but then by each process that runs one, in a fifth to half a second.
+_PRELOAD += ["hypothesis", "numpy.ma", "peft", "torch._decomp.decompositions_for_jvp"]
 _PRELOAD += [
     "fsdp2x.train",
     "fsdp2x.train.trainer",
