@@ -83,7 +83,7 @@ def _reuse_meshes() -> None:
 
 
 def _seed_devices_that_are_there() -> None:
-    """`torch.manual_seed` keeps, for each kind of device that is not in use yet, the seed and the text of the whole stack.
+    """`torch.manual_seed` keeps a seed and the text of the stack for each kind of device that is not in use yet.
 
     Reading the sources of the stack took a twelfth of what the ranks compute; a kind that has no device needs no seed.
     """
