@@ -16,7 +16,8 @@ namespace fsdp2x {
 
 void bind_accounting(py::module_& m) {
   m.attr("ALIGN_BYTES") = kAlignBytes;
-  m.def("align_up", &align_up, py::arg("num_bytes"));
+  m.def(
+      "align_up", [](size_t num_bytes) { return align_up(num_bytes); }, py::arg("num_bytes"));
   py::enum_<WireFormat>(m, "WireFormat")
       .value("plain", WireFormat::plain)
       .value("int8", WireFormat::int8)

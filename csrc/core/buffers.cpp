@@ -10,10 +10,7 @@
 
 namespace fsdp2x {
 
-size_t size_class(size_t bytes) {
-  const size_t step = std::max<size_t>(std::bit_ceil(bytes) / 32, kAlignBytes);
-  return (bytes + step - 1) / step * step;
-}
+size_t size_class(size_t bytes) { return align_up(bytes, std::max<size_t>(std::bit_ceil(bytes) / 32, kAlignBytes)); }
 
 int BufferLedger::fitting(size_t bytes) const {
   int best = -1;

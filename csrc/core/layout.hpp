@@ -12,7 +12,9 @@ namespace fsdp2x {
 
 inline constexpr size_t kAlignBytes = 64;
 
-constexpr size_t align_up(size_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
+constexpr size_t align_up(size_t bytes, size_t alignment = kAlignBytes) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
 
 struct RowRange {
   int64_t begin = 0;

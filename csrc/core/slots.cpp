@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "core/layout.hpp"
 
 namespace fsdp2x {
 
@@ -24,7 +25,7 @@ SlotLedger::Entry& SlotLedger::add(size_t bytes, const std::string& owner) {
 
 size_t SlotLedger::whole_pages(size_t bytes, const std::string& owner) const {
   if (bytes == 0) throw Error("slot ledger: '" + owner + "' asked for a slot of 0 bytes");
-  return (bytes + page_bytes_ - 1) / page_bytes_ * page_bytes_;
+  return align_up(bytes, page_bytes_);
 }
 
 Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
@@ -49,7 +50,7 @@ Slot SlotLedger::acquire(size_t bytes, const std::string& owner) {
 
 Slot SlotLedger::reserve(size_t bytes, const std::string& owner, size_t alignment) {
   const size_t needed = whole_pages(bytes, owner);
-  end_ = (end_ + alignment - 1) / alignment * alignment;
+  end_ = align_up(end_, alignment);
   Entry& entry = add(needed, owner);
   entry.reserved = true;
   return entry.slot;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/layout.hpp"
+
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25  // Linux 6.1; older ones refuse it
 #endif
@@ -19,7 +21,7 @@ struct Inside {
 
 Inside huge_pages_inside(void* data, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const uintptr_t first = align_up(begin, kHugePageBytes);
   const uintptr_t end = (begin + bytes) / kHugePageBytes * kHugePageBytes;
   return {reinterpret_cast<std::byte*>(first), end > first ? end - first : 0};
 }

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "core/error.hpp"
+#include "core/layout.hpp"
 #include "cpu/huge_pages.hpp"
 
 namespace fsdp2x::cpu {
@@ -75,8 +76,7 @@ Mapping::~Mapping() {
 }
 
 std::byte* Windows::get(int fd, size_t offset, size_t bytes) {
-  const size_t page = page_bytes();
-  const size_t rounded = (bytes + page - 1) / page * page;
+  const size_t rounded = align_up(bytes, page_bytes());
   const auto found = mappings_.lower_bound({offset, rounded});
   if (found != mappings_.end() && found->first.first == offset) return found->second.data();
   const auto added = mappings_.emplace(std::pair(offset, rounded), Mapping(fd, offset, rounded, view_)).first;

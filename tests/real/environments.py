@@ -22,7 +22,7 @@ import pytest
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "real"
 ENGINES = ("stock", "shm", "process_group")
-# A line for each comparison of this session.
+# A line for each comparison, in the order they ran.
 SPEEDS: list[str] = []
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -29,8 +29,8 @@ std::vector<cpu::SlotRows> rows_in_slot(const Layout& layout) {
 std::unique_ptr<RestingSlot> RestingSlot::make(const std::shared_ptr<cpu::ShmGroup>& memory, SlotLedger& ledger,
                                                ParamGroup& group) {
   if (!group.shards().are_watched() || !group.layout().can_rest_in_slot()) return nullptr;
-  if (ledger.reserved_bytes() + group.layout().slot_bytes() > memory->reservable_bytes()) return nullptr;
   const size_t bytes = group.layout().slot_bytes();
+  if (ledger.reserved_bytes() + bytes > memory->reservable_bytes()) return nullptr;
   // Memory is where somebody writes, so gaps are free; and from its first byte on it may lie in huge pages.
   const size_t alignment = bytes < cpu::kHugePageBytes ? cpu::page_bytes() : cpu::kHugePageBytes;
   const Slot slot = ledger.reserve(bytes, group.name(), alignment);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/error.hpp"
+#include "core/layout.hpp"
 #include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
@@ -334,8 +335,7 @@ SharedMemoryTransport::Sources SharedMemoryTransport::sources_of(const ParamGrou
   Scratch& own = scratch_of(group);
   const int world = group.layout().world();
   Sources sources{std::vector<std::byte*>(static_cast<size_t>(world), own.data), {}};
-  const size_t page = cpu::ShmGroup::page_bytes();
-  const size_t bytes = (group.layout().wide_scratch_bytes() + page - 1) / page * page;
+  const size_t bytes = align_up(group.layout().wide_scratch_bytes(), cpu::ShmGroup::page_bytes());
   for (int r = 0; group_ && r < world; ++r) {
     if (r == group_->rank()) continue;
     sources.scratches[static_cast<size_t>(r)] =
