@@ -6,7 +6,8 @@
     python benchmarks/history.py write                                             the table of steps in README.md
 
 A line of the history is one run in processes of its own: when, where, of which commit, and for each row the ratio of
-the other side's median to ours. `check` names rows below the range of at least five runs, and fails then.
+the other side's median to ours; the last run's result itself stays in results/. `check` names rows below the range of
+at least five runs, and fails then. The file tells of one engine: a change that makes it faster or slower begins it anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -150,13 +150,12 @@ def record(names: Iterable[str], num_runs: int, path: Path) -> int:
         for name in names:
             script, *options = run_all.FULL[name]
             load = Path("/proc/loadavg").read_text().split()[0]
-            with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
-                out = Path(folder) / f"{name}.json"
-                command = [sys.executable, str(HERE / script), *options, "--json", str(out)]
-                if subprocess.run(command, check=False).returncode != 0:
-                    status = 1
-                    continue
-                line = entry(name, json.loads(out.read_text()), float(load))
+            out = path.parent / "results" / f"{name}.json"
+            command = [sys.executable, str(HERE / script), *options, "--json", str(out)]
+            if subprocess.run(command, check=False).returncode != 0:
+                status = 1
+                continue
+            line = entry(name, json.loads(out.read_text()), float(load))
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     return status

@@ -46,7 +46,8 @@ def test_ranges_and_what_is_below_them(history, result):
 
 
 def test_a_run_is_appended(history, monkeypatch, tmp_path):
-    """Each in a process of its own; one that fails leaves no line."""
+    """Each in a process of its own, the last one's result is kept; one that fails leaves no line."""
+    (tmp_path / "results").mkdir()
     (tmp_path / "bench.py").write_text(
         "import json, sys\n"
         f"text = open({str(FOLDER / 'results/step_cpu_2ranks.json')!r}).read()\n"
@@ -58,3 +59,4 @@ def test_a_run_is_appended(history, monkeypatch, tmp_path):
     assert history.record(["gone"], 1, tmp_path / "history.jsonl") == 1
     lines = history.read(tmp_path / "history.jsonl")
     assert [line["name"] for line in lines] == ["step", "step"] and history.read(tmp_path / "none") == []
+    assert [file.name for file in (tmp_path / "results").iterdir()] == ["step.json"]
