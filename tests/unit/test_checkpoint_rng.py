@@ -38,6 +38,22 @@ def test_round_trip(tmp_path):
     assert [draw() for _ in range(3)] == expected
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_generators_of_any_accelerator(monkeypatch, kind):
+    """They are kept under the device's type, and a run on another device leaves them alone."""
+    device, words, taken = torch.device(kind, 0), torch.arange(16, dtype=torch.uint8), []
+    module = getattr(torch, kind)
+    monkeypatch.setattr(module, "get_rng_state", lambda of: words)
+    monkeypatch.setattr(module, "set_rng_state", lambda state, of: taken.append((state, of)))
+    state = rng_state(device)
+    check_rng(state, CPU, "here")
+    set_rng(state, CPU)
+    assert taken == []
+    set_rng(state, device)
+    ((state, of),) = taken
+    assert torch.equal(state, words) and of == device
+
+
 def test_seeds_differ_by_rank_and_repeat():
     drawn = []
     for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
@@ -71,6 +87,7 @@ def test_states_of_others_and_of_nobody_are_named(tmp_path):
         ("python", [3, [1] * 624 + [624], "x"]),
         ("python", [9, [1] * 624 + [624], None]),
         ("torch", "zz"),
+        ("cuba", "00"),
         ("torch", "00" * 16),
         ("torch", [0] * 5056),
         ("numpy", ["MT19937", [1] * 624, 10**6, 0, 0.0]),

@@ -169,12 +169,13 @@ class Staging:
 
     def fill(self, form: Form, data: list[torch.Tensor]) -> torch.Tensor:
         """Copies `data` to the positions of `form`; returns the whole buffer."""
-        on_device = any(source.device.type == "cuda" for source in data)
-        if self._buffer.numel() < form.num_bytes or on_device != self._buffer.is_pinned():
+        # Only CUDA's copies are known to go on by themselves into pinned memory; others are waited for one by one.
+        on_cuda = any(source.device.type == "cuda" for source in data)
+        if self._buffer.numel() < form.num_bytes or on_cuda != self._buffer.is_pinned():
             self._positions = []
             self.views = []
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = _pinned(form.num_bytes) if on_device else page_aligned(form.num_bytes)
+            self._buffer = _pinned(form.num_bytes) if on_cuda else page_aligned(form.num_bytes)
         sizes = [source.numel() for source in data]
         if self._positions != form.positions or self._sizes != sizes:
             self._positions, self._sizes = list(form.positions), sizes
@@ -183,8 +184,8 @@ class Staging:
             _C.stream_copies(self.views, data)  # nobody reads the staging soon: the model stays in the caches
             return self._buffer
         for view, source in zip(self.views, data, strict=True):
-            view.copy_(source, non_blocking=True)
-        if on_device:
+            view.copy_(source, non_blocking=on_cuda)
+        if on_cuda:
             torch.cuda.synchronize()
         return self._buffer
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, assert_never, get_args
 
 import torch
 
@@ -28,7 +28,8 @@ from .file_names import FULL_FILE, PARTS_FILE, rank_file, rng_file
 
 NAME = "manifest.json"
 FORMAT = 3
-FORMS = ("sharded", "full", "per_rank")
+FormName = Literal["sharded", "full", "per_rank"]
+FORMS: tuple[FormName, ...] = get_args(FormName)
 # Name of an entry -> shape and dtype of a tensor, None for another value.
 Entries = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
 
@@ -209,10 +210,17 @@ def _is_file(name: str, described: Any) -> bool:
 
 def _needed_files(manifest: Mapping[str, Any]) -> set[str]:
     """The files without which a checkpoint of its form is none."""
-    form, ranks = manifest["form"], range(manifest["world_size"])
-    if form == "full":
-        return {FULL_FILE}
-    own = {METADATA} if form == "sharded" else {rank_file(rank) for rank in ranks}
+    form: FormName = manifest["form"]
+    ranks = range(manifest["world_size"])
+    match form:
+        case "full":
+            return {FULL_FILE}
+        case "sharded":
+            own = {METADATA}
+        case "per_rank":
+            own = {rank_file(rank) for rank in ranks}
+        case _:
+            assert_never(form)
     return {PARTS_FILE, *own, *(rng_file(rank) for rank in ranks)}
 
 

@@ -39,8 +39,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).numpy(force=True).tobytes().hex()
+    if (module := _device_module(device)) is not None:
+        state[device.type] = module.get_rng_state(device).numpy(force=True).tobytes().hex()
     return state
 
 
@@ -59,16 +59,17 @@ def read_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
 
 def check_rng(state: Any, device: torch.device, where: str) -> None:
     """Raises `Damaged` for what `set_rng` could not take. Changes nothing."""
-    if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
+    if not isinstance(state, dict) or not state.keys() >= {"python", "torch"}:
         raise Damaged(f"{where}: not a state of random generators")
     try:
         random.Random().setstate(_python_state(state["python"]))
         torch.Generator().set_state(_tensor(state["torch"]))
         if "numpy" in state:
             _numpy_state(state["numpy"])
-        if "cuda" in state:
-            words = _tensor(state["cuda"])
-            if device.type == "cuda":
+        for name in state.keys() - {"python", "torch", "numpy"}:  # of an accelerator, which need not be ours
+            torch.device(name)
+            words = _tensor(state[name])
+            if device.type == name:
                 torch.Generator(device).set_state(words)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
         raise Damaged(f"{where}: not a state of random generators: {first_line(error)}") from None
@@ -82,8 +83,14 @@ def set_rng(state: Mapping[str, Any], device: torch.device) -> None:
         numpy = sys.modules["numpy"]
         name, keys, position, has_gauss, cached = _numpy_state(state["numpy"])
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+    if device.type in state and (module := _device_module(device)) is not None:
+        module.set_rng_state(_tensor(state[device.type]), device)
+
+
+def _device_module(device: torch.device) -> Any:
+    """Torch's module with the generators of an accelerator; None for the CPU, and where a device has none."""
+    module = getattr(torch, device.type, None)
+    return module if device.type != "cpu" and hasattr(module, "get_rng_state") else None
 
 
 def _python_state(state: Any) -> tuple:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,15 @@ from .disk import bytes_of
 from .file_names import ASSETS_FOLDER, PARTS_FILE
 from .forms import Contents, Form, PerRank, Sharded, write_described
 from .full import Full
-from .manifest import FORMS, describe_entries, describe_files, file_names, make_manifest, write_manifest
+from .manifest import (
+    FORMS,
+    FormName,
+    describe_entries,
+    describe_files,
+    file_names,
+    make_manifest,
+    write_manifest,
+)
 from .optimizer import as_optimizers, layout_of
 from .plan import Plan, local_data, make_plan
 from .rng import save_rng
@@ -200,7 +208,7 @@ class Job:
 
     write_assets: Callable[[Path], None] | None = None
 
-    def __init__(self, target, form, plan, state: State, sources, what, lost_ranks, manifest):
+    def __init__(self, target, form: FormName, plan, state: State, sources, what, lost_ranks, manifest):
         self.target, self.what, self.lost_ranks = target, what, lost_ranks
         self.state = replace(state, tree={}, flat={}, model_names={})
         objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
@@ -209,14 +217,17 @@ class Job:
         self.entries = plan.entries
         rank, _ = rank_and_size()
         self.form: Form
-        if form == "sharded":
-            key = ("sharded", rank)
-            plan.layouts[key] = plan.layouts.get(key) or Sharded(plan, rank)
-            self.form = plan.layouts[key]
-        elif form == "per_rank":
-            self.form = PerRank(plan, rank, self.contents)
-        else:
-            self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
+        match form:
+            case "sharded":
+                key = ("sharded", rank)
+                plan.layouts[key] = plan.layouts.get(key) or Sharded(plan, rank)
+                self.form = plan.layouts[key]
+            case "per_rank":
+                self.form = PerRank(plan, rank, self.contents)
+            case "full":
+                self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
+            case _:
+                assert_never(form)
         self.data = [bytes_of(sources[chunk.name]) for chunk in self.form.chunks]
         self.staged: torch.Tensor | None = None
 

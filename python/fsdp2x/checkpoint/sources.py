@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,7 +24,7 @@ from fsdp2x.reading.regular import OpenFiles, open_regular
 
 from ..arguments import checked
 from .file_names import FULL_FILE, PARTS_FILE, rank_file
-from .manifest import Entries, check_manifest, manifest_in, tied_names
+from .manifest import Entries, FormName, check_manifest, manifest_in, tied_names
 from .plan import chunks_of
 from .state import flatten, nest
 
@@ -148,14 +148,18 @@ Source = ShardedSource | FullSource | PerRankSource
 
 
 def open_source(
-    path: Path, form: str, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
+    path: Path, form: FormName, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
 ) -> Source:
     """The reader for a checkpoint of that form; `path` may be the one file of a full one."""
-    if form == "full":
-        return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
-    if form == "per_rank":
-        return PerRankSource(path, files, trusted, manifest, rank)
-    return ShardedSource(path, files, trusted, manifest)
+    match form:
+        case "full":
+            return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
+        case "per_rank":
+            return PerRankSource(path, files, trusted, manifest, rank)
+        case "sharded":
+            return ShardedSource(path, files, trusted, manifest)
+        case _:
+            assert_never(form)
 
 
 @checked

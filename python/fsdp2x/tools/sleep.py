@@ -44,13 +44,13 @@ class _HostBytes:
             is_pinned = memory.device.type == "cuda"
             self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned))
         for host, part in self._pieces(memory, offset):
-            host.copy_(part, non_blocking=True)
+            host.copy_(part, non_blocking=host.is_pinned())
         return offset
 
     def give(self, memory: torch.Tensor, offset: int) -> None:
         """Copies the bytes from ``offset`` on to ``memory``, likewise."""
         for host, part in self._pieces(memory, offset):
-            part.copy_(host, non_blocking=True)
+            part.copy_(host, non_blocking=host.is_pinned())
 
     def forget(self) -> None:
         """Nothing is there any more; the blocks stay for the next bytes."""
