@@ -10,6 +10,9 @@
 
 namespace fsdp2x {
 
+// A cache line of the host. Every parameter begins on a multiple of it in pools, slots, scratches and segments, and so
+// do the flags and scales beside them. Sizes of all of these, and of device buffers, are multiples. Python packs
+// tensors by it as `_C.ALIGN_BYTES`.
 inline constexpr size_t kAlignBytes = 64;
 
 constexpr size_t align_up(size_t bytes, size_t alignment = kAlignBytes) {

@@ -13,10 +13,11 @@ namespace fsdp2x::cpu {
 
 enum class Isa { base, avx2, avx512 };
 
-inline constexpr int kNumCastTypes = 4;      // f32, f64, bf16, f16: the index is the DType
-inline constexpr int kMaxFusedSources = 4;   // fp32 sources summed in registers in one loop
-inline constexpr int64_t kTileNumel = 1024;  // elements that wait in the first-level cache between two loops
-inline constexpr int kNumLanes = 16;         // element i of a range adds its square to lane i % 16 on every set
+inline constexpr int kNumCastTypes = 4;        // f32, f64, bf16, f16: the index is the DType
+inline constexpr int kMaxFusedSources = 4;     // fp32 sources summed in registers in one loop
+inline constexpr int64_t kTileNumel = 1024;    // elements that wait in the first-level cache between two loops
+inline constexpr size_t kTileAlignBytes = 64;  // of such tiles and of the lanes: a cache line, and AVX-512's vector
+inline constexpr int kNumLanes = 16;           // element i of a range adds its square to lane i % 16 on every set
 
 // From here on a copied, or a summed, range is written past the caches. Gathered rows are read at once by all ranks,
 // which is worth more than the lines that a copy of a few MiB would have to fetch; sums are read when backward has

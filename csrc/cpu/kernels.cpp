@@ -94,7 +94,7 @@ void copy_pieces(std::byte* dst, size_t dst_stride, const std::byte* src, size_t
 template <class A>
 void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, DType src_type, const std::byte* src,
                       int64_t numel) {
-  alignas(kAlignBytes) A tile[kTileNumel];
+  alignas(kTileAlignBytes) A tile[kTileNumel];
   for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, numel - begin);
     std::byte* out = dst + static_cast<size_t>(begin) * dtype_bytes(dst_type);
@@ -107,7 +107,7 @@ void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, 
 // Runs apply(values) on a 16-bit range, a tile of it in fp32 at a time.
 template <class Apply>
 void update_through_tile(const KernelTable& table, DType type, void* data, int64_t numel, const Apply& apply) {
-  alignas(kAlignBytes) float tile[kTileNumel];
+  alignas(kTileAlignBytes) float tile[kTileNumel];
   for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, numel - begin);
     std::byte* out = static_cast<std::byte*>(data) + static_cast<size_t>(begin) * dtype_bytes(type);
@@ -173,13 +173,13 @@ void divide(DType type, void* dst, int64_t numel, double divisor) {
 double sum_squares(DType type, const void* values, int64_t numel) {
   require_summable(type, "square");
   const KernelTable& table = kernel_table();
-  alignas(kAlignBytes) double lanes[kNumLanes] = {};
+  alignas(kTileAlignBytes) double lanes[kNumLanes] = {};
   if (type == DType::f64) {
     table.f64.sum_squares(static_cast<const double*>(values), numel, lanes);
   } else if (type == DType::f32) {
     table.f32.sum_squares(static_cast<const float*>(values), numel, lanes);
   } else {
-    alignas(kAlignBytes) float tile[kTileNumel];
+    alignas(kTileAlignBytes) float tile[kTileNumel];
     for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
       const int64_t count = std::min(kTileNumel, numel - begin);
       const auto* in = static_cast<const std::byte*>(values) + static_cast<size_t>(begin) * dtype_bytes(type);

@@ -89,7 +89,7 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
   }
   divide_all(ops, acc, numel, piece.divisor);
   if (piece.round && dtype_bytes(piece.src_type) < sizeof(A)) {
-    alignas(kAlignBytes) std::byte wire[kTileNumel * sizeof(A)];
+    alignas(kTileAlignBytes) std::byte wire[kTileNumel * sizeof(A)];
     ops.store[src](wire, acc, numel);
     ops.load[src](acc, wire, numel);
   }
@@ -99,7 +99,7 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
 template <class A>
 void reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
-  alignas(kAlignBytes) A tile[kTileNumel];
+  alignas(kTileAlignBytes) A tile[kTileNumel];
   Cursor cursor(piece, begin);
   for (; begin < end; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, end - begin);
@@ -114,8 +114,8 @@ template <class A>
 void reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
   const int dst = static_cast<int>(piece.dst_type);
-  alignas(kAlignBytes) A tile[kTileNumel];
-  alignas(kAlignBytes) A sum[kTileNumel];
+  alignas(kTileAlignBytes) A tile[kTileNumel];
+  alignas(kTileAlignBytes) A sum[kTileNumel];
   Cursor cursor(piece, begin);
   for (; begin < end; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, end - begin);

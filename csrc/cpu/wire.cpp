@@ -38,7 +38,7 @@ void encode_wire(WireFormat format, void* codes, float* scales, DType type, cons
   if (type == DType::f32) return encode(bytes, scales, static_cast<const float*>(values), numel);
   const auto load = table.f32.load[static_cast<int>(type)];
   require(type != DType::byte && load != nullptr, "values are neither f32, bf16 nor f16");
-  alignas(64) float tile[kTileNumel];
+  alignas(kTileAlignBytes) float tile[kTileNumel];
   for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
     const int64_t size = std::min(kTileNumel, numel - begin);
     load(tile, at(values, type, begin), size);
@@ -59,7 +59,7 @@ void decode_wire(WireFormat format, DType type, void* values, const void* codes,
   };
   if (type == DType::f32) return run(static_cast<float*>(values), 0, numel);
   require(type != DType::byte && table.f32.store[static_cast<int>(type)] != nullptr, "no such dtype to decode to");
-  alignas(64) float tile[kTileNumel];
+  alignas(kTileAlignBytes) float tile[kTileNumel];
   for (int64_t begin = 0; begin < numel; begin += kTileNumel) {
     const int64_t size = std::min(kTileNumel, numel - begin);
     run(tile, begin, size);

@@ -148,8 +148,8 @@ struct Kernels {
   // Gradients in their targets times *factor rounded to float, unless it is 1.
   void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 
-  // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/adamw.hpp). The parameter
-  // moves by the moments before these are rounded to their type.
+  // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/optimizers.hpp). The
+  // parameter moves by the moments before these are rounded to their type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
   void (*sgd)(const SgdList& list, const SgdArgs& args, Stream stream);
 

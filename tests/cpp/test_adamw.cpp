@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/adamw.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/optimizers.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

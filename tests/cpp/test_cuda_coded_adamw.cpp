@@ -9,7 +9,7 @@
 
 #include "core/error.hpp"
 #include "core/moment_codes.hpp"
-#include "cpu/adamw.hpp"
+#include "cpu/optimizers.hpp"
 #include "executor.hpp"
 
 namespace fsdp2x::cuda {

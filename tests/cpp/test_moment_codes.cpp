@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/moment_codes.hpp"
-#include "cpu/adamw.hpp"
+#include "cpu/optimizers.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

@@ -1,6 +1,7 @@
 """Who may import what, which file is told of where, and that a name stands for one thing.
 
-The rings of the package are the table of ``python/fsdp2x/README.md``, those of the engine are ``CSRC_RINGS``.
+The rings of the package are the table of ``python/fsdp2x/README.md``, those of ``csrc`` the tables of its README and of
+its engine's.
 """
 
 import ast
@@ -14,22 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, CSRC, TESTS = ROOT / "python/fsdp2x", ROOT / "csrc", ROOT / "tests"
-# Folders of csrc; what lies in another one is of the longest that holds it.
-CSRC_RINGS = {
-    "core": 0,
-    "cpu": 1,
-    "cuda": 1,
-    "engine/torch": 2,
-    "engine/memory": 3,
-    "engine/params": 4,
-    "engine/transport": 5,
-    "engine/transport/shm": 6,
-    "engine/transport/process_group": 6,
-    "engine/transport/device": 6,
-    "engine/schedule": 6,
-    "engine/optim": 6,
-    "bind": 7,
-}
 # A file name says which of its folder it is; these stand in several folders, each for the same thing there.
 SHARED_FILE_NAMES = {"config", "layout", "names", "plan", "sources", "state"}
 CODE = {".cpp", ".hpp", ".cu", ".cuh"}
@@ -171,17 +156,34 @@ def includes(files: dict[str, str]) -> dict[str, set[str]]:
     return {name: set(re.findall(r'^#include "([^"]+)"', text, flags=re.MULTILINE)) for name, text in files.items()}
 
 
-def csrc_room_of(file: str) -> str:
-    return max((room for room in CSRC_RINGS if file.startswith(f"{room}/")), key=len)
+@functools.cache
+def csrc_rings() -> dict[str, tuple[int, ...]]:
+    """Folder of csrc -> its ring, from the READMEs: that of a room of the engine is (2, 3)."""
+    found = {}
+    for above in ("", "engine/"):
+        table = (CSRC / above / "README.md").read_text()
+        for ring, cell in re.findall(r"^\| ([\d.]+) \| ([^|]+) \|", table, flags=re.MULTILINE):
+            for folder in re.findall(r"`([\w/]+)/`", cell):
+                found[above + folder] = tuple(int(number) for number in ring.split("."))
+    del found["engine"]  # every file of it is in one of its rooms
+    return found
+
+
+def csrc_room_of(file: str) -> str | None:
+    """The longest folder of the tables that a file lies in."""
+    return max((room for room in csrc_rings() if file.startswith(f"{room}/")), key=len, default=None)
 
 
 def wrong_includes(files: dict[str, str]) -> list[str]:
     wrong = []
     for name, targets in sorted(includes(files).items()):
         room = csrc_room_of(name)
+        if room is None:
+            wrong.append(f"{name} has no ring in csrc/README.md or csrc/engine/README.md")
+            continue
         for target in sorted(targets):
             other = csrc_room_of(target)
-            if other != room and CSRC_RINGS[other] >= CSRC_RINGS[room]:
+            if other is not None and other != room and csrc_rings()[other] >= csrc_rings()[room]:
                 wrong.append(f"{name} includes {target}")
     return wrong
 
@@ -205,6 +207,11 @@ def test_includes_point_inward_and_in_no_circle():
 )
 def test_a_planted_include_of_an_outer_ring_is_found(name, target):
     assert wrong_includes({**code(), name: f'#include "{target}"\n'}) == [f"{name} includes {target}"]
+
+
+@pytest.mark.parametrize("name", ["planted/planted.cpp", "engine/planted.cpp", "engine/planted/planted.cpp"])
+def test_a_file_of_a_folder_without_a_ring_is_found(name):
+    assert [wrong.split()[0] for wrong in wrong_includes({**code(), name: ""})] == [name]
 
 
 def test_a_planted_circle_of_includes_is_found():
@@ -288,7 +295,7 @@ def untold(folder: Path) -> list[str]:
     missing = [
         name for name in here if not re.search(rf"(?<!\w){re.escape(name)}{'' if name[-1] == '/' else '[.]'}", text)
     ]
-    named = re.findall(r"^\|(?: \d+ \|)? ([^|]+) \|", text, flags=re.MULTILINE)
+    named = re.findall(r"^\|(?: [\d.]+ \|)? ([^|]+) \|", text, flags=re.MULTILINE)
     files = [file for cell in named for file in re.findall(r"`([\w/]+)\.(?:py|hpp|cpp|\*)", cell)]
     return sorted(missing) + sorted(f"{file}: is not there" for file in files if not list(folder.glob(f"{file}.*")))
 

@@ -5,7 +5,7 @@
 
 #include "core/error.hpp"
 #include "core/moment_codes.hpp"
-#include "cpu/adamw.hpp"
+#include "cpu/optimizers.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"

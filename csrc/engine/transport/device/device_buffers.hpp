@@ -6,8 +6,8 @@
 // step asks the driver for nothing. It is one order that makes this right without a record of other streams: memory is
 // taken and given back in the order of the compute lane. Whoever takes it lets the lane that uses it first follow the
 // compute lane, and before it is given back the compute lane waits for the last use, whatever lane that was on: so it
-// is given back where that wait costs nothing, see DeviceTransport. Registered memory is dear, and is kept for the next
-// borrower that it fits.
+// is given back where that wait costs nothing, see ReduceMemory, DeviceGathers and HostShards. Registered memory is
+// dear, and is kept for the next borrower that it fits.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
 // Optimizer steps on top of the kernel table.
-#include "cpu/adamw.hpp"
+#include "cpu/optimizers.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -7,7 +7,6 @@
 #include <string>
 
 #include "core/error.hpp"
-#include "core/layout.hpp"
 #include "core/moment_codes.hpp"
 
 namespace fsdp2x::cpu {
@@ -43,7 +42,7 @@ class Operand {
   const KernelTable& table_;
   DType type_;
   std::byte* data_;
-  alignas(kAlignBytes) float tile_[kTileNumel];
+  alignas(kTileAlignBytes) float tile_[kTileNumel];
 };
 
 // A moment of a step as floats: an operand, or codes and scales.
@@ -73,7 +72,7 @@ class Moment {
   uint8_t* codes_;
   float* scales_;
   bool is_signed_;
-  alignas(kAlignBytes) float tile_[kTileNumel];
+  alignas(kTileAlignBytes) float tile_[kTileNumel];
 };
 static_assert(kTileNumel % kMomentBlock == 0);
 
@@ -100,8 +99,8 @@ class Bits {
   }
 
  private:
-  alignas(kAlignBytes) uint16_t blocks_[kTileNumel + 2 * kRoundingBlock];
-  alignas(kAlignBytes) uint16_t bits_[kTileNumel];
+  alignas(kTileAlignBytes) uint16_t blocks_[kTileNumel + 2 * kRoundingBlock];
+  alignas(kTileAlignBytes) uint16_t bits_[kTileNumel];
 };
 
 }  // namespace
