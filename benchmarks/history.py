@@ -7,7 +7,7 @@
 
 A line of the history is one run in processes of its own: when, where, of which commit, and for each row the ratio of
 the other side's median to ours; the last run's result itself stays in results/. `check` names rows below the range of
-at least five runs, and fails then. The file tells of one engine: a change that makes it faster or slower begins it anew.
+at least five runs, and fails then. The file tells of one engine: a change of its speed begins it anew.
 """
 
 from __future__ import annotations

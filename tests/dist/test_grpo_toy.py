@@ -1,17 +1,28 @@
 """The example of reinforcement learning: every number that it checks is there, in turns, one step ahead, colocated."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from harness import programs
+from engines import new_address
+from fsdp2x.rollout import RolloutServer
+from harness import distributed, programs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_toy.py"
+sys.path.append(str(EXAMPLE.parent))
+
+from grpo_loop import Loop, Settings, make_model  # noqa: E402
+
+MEETING_S = 20.0
 SMALL = ("--warmup_steps", "5", "--prompts", "8", "--samples", "4", "--lr", "0.01")
 PHASES = {"generate", "score", "train", "push"}
 pytestmark = pytest.mark.timeout(300)
@@ -25,7 +36,9 @@ def run(out, *words, timeout=240.0):
     return lines, lines[1:-1]
 
 
-@pytest.mark.parametrize("mode", ["in turns", "--async", pytest.param("--colocate", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "mode", ["in turns", *(pytest.param(m, marks=pytest.mark.full) for m in ("--async", "--colocate"))]
+)
 def test_a_few_steps(tmp_path, mode):
     words = [mode] if mode.startswith("-") else []
     lines, steps = run(tmp_path, "--steps", "4", *SMALL, *words)
@@ -43,6 +56,85 @@ def test_a_few_steps(tmp_path, mode):
             assert step["weight_min"] < 1 < step["weight_max"] <= 2 and step["weight_max"] - step["weight_min"] > 1e-3
     assert steps[0]["kl"] < 1e-9 and steps[-1]["kl"] > 1e-5, "from the policy of the start, which was trained on"
     assert (tmp_path / "reward.png").stat().st_size > 10_000
+
+
+class Meeting(RolloutServer):
+    """An engine that is asked for a forward while the trainer updates: each waits for the other once a step.
+
+    ``is_due``: the next forward waits until the trainer is in its update. ``forwards``: (begin, end, version).
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.point, self.is_due, self.forwards = threading.Barrier(2, timeout=MEETING_S), False, []
+
+    @contextlib.contextmanager
+    def _weights(self):
+        with super()._weights() as version:
+            began = time.monotonic()
+            if self.is_due:
+                self.is_due = False
+                self.point.wait()
+            yield version
+            self.forwards.append((began, time.monotonic(), version))
+
+
+class MeetingLoop(Loop):
+    """The example's loop on a rank; with an engine in this process its updates meet a forward that was asked before."""
+
+    def __init__(self, settings, address, server):
+        super().__init__(settings, address)
+        self.server, self.num_asked, self.updates = server, 0, []
+
+    def ask(self, prompts, samples, temperature=None):
+        if samples == self.settings.samples:
+            self.num_asked += 1
+            if self.server is not None and self.num_asked > 1:  # what is asked first is collected before any update
+                self.server.is_due = True
+        super().ask(prompts, samples, temperature)
+
+    def train(self, prompts, completions):
+        began = time.monotonic()
+        if self.server is not None and self.version + 1 < self.settings.steps:
+            self.server.point.wait()  # there is no forward that was asked for: the loop is not asynchronous
+        found = super().train(prompts, completions)
+        self.updates.append((began, time.monotonic(), self.version))
+        return found
+
+
+@distributed(world_sizes=(2,))
+def test_one_step_ahead(ctx):
+    """The engine draws while the trainers update, with the weights before; importance weights tell."""
+    settings = Settings(steps=3, warmup_steps=5, warmup_batch=16, prompts=4, samples=4, lr=0.01, is_async=True)
+    addresses = [new_address()]
+    dist.broadcast_object_list(addresses)
+    server, thread = None, None
+    if ctx.rank == 0:
+        server = Meeting(make_model(settings.model), addresses[0], has_weights=False)
+        thread = threading.Thread(target=server.serve, kwargs={"contact_s": MEETING_S}, daemon=True)
+        thread.start()
+    loop = MeetingLoop(settings, addresses[0], server)
+    try:
+        lines = list(loop.run())
+    finally:
+        loop.close()
+    steps = lines[1:-1]
+    assert [step["version"] for step in steps] == [1, 2, 3] and loop.num_asked == 3
+    assert [step["staleness_max"] for step in steps] == [0, 1, 1]
+    for step in steps:
+        assert ("weight_max" in step) and step["difference"] < 1e-4
+    assert steps[0]["staleness"] == 0 and 1 - 1e-3 < steps[0]["weight_min"] <= steps[0]["weight_max"] < 1 + 1e-3
+    for step in steps[1:]:
+        assert 0 < step["staleness"] <= 1
+        assert step["weight_min"] < 1 < step["weight_max"] <= 2 and step["weight_max"] - step["weight_min"] > 1e-3
+    if server is not None:
+        thread.join(MEETING_S)
+        assert not thread.is_alive()
+        server.close()
+        for began, ended, version in loop.updates[:-1]:
+            during = [of for start, stop, of in server.forwards if start < ended and began < stop]
+            assert version in during, "no forward of the weights before ran during an update"
+            assert version + 1 not in during
 
 
 @pytest.mark.full

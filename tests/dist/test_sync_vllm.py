@@ -40,7 +40,7 @@ def make_model(ctx):
 
 
 @contextlib.contextmanager
-def engine(ctx, way, world=1, **options):
+def engine(ctx, way, world=1, shapes=None, **options):
     """(target, the engine on rank 0, None elsewhere).
 
     "far": a server whose workers are on another host; "one gpu": that reads buckets in memory of the trainer's GPU.
@@ -55,7 +55,7 @@ def engine(ctx, way, world=1, **options):
             options["memory"] = "device"
         core, given = None, [None]
         if ctx.rank == 0:
-            core = Core(world)
+            core = Core(world, shapes=shapes)
             stack.callback(core.stop)
             given = [Llm(core)] if way == "llm" else [stack.enter_context(serving(core))]
         if way != "llm":

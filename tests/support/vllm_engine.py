@@ -172,6 +172,16 @@ class Model(nn.Module):
         }
 
 
+class Whole(Model):
+    """A layer for each of ``shapes``, by the names in files, on one rank."""
+
+    def __init__(self, shapes):
+        nn.Module.__init__(self)
+        self.rank, self.bad = 0, None
+        for index, (name, shape) in enumerate(shapes.items()):
+            self.add_module(f"layer{index}", Layer(shape, {name: whole}, has_packing=len(shape) == 2))
+
+
 @contextlib.contextmanager
 def installed():
     def initialize(model):
@@ -231,8 +241,8 @@ class Worker(Fsdp2xWorker):
     device = torch.device("cpu")
     vllm_config, model_config = "vllm config", "model config"
 
-    def __init__(self, rank, world):
-        self.model, self.lora_resets = Model(rank, world), 0
+    def __init__(self, model):
+        self.model, self.lora_resets = model, 0
         self.model_runner = self
 
     def reset_lora_state(self):
@@ -248,10 +258,13 @@ class Worker(Fsdp2xWorker):
 
 
 class Core:
-    """An engine, with as many workers as `world`; `events`: what was asked of it, in order."""
+    """An engine, with as many workers as `world`; `events`: what was asked of it, in order.
 
-    def __init__(self, world=1, extension="fsdp2x.sync.vllm_worker.Fsdp2xWorker"):
-        self.workers = [Worker(rank, world) for rank in range(world)]
+    ``shapes``: the parameters of another model than `Model`, for one worker.
+    """
+
+    def __init__(self, world=1, extension="fsdp2x.sync.vllm_worker.Fsdp2xWorker", shapes=None):
+        self.workers = [Worker(Model(rank, world) if shapes is None else Whole(shapes)) for rank in range(world)]
         self.events, self.busy, self.broken = [], threading.Lock(), {}
         self.mode, self.asleep, self.version, self.cache_of = None, set(), "default", None
         self.running, self.world_size, self.extension = [], world, extension

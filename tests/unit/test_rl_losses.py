@@ -1,4 +1,4 @@
-"""Policy losses over rows against loops over samples in fp64, however samples are cut; properties of the formulas."""
+"""Policy losses over rows against loops over samples in fp64, however samples are cut; properties; presets by hand."""
 
 import dataclasses
 import math
@@ -171,6 +171,99 @@ def test_an_empty_row_reaches_what_its_scores_came_from():
         assert found.loss == 0 and leaf.grad is not None and not leaf.grad.any()
         leaf.grad = None
     assert count.tokens == count.samples == 1
+
+
+# ---- the presets
+
+
+# From the papers, and from what TRL documents (huggingface.co/docs/trl: GRPOConfig, "Paper Index"):
+#   GRPO        arXiv 2402.03300: a mean over samples of means over tokens; epsilon 0.2 and beta 0.0 as in GRPOConfig
+#   DAPO        arXiv 2503.14476: epsilon 0.2 below and 0.28 above, a mean over all tokens, no KL
+#   Dr. GRPO    arXiv 2503.20783: sums over tokens, divided by a constant in place of lengths
+#   GSPO        arXiv 2507.18071, section 5.1: epsilon 3e-4 below and 4e-4 above; one ratio of each sample
+#   CISPO       arXiv 2506.13585: the detached ratio times log p, a mean over all tokens, no bound below; cut at 5 above
+#               (epsilon_high=5.0 of ms-swift's documentation, which is the bound itself and not what exceeds 1)
+#   REINFORCE   -A log p, a mean over all tokens
+PLAIN = {"dual_clip": None, "max_tokens": None, "kl": None, "kl_weight": 0.0, "entropy_weight": 0.0}
+PRESETS = {
+    "GRPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.2), "mean": "samples", **PLAIN},
+    "DAPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.28), "mean": "tokens", **PLAIN},
+    "DR_GRPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.2), "mean": "constant", **PLAIN},
+    "GSPO": {"kind": "clip", "ratio": "sequence", "clip": (3e-4, 4e-4), "mean": "samples", **PLAIN},
+    "CISPO": {"kind": "cispo", "ratio": "token", "clip": (1.0, 4.0), "mean": "tokens", **PLAIN},
+    "REINFORCE": {"kind": "reinforce", "ratio": "token", "clip": (0.2, 0.2), "mean": "tokens", **PLAIN},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_paper_says(name):
+    assert dataclasses.asdict(getattr(rl, name)) == PRESETS[name]
+
+
+def loss_of_two(which, ratios, logs=(-1.0, -2.0, -0.5, -1.0, -3.0)):
+    """Loss and clipped part of a sample of two tokens with A = 1, and one of three with A = -2, from their ratios.
+
+    Entropies and a reference are there, and must not count.
+    """
+    samples = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5, 6, 7], "labels": [-100, 5, 6, 7]}]
+    row = pack_samples(samples)
+    part = rl.RowTokens(row)
+    assert row.next_labels.tolist() == [[2, 3, -100, 5, 6, 7, -100]]
+
+    def place(values):
+        return torch.tensor([[*values[:2], math.nan, *values[2:], math.nan]], dtype=torch.float64)
+
+    logp = place(logs).nan_to_num()
+    old = place([log - math.log(ratio) for log, ratio in zip(logs, ratios, strict=True)])
+    scores = rl.Scores(logp, torch.full_like(logp, 7.0), {})
+    advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    found = rl.policy_loss(
+        scores, part, advantages, rl.count_step([part]), which, old=old, reference=torch.full_like(logp, -9.0)
+    )
+    return float(found.loss), float(found.clipped)
+
+
+# Two above 1 with A = 1, of which the first is cut off; with A = -2 one far below, one inside, one far above.
+RATIOS = (1.5, 1.1, 0.05, 0.9, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "clipped"),
+    [
+        # -1.2 and -1.1; 2 * 0.8, 2 * 0.9 and 2 * 6: means of -1.15 and 15.4 / 3.
+        ("GRPO", (-1.15 + 15.4 / 3) / 2, 0.4),
+        # -1.28 and -1.1; the same: a fifth of all.
+        ("DAPO", (-2.38 + 15.4) / 5, 0.4),
+        # -2.3 and 15.4, over ten tokens that a response may have, and two samples.
+        ("DR_GRPO", 13.1 / 10 / 2, 0.4),
+        # -(1.5 * -1 + 1.1 * -2) = 3.7 and 2 * (0.05 * -0.5 + 0.9 * -1 + 5 * -3) = -31.85.
+        ("CISPO", -28.15 / 5, 0.0),
+        # -(-1 - 2) = 3 and 2 * (-0.5 - 1 - 3) = -9.
+        ("REINFORCE", -6 / 5, 0.0),
+    ],
+)
+def test_a_preset_by_hand(name, loss, clipped):
+    which = getattr(rl, name)
+    if name == "DR_GRPO":
+        which = dataclasses.replace(which, max_tokens=10)
+    found = loss_of_two(which, RATIOS)
+    assert math.isclose(found[0], loss, rel_tol=1e-12) and math.isclose(found[1], clipped, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "loss", "clipped"),
+    [
+        # Ratios of samples; inside of the bounds they are themselves, and outside 1.0004 and 0.9997.
+        (1.00035, 0.99975, (-1.00035 + 2 * 0.99975) / 2, 0.0),
+        (1.00045, 0.99965, (-1.0004 + 2 * 0.9997) / 2, 1.0),
+        (0.5, 6.0, (-0.5 + 2 * 6.0) / 2, 0.0),
+    ],
+)
+def test_gspo_by_hand(first, second, loss, clipped):
+    """Tokens lie far apart: their ratios' geometric mean is the sample's."""
+    ratios = (first * 3, first / 3, second * 4, second * 2, second / 8)
+    found = loss_of_two(rl.GSPO, ratios)
+    assert math.isclose(found[0], loss, rel_tol=1e-12) and math.isclose(found[1], clipped, abs_tol=1e-12)
 
 
 # ---- refusals

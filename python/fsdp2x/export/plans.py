@@ -114,8 +114,10 @@ def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:
     return rings[id(plan.group), plan.device]
 
 
-def make_rings(plans: list[BucketPlan], receive: bool, transport: str, keep_files: bool = False) -> dict:
-    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``: shared ones have a ``file``."""
+def make_rings(
+    plans: list[BucketPlan], receive: bool, transport: str, keep_files: bool = False, in_order: bool = True
+) -> dict:
+    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``, ``in_order``: as for ``make_ring``."""
     require_own_process("export a sharded model")
     buckets: dict = {}
     for plan in plans:
@@ -128,7 +130,8 @@ def make_rings(plans: list[BucketPlan], receive: bool, transport: str, keep_file
         with explained(group, "meeting of the ranks for an export"):
             dist.all_gather_object(receivers, receive, group=group)
         gathered = [plan.gathered for plan in members]
-        rings[key] = make_ring(group, gathered[0][0].wire_device, gathered, transport, receivers, keep_files)
+        device = gathered[0][0].wire_device
+        rings[key] = make_ring(group, device, gathered, transport, receivers, keep_files, in_order)
     return rings
 
 

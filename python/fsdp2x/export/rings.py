@@ -1,13 +1,16 @@
-"""Memory that buckets are gathered into in turn: two slots shared between the ranks of a host, or one of each rank.
+"""Memory that buckets are gathered into in turn: shared between the ranks of a host, or each rank's own.
 
-A bucket lies in a slot parameter by parameter, each whole and contiguous:
+A bucket lies there parameter by parameter, each whole and contiguous. Two buckets are there at a time, one behind the
+other in the order of gathers; they begin and end at the ring's two ends, so that a large one takes no room twice:
 
-    slot    | p0: rows of r0 r1 .. |pad| p1: rows of r0 r1 .. |pad| ...       bytes; every parameter starts aligned
+    bucket  | p0: rows of r0 r1 .. |pad| p1: rows of r0 r1 .. |pad| ...       bytes; every parameter starts aligned
+    ring    | 0, 2, 4, .. from here on ->             <- 1, 3, 5, .. up to here |
 
 ``SharedRing``: one mapping for all ranks of the group. Each rank writes its rows into it, cast on the way, so a bucket
 is one copy per host. Tensors look through a second, copy-on-write mapping: what a rank writes to them stays its own.
-``GroupRing``: the next bucket comes through collectives of the process group. Large parameters that are cut evenly
-along dim 0 go straight from the shard (or its cast copy) to their place; all others are packed into one collective, and
+``GroupRing``: the next bucket comes through the process group. Large parameters that are cut along dim 0 go straight
+from the shard (or its cast copy) to their place: on the CPU from rank to rank, which takes no other memory there, else
+by a collective, where they are cut evenly and all ranks want them. All others are packed into one collective, and
 sorted into their places when it is done.
 
 For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
@@ -34,8 +37,7 @@ from fsdp2x.runtime.sharing import Introductions, introduce
 
 # What is given each shard.
 Seen = Callable[[Entry, torch.Tensor], None]
-NUM_SLOTS = 2
-# From here on two passes over the bytes cost more than one more collective.
+# From here on two passes over the bytes cost more than one more exchange.
 _DIRECT_BYTES = 1 << 20
 
 
@@ -57,6 +59,22 @@ def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
     return starts, end
 
 
+def ring_bytes(sizes: Sequence[int], in_order: bool) -> int:
+    """Of a ring for buckets of these sizes, which come in this order, or in any and perhaps not all."""
+    if not in_order:
+        return 2 * max(sizes)
+    return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
+
+
+def _place_in_ring(index: int, num_bytes: int, ring: int) -> slice:
+    """Of the ``index``-th bucket in a ring of so many bytes."""
+    return slice(ring - num_bytes, ring) if index % 2 else slice(num_bytes)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def make_ring(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -64,40 +82,42 @@ def make_ring(
     transport: str,
     receivers: list[bool],
     keep_file: bool = False,
+    in_order: bool = True,
 ):
     """The ring of one process group for these buckets; collective over it.
 
-    ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: as for ``SharedRing``.
+    ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: on the CPU it has a ``file``, where this
+    rank wants them. ``in_order``: all buckets are gathered, one after the other.
 
     Raises:
         ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
     """
-    slot_bytes = _C.align_up(max(place(bucket)[1] for bucket in buckets))
+    sizes = [place(bucket)[1] for bucket in buckets]
     known = introduce(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
     if known is not None:
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
     if transport != "process_group" and device.type == "cpu" and known is not None:
-        ring, reason = _shared_ring(known, slot_bytes, transport, keep_file)
+        num_bytes = ring_bytes([_whole_pages(size) for size in sizes], in_order)
+        ring, reason = _shared_ring(known, num_bytes, transport, keep_file)
         if ring is not None:
             return ring
     if transport == "shm":
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
-    return GroupRing(group, device, slot_bytes, receivers)
+    return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file)
 
 
 def _shared_ring(
-    known: Introductions, slot_bytes: int, transport: str, keep_file: bool
+    known: Introductions, num_bytes: int, transport: str, keep_file: bool
 ) -> tuple[SharedRing | None, str]:
     """(a ring in shared memory, "") or (None, why not); the same on every rank."""
     if transport == "auto" and known.is_observed:
         return None, "a dispatch mode watches the collectives"
     if known.why_not_shared is not None:
         return None, known.why_not_shared
-    slot_bytes = -(-max(slot_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     rings: list[SharedRing] = []
     reason = known.memory_file(
-        NUM_SLOTS * slot_bytes, lambda file: rings.append(SharedRing(known.group, slot_bytes, file, keep_file))
+        num_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
     )
     return (None, reason) if reason else (rings[0], "")
 
@@ -112,19 +132,29 @@ def _gather_of(entries: Sequence[Entry]) -> str:
 
 
 class GroupRing:
-    """Two slots of this rank, and for what is packed one send and one receive buffer, reused by every bucket."""
+    """Memory of this rank, and for what is packed one send and one receive buffer, reused by every bucket.
+
+    With ``keep_file`` it is an anonymous memory file, as a ``SharedRing`` has one, on a rank of the CPU that receives.
+    """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        slot_bytes: int,
+        num_bytes: int,
         receivers: list[bool],
+        keep_file: bool = False,
     ) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
-        self._slot_bytes, self._index = slot_bytes, 0
-        self._slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
+        self.num_bytes, self.file = num_bytes, None
+        self._memory: torch.Tensor | None = None
+        if keep_file and receivers[self.rank] and device.type == "cpu":
+            self.num_bytes, self.file = _whole_pages(num_bytes), os.memfd_create("fsdp2x-ring", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, self.num_bytes)
+            self._memory = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
+        self._index = 0
         self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._work: list = []
         self._packed: dict[int, int] = {}  # index in the bucket -> start in the send buffer
@@ -140,7 +170,7 @@ class GroupRing:
             seen(entry, entry.local)
 
     def _start(self, entries: Sequence[Entry]) -> None:
-        direct = [all(self.receivers) and self._is_direct(entry) for entry in entries]
+        direct = [self._is_direct(entry) for entry in entries]
         staged: dict[int, int] = {}
         self._packed, self._end, end = {}, 0, 0
         for index, entry in enumerate(entries):
@@ -162,17 +192,36 @@ class GroupRing:
                 mine = entry.param.to_local().detach()
                 if index in staged:
                     mine = entry.part(self._sent, staged[index], mine.shape[0])
-                whole = entry.whole(self._slot(), place_bytes)
+                whole = entry.whole(self._slot(entries), place_bytes) if self.receivers[self.rank] else None
+                if self.device.type == "cpu":
+                    self._exchange(index, entry, mine, whole)
+                    continue
                 self._work.append(
                     dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
                 )
         if self._packed:
             self._gather_packed(self._sent[: self._end])
 
+    def _exchange(self, index: int, entry: Entry, mine: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """From each rank to each that receives; ``whole``: where it goes on this rank."""
+        for step in range(1, self.world):
+            sender, receiver = (self.rank - step) % self.world, (self.rank + step) % self.world
+            begin, num_rows = entry.rows(sender, self.world)
+            if whole is not None and num_rows:
+                part, source = whole.narrow(0, begin, num_rows), dist.get_global_rank(self.group, sender)
+                self._work.append(dist.irecv(part, source, group=self.group, tag=index))
+            if self.receivers[receiver] and mine.numel():
+                target = dist.get_global_rank(self.group, receiver)
+                self._work.append(dist.isend(mine, target, group=self.group, tag=index))
+        begin, num_rows = entry.rows(self.rank, self.world)
+        if whole is not None and num_rows:
+            whole.narrow(0, begin, num_rows).copy_(mine)
+
     def _is_direct(self, entry: Entry) -> bool:
-        """Whether the ranks' parts, one after the other, are the whole; worth a collective of its own."""
-        is_even = entry.param.shape[0] % self.world == 0 if entry.param.dim() else False
-        return entry.shard_dim == 0 and is_even and entry.whole_bytes >= _DIRECT_BYTES
+        """Whether the ranks' parts, one after the other, are the whole; worth an exchange of its own."""
+        if not entry.param.dim() or entry.shard_dim != 0 or entry.whole_bytes < _DIRECT_BYTES:
+            return False
+        return self.device.type == "cpu" or all(self.receivers) and entry.param.shape[0] % self.world == 0
 
     def _needs_copy(self, entry: Entry) -> bool:
         local = entry.param.to_local()
@@ -191,12 +240,11 @@ class GroupRing:
                 destination = dist.get_global_rank(self.group, receiver)
                 self._work.append(dist.gather(mine, parts, dst=destination, group=self.group, async_op=True))
 
-    def _slot(self) -> torch.Tensor:
-        """Where the bucket in work goes; the one before is in the other."""
-        slot = self._slots[self._index]
-        if slot is None:
-            slot = self._slots[self._index] = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
-        return slot
+    def _slot(self, entries: Sequence[Entry]) -> torch.Tensor:
+        """Where the bucket in work goes; the one before is at the other end."""
+        if self._memory is None:
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        return self._memory[_place_in_ring(self._index, place(entries)[1], self.num_bytes)]
 
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
@@ -208,9 +256,9 @@ class GroupRing:
                     work.wait()
         if not self.receivers[self.rank]:
             return None
-        tensors = []
+        tensors, slot = [], self._slot(entries)
         for index, (entry, start) in enumerate(zip(entries, place(entries)[0], strict=True)):
-            whole = entry.whole(self._slot(), start)
+            whole = entry.whole(slot, start)
             if self.world == 1:
                 whole.copy_(entry.param.to_local())
             elif index in self._packed:
@@ -220,34 +268,32 @@ class GroupRing:
                         rows = entry.part(self._received, rank * self._end + self._packed[index], num_rows)
                         whole.narrow(entry.shard_dim, begin, num_rows).copy_(rows)
             tensors.append(whole)
-        self._index = (self._index + 1) % NUM_SLOTS
+        self._index += 1
         return tensors
 
 
 class SharedRing:
     """One anonymous memory file, mapped by all ranks of the group; gone with the last of them.
 
-    ``file`` holds ``NUM_SLOTS`` slots of ``slot_bytes``, which are whole pages. With ``keep_file`` the ring has a
-    descriptor of it, for processes that are not ranks; a tensor's place in it is its storage offset.
+    ``num_bytes`` are whole pages, as is the place of a bucket. With ``keep_file`` the ring has a descriptor of its
+    ``file``, for processes that are not ranks; a tensor's place in it is its storage offset.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, file: int, keep_file: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, file: int, keep_file: bool = False) -> None:
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.slot_bytes = slot_bytes
-        size = NUM_SLOTS * slot_bytes
-        self._written = mmap.mmap(file, size, mmap.MAP_SHARED)
-        self._private = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.num_bytes, self.file = size, os.dup(file) if keep_file else None
+        self._written = mmap.mmap(file, num_bytes, mmap.MAP_SHARED)
+        self._private = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.num_bytes, self.file = num_bytes, os.dup(file) if keep_file else None
         if self.file is not None:
             weakref.finalize(self, os.close, self.file)
         self._num_filled = self._num_finished = 0
-        self._given: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(NUM_SLOTS)]
+        self._given: list[tuple[slice, list[tuple[torch.Tensor, int]]]] = []  # the last two, with versions
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
         """Writes this rank's rows of a bucket; ``seen`` is given each shard while it is in the caches."""
-        slot = self._next_slot()
+        slot = self._next_slot(place(entries)[1])
         for entry, start in zip(entries, place(entries)[0], strict=True):
             first, num_rows = entry.rows(self.rank, self.world)
             local = entry.local
@@ -259,40 +305,43 @@ class SharedRing:
 
     def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
-        slot = self._meet(_gather_of(entries))
+        starts, num_bytes = place(entries)
+        slot = self._meet(num_bytes, _gather_of(entries))
         with torch.inference_mode(False):
-            tensors = [entry.whole(slot, start) for entry, start in zip(entries, place(entries)[0], strict=True)]
-        self._given[(self._num_finished - 1) % NUM_SLOTS] = [(tensor, tensor._version) for tensor in tensors]
+            tensors = [entry.whole(slot, start) for entry, start in zip(entries, starts, strict=True)]
+        self._given[-1][1].extend((tensor, tensor._version) for tensor in tensors)
         return tensors
 
     # In place of a bucket: bytes of each rank, behind each other.
 
     def part(self, num_bytes: int) -> torch.Tensor:
         """Memory for this rank's, to be written before ``finish_parts``; all ranks have as much."""
-        return self._next_slot()[self.rank * num_bytes : (self.rank + 1) * num_bytes]
+        return self._next_slot(self.world * num_bytes)[self.rank * num_bytes : (self.rank + 1) * num_bytes]
 
     def finish_parts(self, num_bytes: int, what: str) -> torch.Tensor:
         """Waits until every rank has written; those of all."""
-        parts = self._meet(what)[: self.world * num_bytes]
-        self._given[(self._num_finished - 1) % NUM_SLOTS] = [(parts, parts._version)]
+        parts = self._meet(self.world * num_bytes, what)[: self.world * num_bytes]
+        self._given[-1][1].append((parts, parts._version))
         return parts
 
-    def _next_slot(self) -> torch.Tensor:
+    def _next_slot(self, num_bytes: int) -> torch.Tensor:
         require_own_process("export a sharded model")
-        begin = self._num_filled % NUM_SLOTS * self.slot_bytes
+        part = _place_in_ring(self._num_filled, _whole_pages(num_bytes), self.num_bytes)
         self._num_filled += 1
-        return torch.frombuffer(self._written, dtype=torch.uint8)[begin : begin + self.slot_bytes]
+        return torch.frombuffer(self._written, dtype=torch.uint8)[part]
 
-    def _meet(self, what: str) -> torch.Tensor:
-        """The slot that every rank has written to."""
+    def _meet(self, num_bytes: int, what: str) -> torch.Tensor:
+        """The place that every rank has written to."""
         require_own_process("export a sharded model")
-        index = self._num_finished % NUM_SLOTS
+        part = _place_in_ring(self._num_finished, _whole_pages(num_bytes), self.num_bytes)
         self._num_finished += 1
         with explained(self.group, what):
             dist.barrier(group=self.group)
-        begin = index * self.slot_bytes
-        if any(tensor._version != version for tensor, version in self._given[index]):
-            # Somebody wrote to the tensors that were here: his pages would hide what the ranks wrote since.
-            self._private.madvise(mmap.MADV_DONTNEED, begin, self.slot_bytes)
+        for before, tensors in self._given:
+            if any(tensor._version != version for tensor, version in tensors):
+                # Somebody wrote to the tensors that were here: his pages would hide what the ranks write.
+                begin = before.start or 0
+                self._private.madvise(mmap.MADV_DONTNEED, begin, before.stop - begin)
+        self._given = [*self._given[-1:], (part, [])]
         with torch.inference_mode(False):
-            return torch.frombuffer(self._private, dtype=torch.uint8)[begin : begin + self.slot_bytes]
+            return torch.frombuffer(self._private, dtype=torch.uint8)[part]

@@ -201,7 +201,7 @@ def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
     ring = rings.get((id(changes.dense.group), changes.dense.device))
     if not isinstance(ring, SharedRing) or changes.dense.families or not changes.sparse:
         return None
-    return ring if ring.world * max(map(sum, _sizes(changes))) <= ring.slot_bytes else None
+    return ring if ring.world * max(map(sum, _sizes(changes))) <= ring.num_bytes // 2 else None
 
 
 def _sizes(changes: BucketDelta) -> list[list[int]]:

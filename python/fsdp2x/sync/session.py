@@ -66,8 +66,10 @@ def connect(
     """Plans how the weights of ``model`` get into engines; the result's ``push`` sends them.
 
     Collective over ``group``, with the same arguments on every rank, the target's excepted where its
-    class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets of ``bucket_bytes`` of whole
-    tensors per host (over a process group: per rank), or of one larger family of parameters, and what the target adds.
+    class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets that follow one another, of whole
+    tensors, per host (over a process group: per rank that has an engine), with ``deltas`` twice the largest one, and
+    what the target adds. Over a process group also the small parameters of a bucket, and this rank's part of what is
+    cast.
 
     Args:
         model: sharded by ``fully_shard``, or a part of one.
@@ -185,7 +187,9 @@ class Session:
         self._make_rings()
 
     def _make_rings(self) -> None:
-        self._rings = make_rings(self._plans, self._receives, self._transport, keep_files=True)
+        self._rings = make_rings(
+            self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
+        )
         self._layout = describe_wire(self._plans, self._rings, self._deltas)
 
     @property
@@ -220,7 +224,8 @@ class Session:
 
         Raises:
             SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
-                and generate nothing until a full push succeeds; that is all it takes.
+                and generate nothing until a full push succeeds; that is all it takes. One whose answer to the commit
+                was lost may have committed, and goes on with the new version.
             ValueError: an unknown mode; ranks disagree on version or mode; a delta without ``deltas=True``, before the
                 first full push, or while engines are torn.
             RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
@@ -350,9 +355,13 @@ class Session:
             return
         reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
         self._tear(reason)
+        # The commit is the last that an engine waits for: nobody can tell it any more that another one has failed.
+        but = (
+            " (an engine whose answer was lost may have committed, and generates)" if failure.phase == "commit" else ""
+        )
         raise SyncError(
-            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing until a full push succeeds: mend the "
-            'cause, then push(version=..., mode="full")',
+            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing{but} until a full push succeeds: mend "
+            'the cause, then push(version=..., mode="full")',
             failure,
             rank,
         ) from (None if mine is None else mine[1])

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp2x.export.plans import BucketPlan, plan_buckets, ring_of
-from fsdp2x.export.rings import SharedRing
 from fsdp2x.hf.names import Family, clean_name
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync.merged import AdapterMerge
@@ -100,8 +99,8 @@ def layout_digest(plans: list[BucketPlan]) -> str:
 
 def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> WireLayout:
     """The layout of ``plans``, whose rings are made with ``keep_files``."""
-    shared = {id(ring): ring for ring in rings.values() if isinstance(ring, SharedRing)}
-    files = tuple((ring.file, ring.num_bytes) for ring in shared.values())
+    with_file = {id(ring): ring for ring in rings.values() if ring.file is not None}
+    files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
     # Deltas take at most half of their tensors' bytes, besides what aligns them.
     spare = [
         sum(_C.align_up(spec.num_bytes) + _C.ALIGN_BYTES for spec in plan.specs)
@@ -112,7 +111,7 @@ def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> Wire
 
 
 def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:
-    """Whether what is handed out is the very memory that the ranks wrote to, shared with other processes."""
+    """Whether what is handed out is the very memory that the ranks wrote to, and other processes can map it."""
     if plan.alone or not all(family.is_renamed_only for family in plan.families):
         return False
-    return bool(plan.gathered) and isinstance(ring_of(rings, plan), SharedRing)
+    return bool(plan.gathered) and ring_of(rings, plan).file is not None

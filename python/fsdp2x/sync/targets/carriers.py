@@ -43,10 +43,10 @@ class Carrier(Protocol):
 
 
 class MemoryCarrier:
-    """Engines map the ring that the ranks write to.
+    """Engines map the ring that buckets are gathered into.
 
-    What is not in it (un-fused experts, merged adapters, parameters over several axes, ranks that share no memory) is
-    copied into a file of this rank, as are deltas that a process group has gathered; it holds one parcel, which is
+    What is not in it (un-fused experts, merged adapters, parameters over several axes, weights on a device) is copied
+    into a file of this rank, as are deltas that a process group has gathered; it holds one parcel, which is
     enough, because a parcel is made only after the one before was answered for.
     """
 

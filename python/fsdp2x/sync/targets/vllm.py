@@ -208,6 +208,9 @@ class Vllm(EngineTarget):
             call.join(self._timeout_s)
         self._calls = [call for call in self._calls if call.is_alive()]
         if self._peer is not None and not self._calls:
+            if self._is_committing:
+                # Some may have gone on already: another one failed at its commit, or one did and its answer is lost.
+                self._each_quietly(lambda control: control.pause(self._pause))
             # Also those that no connection told, such as workers that another trainer holds: the server is paused, and
             # only workers that are torn let another target take it over.
             self._each_quietly(lambda control: control.call("fsdp2x_tear", reason))
