@@ -1,24 +1,24 @@
 """Weight updates as trainers of reinforcement learning do them, replayed with their engines' method names."""
 
 import asyncio
-import base64
-import io
-import queue
-import secrets
-import threading
+import copy
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 import fsdp2x
+import verl_engine
 from engines import Layerwise
-from fsdp2x.sync import InProcess, Peer, Sglang, SyncError, WeightSource
-from fsdp2x.sync.engine import Receiver
+from fsdp2x.hf.names import TensorSpec
+from fsdp2x.sync import InProcess, Sglang, SyncError, WeightSource
+from fsdp2x.sync.targets.sglang_payload import flattened_bucket
 from harness import distributed
 from models import build, tiny_lora
 from reference import same
-from sglang_engine import Server, Unpickler, serving
+from sglang_engine import Server, serving
 
 
 def make_model(name="qwen3_moe"):
@@ -39,6 +39,21 @@ def step(model):
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.5)
+
+
+def adapted():
+    """A PEFT model, unsharded, whose adapters change its base."""
+    twin = tiny_lora()
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.add_(0.01)
+    return twin
+
+
+def merged(twin):
+    """What PEFT itself makes of it, in bf16 at the end."""
+    whole = copy.deepcopy(twin).merge_and_unload()
+    return {name: param.detach().bfloat16() for name, param in sorted(whole.named_parameters())}
 
 
 # ---- TRL: generation in the trainer's process, a tensor at a time
@@ -64,11 +79,8 @@ class Generation:
 @distributed(world_sizes=(2,))
 def test_trl(ctx, kind):
     """With experts under the names that engines load, and adapters merged, which TRL does on the model itself."""
-    twin = tiny_lora()
-    with torch.no_grad():
-        for param in twin.parameters():
-            param.add_(0.01)
-    model = make_model() if kind == "experts" else fsdp2x.fully_shard(twin)
+    twin = adapted() if kind == "lora" else None
+    model = make_model() if twin is None else fsdp2x.fully_shard(copy.deepcopy(twin))
 
     class Ours(Generation):
         def _iter_fsdp2_params(self, module):
@@ -77,93 +89,63 @@ def test_trl(ctx, kind):
     generation = Ours(model)
     for _ in range(2):
         generation.sync_weights()
-        if kind == "experts":
-            same(dict(sorted(generation.engine.weights.items())), wire(model, dtype=torch.bfloat16))
-            step(model)
-    assert not any("lora_" in name or "base_layer" in name for name in generation.engine.weights)
+        expected = wire(model, dtype=torch.bfloat16) if twin is None else merged(twin)
+        same(dict(sorted(generation.engine.weights.items())), expected)
+        for each in (model, twin)[: 1 if twin is None else 2]:
+            step(each)
+    assert generation.resets == 2
 
 
-# ---- verl: a backend of its checkpoint engines
+# ---- verl: the backend of examples/integrations, by verl's registry
 
 
-class Backend:
-    """A `CheckpointEngine` of verl, of which trainers and rollouts have one each, for one update."""
-
-    def __init__(self, model=None):
-        self.model, self.receiver, self.target = model, None, None
-
-    def prepare(self):
-        if self.model is not None:
-            return {}
-        self.arrived: queue.Queue = queue.Queue()
-        self.receiver = Receiver(f"@verl-{secrets.token_hex(8)}", lambda items: self.arrived.put(items))
-        return {"address": self.receiver.address}
-
-    @classmethod
-    def build_topology(cls, trainer_world_size, rollout_world_size, metadata):
-        addresses = [entry["address"] for entry in metadata if entry]
-        return {"addresses": [addresses] * trainer_world_size}, {"addresses": [None] * rollout_world_size}
-
-    def init_process_group(self, addresses):
-        self.target = Peer(addresses) if addresses else None
-
-    async def send_weights(self, weights):
-        """`weights`, verl's own generator of gathered parameters, is not drawn from: nobody gathers."""
-        with fsdp2x.sync.connect(self.model, self.target, dtype=torch.bfloat16, bucket_bytes=3000) as sync:
-            sync.push(version=0)
-
-    async def receive_weights(self):
-        def receive():
-            self.arrived.put(self.receiver.receive(60.0))
-
-        thread = threading.Thread(target=receive, daemon=True)
-        thread.start()
-        while isinstance(items := await asyncio.to_thread(self.arrived.get, timeout=60), list):
-            for name, tensor in items:
-                yield name, tensor
-        thread.join(60)
-        assert items["state"] == "clean", items
-
-    def finalize(self):
-        if self.receiver is not None:
-            self.receiver.close()
+BACKENDS = {"memory": ({}, {}), "tcp": ({"secret": "of trainers and rollouts"}, {}), "lora": ({}, {"merge": True})}
 
 
+@pytest.mark.parametrize("kind", BACKENDS)
 @distributed(world_sizes=(2, 3))
-def test_verl(ctx):
-    """Trainers on all ranks, two rollouts beside rank 0; an update after the other, each with backends of its own."""
-    model = make_model()
-    for _ in range(2):
-        trainer, rollouts = Backend(model), [Backend() for _ in range(2 if ctx.rank == 0 else 0)]
-        metadata = [None] * ctx.world
-        dist.all_gather_object(metadata, [trainer.prepare(), *(rollout.prepare() for rollout in rollouts)])
-        of_trainers, of_rollouts = Backend.build_topology(
-            ctx.world, 2, [one for of_rank in metadata for one in of_rank]
-        )
-        trainer.init_process_group(of_trainers["addresses"][ctx.rank])
-        for index, rollout in enumerate(rollouts):
-            rollout.init_process_group(of_rollouts["addresses"][index])
-        found = [{} for _ in rollouts]
+def test_verl(ctx, kind):
+    """Trainers on all ranks, two rollouts beside rank 0; an update after the other, the second one with new ones."""
+    options, lora = BACKENDS[kind]
+    twin = adapted() if kind == "lora" else None
+    model = make_model() if twin is None else fsdp2x.fully_shard(copy.deepcopy(twin))
+    with verl_engine.installed():
+        new = verl_engine.CheckpointEngineRegistry.new
+        actor = verl_engine.FSDPEngine(model, lora)
+        trainer = new("fsdp2x", is_master=ctx.rank == 0, bucket_size=3000, **options)
+        verl_engine.same_methods(type(trainer), verl_engine.CheckpointEngine)
+        for version in (None, 7):
+            engines = [new("fsdp2x", bucket_size=3000, **options) for _ in range(2 if ctx.rank == 0 else 0)]
+            rollouts = [verl_engine.Rollout(engine) for engine in engines]
+            verl_engine.update_weights(trainer, actor, rollouts, version)
+            expected = wire(model, dtype=torch.bfloat16) if twin is None else merged(twin)
+            for rollout in rollouts:
+                same(dict(sorted(rollout.weights.items())), expected)
+            for each in (model, twin)[: 1 if twin is None else 2]:
+                step(each)
 
-        async def take(rollout, into):
-            async for name, tensor in rollout.receive_weights():
-                into[name] = tensor
 
-        threads = [
-            threading.Thread(target=lambda r=rollout, i=into: asyncio.run(take(r, i)), daemon=True)
-            for rollout, into in zip(rollouts, found, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        asyncio.run(trainer.send_weights(iter(())))
-        for thread in threads:
-            thread.join(60)
-        for backend in (trainer, *rollouts):
-            backend.finalize()
-        expected = wire(model, dtype=torch.bfloat16)
-        for into in found:
-            same(dict(sorted(into.items())), expected)
-        step(model)
+@distributed(world_sizes=(2,))
+def test_verl_says_what_failed(ctx):
+    """A rollout that takes no weights: an error of the trainers, and of every rollout."""
+    with verl_engine.installed():
+        new = verl_engine.CheckpointEngineRegistry.new
+        actor = verl_engine.FSDPEngine(make_model(), {})
+        trainer = new("fsdp2x", is_master=ctx.rank == 0, bucket_size=3000)
+        rollouts = [verl_engine.Rollout(new("fsdp2x", bucket_size=3000)) for _ in range(2 if ctx.rank == 0 else 0)]
+        for rollout in rollouts[1:]:
+            take = rollout.checkpoint_engine._put
+
+            def fails(items, take=take):
+                if items is not None:
+                    raise ValueError("no room in the rollout")
+                take(items)
+
+            rollout.checkpoint_engine._put = fails
+        with pytest.raises(SyncError, match="no room in the rollout"):
+            verl_engine.update_weights(trainer, actor, rollouts, 1)
+        for rollout in rollouts:
+            assert "the weights are torn" in str(rollout.error) and "no room" in str(rollout.error)
 
 
 # ---- slime and ROLL on SGLang; ROLL on vLLM: buckets
@@ -171,7 +153,11 @@ def test_verl(ctx):
 
 @distributed(world_sizes=(2,))
 def test_slime(ctx):
-    """Pause, flush, buckets, label, continue, over HTTP; a server that refuses stays paused until the next update."""
+    """Pause, flush, buckets, label, continue, over HTTP; a server that refuses stays paused until the next update.
+
+    slime's separated trainers broadcast behind `update_weights_from_distributed`, in a group with the engines; ours
+    stand in no such group, and `Sglang` sends the same requests to engines beside the trainers and elsewhere.
+    """
     model, addresses = make_model(), [None]
     expected = wire(model, dtype=torch.bfloat16)
     server = Server({name: value.shape for name, value in expected.items()}, num_workers=2)
@@ -187,46 +173,88 @@ def test_slime(ctx):
             assert server.generate() == ("1", "1")
             for weights in server.weights:
                 same(dict(sorted(weights.items())), expected)
+            assert "update_weights_from_tensor" in server.events
+            of_groups = {"init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"}
+            assert not of_groups & set(server.events)
         dist.barrier()
 
 
-class RollWorker:
-    """ROLL's extension of vLLM's workers: one flat bucket with its table, loaded at once."""
+class RollVllm:
+    """ROLL's extension of vLLM's workers, one of them: a flat bucket with its table, of each rank's its own."""
 
     def __init__(self, rank):
         self.rank, self.engine = rank, Layerwise()
 
-    def update_parameter_in_bucket(self, serialized_named_tensors, is_lora=False):
+    def serialize(self, items):
+        """As its trainers do: bytes one after the other, without gaps."""
+        flat, table = [], []
+        for name, tensor in items:
+            begin = sum(map(len, flat))
+            flat.append(tensor.flatten().view(torch.int8))
+            place = {"start_idx": begin, "end_idx": begin + len(flat[-1]), "numel": len(flat[-1])}
+            table.append({"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype, **place})
+        return pickle.dumps({"bucket": torch.cat(flat), "tensors_meta": table})
+
+    async def update_parameter_in_bucket(self, serialized_named_tensors, is_lora=False):
         assert not is_lora
-        places = Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[self.rank]))).load()
-        flat = places["flattened_tensor"]
-        items = [
-            (place.name, flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape))
-            for place in places["metadata"]
-        ]
-        self.engine.load(items)
+        found = pickle.loads(serialized_named_tensors[self.rank])
+        for place in found["tensors_meta"]:
+            view = found["bucket"][place["start_idx"] : place["end_idx"]].view(place["dtype"])
+            self.engine.load([(place["name"], view.reshape(place["shape"]))])
 
     def process_weights_after_loading(self):
         self.engine.finish()
 
+    def weights(self):
+        return [self.engine.weights]
 
+
+class RollSglang:
+    """ROLL's strategy for SGLang: wakes it, and hands it the payloads of all its workers; no sessions, no pauses."""
+
+    def __init__(self, shapes):
+        self.server, self.is_model_in_gpu = Server(shapes, num_workers=2, has_sessions=False), False
+        self.server.asleep.add("weights")
+
+    def serialize(self, items):
+        """In place of SGLang's own package: it takes the same bytes."""
+        specs = [TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in items]
+        return flattened_bucket(specs, [tensor for _, tensor in items])
+
+    async def update_parameter_in_bucket(self, serialized_named_tensors, is_lora=False):
+        assert not is_lora
+        if not self.is_model_in_gpu:
+            self.is_model_in_gpu = True
+            self.server.on_resume_memory_occupation({"tags": ["weights"]})
+        body = {"load_format": "flattened_bucket", "flush_cache": False}
+        self.server.on_update_weights_from_tensor({**body, "serialized_named_tensors": serialized_named_tensors})
+
+    def process_weights_after_loading(self):
+        pass
+
+    def weights(self):
+        return self.server.weights
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @distributed(world_sizes=(2,))
-def test_roll(ctx):
-    from fsdp2x.hf.names import TensorSpec
-    from fsdp2x.sync.targets.sglang_payload import flattened_bucket
-
-    model, worker = make_model(), RollWorker(1)
+def test_roll(ctx, engine):
+    """Its trainers gather a bucket into a list, each rank's payload at its place; two ranks infer."""
+    model = make_model()
+    shapes = {name: value.shape for name, value in wire(model).items()}
+    worker = RollVllm(1) if engine == "vllm" else RollSglang(shapes)
 
     def update(items):
-        specs = [TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in items]
-        payload = flattened_bucket(specs, [tensor for _, tensor in items])
-        worker.update_parameter_in_bucket([None, payload])
+        payloads = [None] * ctx.world
+        dist.all_gather_object(payloads, worker.serialize(items))
+        asyncio.run(worker.update_parameter_in_bucket(payloads))
 
     target = InProcess(update, copies=False, finish=lambda version: worker.process_weights_after_loading())
     with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, bucket_bytes=3000) as sync:
         for version in range(2):
             sync.push(version=version)
-            same(dict(sorted(worker.engine.weights.items())), wire(model, dtype=torch.bfloat16))
+            for weights in worker.weights():
+                same(dict(sorted(weights.items())), wire(model, dtype=torch.bfloat16))
             step(model)
 
 
@@ -234,23 +262,27 @@ def test_roll(ctx):
 
 
 class Chatlearn:
-    """Its engine's side: the tensors of a block by name, which stay alive until the block is loaded."""
+    """Its engine's side: handles of a block by name; vLLM keeps what it rebuilds of them until the update ends."""
 
     def __init__(self):
-        self.weights, self.blocks = {}, 0
+        self.engine, self.blocks = Layerwise(), 0
 
     def update_weights_from_ipc_handles(self, reduce_data):
-        self.weights.update((name, tensor.clone()) for name, tensor in reduce_data.items())
+        for name, (rebuild_func, rebuild_args) in reduce_data.items():
+            self.engine.load([(name, rebuild_func(*rebuild_args))])
         self.blocks += 1
 
 
 @distributed(world_sizes=(2, 3))
 def test_chatlearn(ctx):
-    model, engine = make_model(), Chatlearn()
-    source = WeightSource(model, torch.bfloat16)
+    """A handle names the memory of a tensor, which it does not copy."""
+    model, rollout = make_model(), Chatlearn()
+    source = WeightSource(model, torch.bfloat16, bucket_bytes=3000)
     for _ in range(2):
         for names, tensors in source.iter_groups():
-            engine.update_weights_from_ipc_handles(dict(zip(names, tensors, strict=True)))
-        same(dict(sorted(engine.weights.items())), wire(model, dtype=torch.bfloat16))
+            handles = {name: reduce_tensor(tensor) for name, tensor in zip(names, tensors, strict=True)}
+            rollout.update_weights_from_ipc_handles(handles)
+        rollout.engine.finish()
+        same(dict(sorted(rollout.engine.weights.items())), wire(model, dtype=torch.bfloat16))
         step(model)
-    assert engine.blocks == 2 * len(source.groups())
+    assert rollout.blocks == 2 * len(source.groups())

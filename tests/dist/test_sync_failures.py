@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
+from engine_process import digests
 from engines import OVER, EngineProcess, Layerwise, Store, new_address, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from fsdp2x.sync.engine import TornWeights
@@ -22,11 +23,21 @@ from harness import dist_run, distributed
 from reference import params, same, shard
 
 
-def make_model(ctx):
+def whole_model():
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+
+
+def make_model(ctx):
+    model = whole_model()
     expected = params(model)
     return shard(ctx, model), expected
+
+
+def committed(engine):
+    """(state, version, digests by name) of an engine process."""
+    status = engine.status()
+    return status["state"], status["version"], status["digests"]
 
 
 def memory_files():
@@ -166,7 +177,13 @@ def test_an_engine_that_raises(ctx, over):
                         same(engine.weights, whole)
 
 
-@pytest.mark.parametrize(("over", "place"), [("memory", "bucket 2"), ("memory", "finish"), ("tcp", "bucket 2")])
+# Silence in the other phases, and deaths of rank 1 and of engines, are those of test_sync_deaths.py.
+HANGS = [("memory", "bucket 2"), ("memory", "finish"), ("tcp", "bucket 2")]
+
+
+@pytest.mark.parametrize(
+    ("over", "place"), [HANGS[0], *(pytest.param(*way, marks=pytest.mark.full) for way in HANGS[1:])]
+)
 @distributed(world_sizes=(3,))
 def test_an_engine_that_hangs(ctx, over, place):
     model, expected = make_model(ctx)
@@ -273,7 +290,10 @@ def push_until_an_end(ctx, address, death):
     return "", "", sync.is_torn
 
 
-@pytest.mark.parametrize(("rank", "over"), [(0, "memory"), (1, "memory"), (0, "tcp")])
+@pytest.mark.parametrize(
+    ("rank", "over"),
+    [(0, "memory"), *(pytest.param(*way, marks=pytest.mark.full) for way in ((1, "memory"), (0, "tcp")))],
+)
 def test_a_trainer_that_dies(rank, over):
     address = fixed_address(over)
     with EngineProcess(address) as engine:
@@ -287,13 +307,12 @@ def test_a_trainer_that_dies(rank, over):
         assert "the trainer is gone" in status["reason"] or "a trainer failed" in status["reason"]
         # The same engine, other trainers: healed by their first push.
         assert [outcome.value[0] for outcome in dist_run(push_until_an_end, 2, address, None)] == ["", ""]
-        assert (engine.status()["state"], engine.status()["version"]) == ("clean", 2)
+        assert committed(engine) == ("clean", 2, digests(params(whole_model())))
 
 
 def push_to_mortals(ctx, address):
     model, expected = make_model(ctx)
     sync = fsdp2x.sync.connect(model, target_at(address), bucket_bytes=300, timeout_s=20, deltas=True)
-    sums = {name: int(tensor.view(torch.uint8).long().sum()) for name, tensor in expected.items()}
     if ctx.rank == 0:
         engine = EngineProcess(address, last_bucket=3)
     dist.barrier()
@@ -306,8 +325,7 @@ def push_to_mortals(ctx, address):
     for version in (2, 3):
         sync.push(version=version)
         if ctx.rank == 0:
-            status = engine.status()
-            assert (status["state"], status["version"], status["sums"]) == ("clean", version, sums)
+            assert committed(engine) == ("clean", version, digests(expected))
     if ctx.rank == 0:
         engine.__exit__()
         engine = EngineProcess(address)
@@ -318,7 +336,8 @@ def push_to_mortals(ctx, address):
         engine.__exit__()
 
 
-@pytest.mark.parametrize("over", ["memory", pytest.param("tcp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("over", ["memory", "tcp"])
 def test_an_engine_that_dies(over):
     dist_run(push_to_mortals, 2, fixed_address(over), timeout=120)
 
@@ -351,7 +370,7 @@ def test_a_network_between_them():
         stack.enter_context(engine)
         for outcome in dist_run(push_until_an_end, 2, "tcp://10.213.77.2:7000", None, timeout=120):
             assert outcome.value == ("", "", False)
-        assert (engine.status()["state"], engine.status()["version"]) == ("clean", 2)
+        assert committed(engine) == ("clean", 2, digests(params(whole_model())))
         outcomes = dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
         for outcome in outcomes:
             assert "the other side hangs or is busy" in outcome.value

@@ -13,3 +13,7 @@ def test_torchtitan(tmp_path):
 
 def test_trl(tmp_path):
     same_with_example("trl", "trl_sync_weights", tmp_path, without="plain")
+
+
+def test_verl(tmp_path):
+    same_with_example("verl", "verl_update_weights", tmp_path, without="plain")

@@ -2,9 +2,10 @@
 
     python engine_process.py PATH_OF_ENGINE_PY ADDRESS BUCKET_IN_WHICH_IT_DIES SECRET
 
-Answers each line of its standard input with the state of the weights and their checksums, as JSON.
+Answers each line of its standard input with the state of the weights and their digests, as JSON.
 """
 
+import hashlib
 import importlib
 import json
 import os
@@ -12,6 +13,15 @@ import select
 import sys
 
 import torch
+
+
+def digests(weights):
+    """Of each tensor by name: what it is, and the SHA-256 of its bytes in their order."""
+    found = {}
+    for name, tensor in sorted(weights.items()):
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+    return found
 
 
 def main(path, address, last_bucket, secret):
@@ -38,8 +48,7 @@ def main(path, address, last_bucket, secret):
         if select.select([sys.stdin], [], [], 0)[0]:
             if not sys.stdin.readline():
                 return
-            sums = {name: int(tensor.view(torch.uint8).long().sum()) for name, tensor in weights.items()}
-            print(json.dumps({**receiver.status, "sums": sums}), flush=True)
+            print(json.dumps({**receiver.status, "digests": digests(weights)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""verl: a backend of its checkpoint engines, from the trainers' shards to the rollouts; verl itself gathers nothing.
+
+actor_rollout_ref.rollout.checkpoint_engine.backend=fsdp2x
+actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_checkpoint_engine   # on the workers' PYTHONPATH
++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.fsdp2x.secret=...     # where rollouts run on other hosts too
+"""
+
+import asyncio
+import functools
+import queue
+import secrets
+
+import ray.util
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.device import get_device_name
+from verl.workers.engine import FSDPEngine
+
+import fsdp2x
+from fsdp2x.sync.engine import Receiver
+from fsdp2x.sync.engine_tcp import TcpReceiver
+
+TIMEOUT_S = 300.0
+
+
+@CheckpointEngineRegistry.register("fsdp2x")
+class Fsdp2xCheckpointEngine(CheckpointEngine):
+    """One for each trainer, which verl tells whether it is the master, and one for each worker of the rollouts."""
+
+    trainer = None  # whose weights verl sends: noted when verl asks for them
+
+    def __init__(self, bucket_size, is_master=None, dtype="bfloat16", secret=None):
+        self.bucket_size, self.is_rollout = bucket_size, is_master is None
+        self.dtype, self.secret = getattr(torch, dtype), secret
+        self.receiver: Receiver | TcpReceiver | None = None
+        self.target: fsdp2x.sync.Peer | None = None
+
+    def prepare(self):
+        if not self.is_rollout:
+            return {}
+        # Of one bucket: the trainers wait where a rollout is slow.
+        self.arrived = queue.Queue(maxsize=1)
+        if self.secret is None:
+            self.receiver = Receiver(f"@fsdp2x-verl-{secrets.token_hex(8)}", self._put, timeout_s=TIMEOUT_S)
+        else:
+            address = f"tcp://{ray.util.get_node_ip_address()}:0"
+            self.receiver = TcpReceiver(address, self._put, secret=self.secret, timeout_s=TIMEOUT_S)
+        return {"address": self.receiver.address}
+
+    @classmethod
+    def build_topology(cls, actor_wg_world_size, rollout_world_size, metadata):
+        addresses = [each["address"] for each in metadata[actor_wg_world_size:]]
+        return {"addresses": [addresses] * actor_wg_world_size}, {"addresses": [None] * rollout_world_size}
+
+    def init_process_group(self, addresses):
+        self.target = None if addresses is None else fsdp2x.sync.Peer(addresses, secret=self.secret)
+
+    async def send_weights(self, weights, global_steps=None):
+        """``weights``, verl's generator of gathered parameters, is not drawn from."""
+        model, lora = self.trainer.module, self.trainer.model_config.lora
+        options = {"merge_adapters": hasattr(model, "peft_config") and lora.get("merge", False), "dtype": self.dtype}
+        with fsdp2x.sync.connect(model, self.target, bucket_bytes=self.bucket_size, **options) as sync:
+            sync.push(version=global_steps or 0)
+
+    async def receive_weights(self, global_steps=None):
+        push = asyncio.create_task(asyncio.to_thread(self._receive))
+        while (items := await asyncio.to_thread(self.arrived.get)) is not None:
+            for name, tensor in items:
+                yield name, tensor.to(get_device_name())
+        if (status := await push)["state"] != "clean":
+            raise RuntimeError(f"the weights are {status['state']}: {status['reason']}")
+
+    def finalize(self):
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = self.target = None
+
+    def _receive(self):
+        try:
+            return self.receiver.receive(TIMEOUT_S)
+        finally:
+            self._put(None)
+
+    def _put(self, items):
+        self.arrived.put(items, timeout=TIMEOUT_S)
+
+
+def _noting(ask):
+    @functools.wraps(ask)
+    def get_per_tensor_param(engine, *args, **kwargs):
+        Fsdp2xCheckpointEngine.trainer = engine
+        return ask(engine, *args, **kwargs)
+
+    return get_per_tensor_param
+
+
+FSDPEngine.get_per_tensor_param = _noting(FSDPEngine.get_per_tensor_param)
