@@ -78,7 +78,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     each unit is as it was found: units that were sharded are resharded, settings are put back; nests.
 
     Weights are those of the entry: what changes the sharded parameters inside, such as ``optimizer.step()``, is not
-    seen. Backward works, but frees each unit that it passes, and the next forward gathers that unit again.
+    seen; and what is written to the gathered ones ends with the block, on every rank (FSDP1's ``summon_full_params``
+    wrote it back): change the shards, outside. Backward works, but frees each unit that it passes, and the next forward
+    gathers that unit again.
 
     Args:
         model: a module whose units are to be kept. Before its first forward, a sharded ``model`` becomes the root as if

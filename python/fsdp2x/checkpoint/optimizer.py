@@ -63,6 +63,13 @@ class Group:
     members: list[str]
 
 
+# Settings of a group that tell the rules of torch.optim and ours apart; schedulers and people add others.
+_RULE_SETTINGS = frozenset(
+    "alpha amsgrad beta2_decay betas centered d dampening eps etas lambd lr_decay momentum momentum_decay nesterov rho "
+    "step_sizes t0".split()
+)
+
+
 class Restore:
     """Optimizers that are to take over a saved state: what they expect, and the memory it is read into."""
 
@@ -108,6 +115,7 @@ class Restore:
         """
         for group in self.groups:
             for home in _homes(group.members, saved["param_groups"]):
+                _require_same_rule(home, group.settings)
                 for key in home.keys() & group.settings.keys():
                     if wrong := mismatch(home[key], group.settings[key], f"{key} of the optimizer's groups"):
                         raise CheckpointError(wrong)
@@ -177,6 +185,19 @@ def _keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all its state is known to be tensors of the parameter's shape and single numbers."""
     theirs = next(cls for cls in type(optimizer).__mro__ if not cls.__module__.startswith("fsdp2x."))
     return theirs.__module__.startswith("torch.optim.") and theirs.__name__ not in ("Adafactor", "LBFGS", "Optimizer")
+
+
+def _require_same_rule(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` where the settings of a group are those of another rule: it would take them over."""
+    theirs, ours = (settings.keys() & _RULE_SETTINGS for settings in (saved, here))
+    differ = theirs ^ ours if "use_muon" not in saved.keys() | here.keys() else set()
+    decoupled = {settings.get("decoupled_weight_decay") for settings in (saved, here)} - {None}
+    if differ or len(decoupled) > 1:
+        raise CheckpointError(
+            f"another optimizer was saved: its groups have {', '.join(sorted(theirs)) or 'none of these'}"
+            f"{' and decoupled weight decay' if saved.get('decoupled_weight_decay') else ''}, this one's have "
+            f"{', '.join(sorted(ours)) or 'none'}; build the one that was saved, or load without an optimizer"
+        )
 
 
 def _homes(members: Sequence[str], saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
