@@ -225,8 +225,10 @@ def test_calls_of_fsdp1_have_ours(ctx):
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(one):
         values = {name.replace("_fsdp_wrapped_module.", ""): p.clone() for name, p in one.module.named_parameters()}
-    with fsdp2x.unsharded(model):
+    with fsdp2x.unsharded(model), torch.no_grad():
         tried["summon_full_params"] = values, {name: param.clone() for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.zero_()  # dropped
     same(dict(fsdp2x.full_tensors(model)), values, "full_tensors", rtol=1e-5, atol=1e-6)
     with FullyShardedDataParallel.state_dict_type(one, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         whole = one.state_dict()
