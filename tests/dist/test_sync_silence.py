@@ -5,9 +5,7 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
@@ -20,6 +18,7 @@ import fsdp2x
 from engines import step, wire
 from fsdp2x.sync import SyncError
 from harness import distributed
+from http_server import http_server
 
 TIMEOUT_S, SLACK_S = 1.0, 5.0
 
@@ -32,40 +31,24 @@ class Silence:
 
     def __init__(self, address):
         self.route, self.delivers, self._held = None, False, []
-        silence, place = self, urlsplit(address).netloc
+        self._place = urlsplit(address).netloc
 
-        class Handler(BaseHTTPRequestHandler):
-            def handle_any(self):
-                text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                route = urlsplit(self.path).path.strip("/")
-                route = json.loads(text)["method"] if route == "collective_rpc" else route
-                is_silent = route == silence.route
-                if not is_silent or silence.delivers:
-                    server = http.client.HTTPConnection(place)
-                    with contextlib.closing(server):
-                        server.request(self.command, self.path, text, {"Content-Type": "application/json"})
-                        answer = server.getresponse()
-                        data = answer.read()
-                if is_silent:
-                    silence._held.append(self.connection)
-                    with contextlib.suppress(OSError):
-                        self.connection.recv(1)  # until it is given up
-                    return
-                self.send_response(answer.status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = handle_any
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
+    def answer(self, request, text):
+        route = urlsplit(request.path).path.strip("/")
+        route = json.loads(text)["method"] if route == "collective_rpc" else route
+        is_silent = route == self.route
+        if not is_silent or self.delivers:
+            server = http.client.HTTPConnection(self._place)
+            with contextlib.closing(server):
+                server.request(request.command, request.path, text, {"Content-Type": "application/json"})
+                answer = server.getresponse()
+                data = answer.read()
+        if not is_silent:
+            return answer.status, data
+        self._held.append(request.connection)
+        with contextlib.suppress(OSError):
+            request.connection.recv(1)  # until it is given up
+        return None
 
     def end(self):
         """As a server that is started again ends its connections."""
@@ -74,25 +57,19 @@ class Silence:
             with contextlib.suppress(OSError):
                 self._held.pop().shutdown(socket.SHUT_RDWR)
 
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(30)
-
 
 @contextlib.contextmanager
 def behind_silence(ctx, target):
     """(target of the same class, the silence in front of what ``target`` speaks to on rank 0)."""
     servers = getattr(target, "_servers", None) or target._controls
-    silence = Silence(servers[0].name) if ctx.rank == 0 else None
-    address = [silence.address if silence else None]
-    dist.broadcast_object_list(address)
-    try:
+    with contextlib.ExitStack() as stack:
+        silence, address = None, [None]
+        if ctx.rank == 0:
+            silence = Silence(servers[0].name)
+            address = [stack.enter_context(http_server(silence.answer))]
+            stack.callback(silence.end)
+        dist.broadcast_object_list(address)
         yield type(target)(address[0]), silence
-    finally:
-        if silence:
-            silence.end()
-            silence.close()
 
 
 def goes_silent(ctx, sync, silence, route, delivers, phase, text):

@@ -8,17 +8,16 @@ memory that only an idle engine releases, and that keeps no weights.
 """
 
 import base64
-import contextlib
 import io
 import json
 import pickle
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import torch
 
 import device_handles
+from http_server import http_server
 
 
 class Unpickler(pickle.Unpickler):
@@ -152,56 +151,35 @@ class Server:
         return self.version, self.cache_of
 
 
-@contextlib.contextmanager
 def serving(server):
     """The address of an HTTP server in front of `server`."""
     busy = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self):
-            url = urlsplit(self.path)
-            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            route, body = url.path.strip("/"), {**parse_qs(url.query), **json.loads(text or b"{}")}
-            method = getattr(server, f"on_{route}", None)
-            if route in ("begin_weight_update", "end_weight_update") and not server.has_sessions:
-                method = None
-            with busy:
-                if server.is_dead:
-                    return  # the connection is closed without an answer
-                server.events.append(route)
-                status, content = 404, {"detail": "Not Found"}
-                try:
-                    if route in server.broken:
-                        raise Refused(server.broken.pop(route))
-                    if method is not None:
-                        status, content = 200, method(body)
-                        if content is None and "memory" not in route:
-                            content = {"success": True, "message": "Success"}
-                except Refused as error:
-                    status, content = 400, {"success": False, "message": str(error)}
-                except ConnectionError:
-                    return
-                except Exception as error:
-                    status, content = 500, {"message": f"{type(error).__name__}: {error}"}
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-            with contextlib.suppress(OSError):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+    def answer(request, text):
+        url = urlsplit(request.path)
+        route, body = url.path.strip("/"), {**parse_qs(url.query), **json.loads(text or b"{}")}
+        method = getattr(server, f"on_{route}", None)
+        if route in ("begin_weight_update", "end_weight_update") and not server.has_sessions:
+            method = None
+        with busy:
+            if server.is_dead:
+                return None  # the connection is closed without an answer
+            server.events.append(route)
+            status, content = 404, {"detail": "Not Found"}
+            try:
+                if route in server.broken:
+                    raise Refused(server.broken.pop(route))
+                if method is not None:
+                    status, content = 200, method(body)
+                    if content is None and "memory" not in route:
+                        content = {"success": True, "message": "Success"}
+            except Refused as error:
+                status, content = 400, {"success": False, "message": str(error)}
+            except ConnectionError:
+                return None
+            except Exception as error:
+                status, content = 500, {"message": f"{type(error).__name__}: {error}"}
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        return status, data
 
-        do_GET = do_POST = handle_any
-
-        def log_message(self, *_):
-            pass
-
-    inner = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    inner.daemon_threads = True
-    thread = threading.Thread(target=inner.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{inner.server_port}"
-    finally:
-        inner.shutdown()
-        inner.server_close()
-        thread.join(60)
+    return http_server(answer)

@@ -12,7 +12,6 @@ import json
 import queue
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2x.sync.vllm_worker import Fsdp2xWorker
+from http_server import http_server
 
 # ---- layers
 
@@ -381,7 +381,6 @@ class Llm:
         self._core.ask("set_weight_version", new_version)
 
 
-@contextlib.contextmanager
 def serving(core, has_dev_routes=True):
     """The address of a server in front of `core`."""
 
@@ -416,38 +415,17 @@ def serving(core, has_dev_routes=True):
                 return {"success": core.ask("set_weight_version", body["new_version"]) is None}
         return None
 
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self):
-            url = urlsplit(self.path)
-            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            try:
-                known = has_dev_routes or url.path == "/health"
-                content = (
-                    answer(self.command, url.path, parse_qs(url.query), json.loads(text or b"{}")) if known else None
-                )
-                is_empty = known and url.path == "/reset_encoder_cache"
-                status = 200 if content is not None or is_empty else 404
-                data = b"" if is_empty else json.dumps(content).encode()
-            except Exception as error:
-                status, data = 500, json.dumps({"error": {"message": str(error)}}).encode()
-            with contextlib.suppress(OSError):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+    def handle(request, text):
+        url = urlsplit(request.path)
+        try:
+            known = has_dev_routes or url.path == "/health"
+            content = (
+                answer(request.command, url.path, parse_qs(url.query), json.loads(text or b"{}")) if known else None
+            )
+            is_empty = known and url.path == "/reset_encoder_cache"
+            status = 200 if content is not None or is_empty else 404
+            return status, b"" if is_empty else json.dumps(content).encode()
+        except Exception as error:
+            return 500, json.dumps({"error": {"message": str(error)}}).encode()
 
-        do_GET = do_POST = handle_any
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(30)
+    return http_server(handle)

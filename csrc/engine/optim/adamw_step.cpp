@@ -10,6 +10,7 @@
 #include "core/moment_codes.hpp"
 #include "cpu/optimizers.hpp"
 #include "engine/memory/storage.hpp"
+#include "engine/optim/coded_moments.hpp"
 #include "engine/optim/step_jobs.hpp"
 
 namespace fsdp2x {
@@ -49,7 +50,7 @@ MomentMemory moment_of(const Pair& pair, PyObject* state, const MomentNames& nam
   if (takes_narrow_moments && look_up(state, names.codes) != nullptr) {
     LocalTensor codes = local_item(state, names.codes);
     LocalTensor scales = local_item(state, names.scales);
-    const int64_t num_blocks = (pair.param.tensor.numel() + kMomentBlock - 1) / kMomentBlock;
+    const int64_t num_blocks = num_moment_blocks(pair.param.tensor.numel());
     if (!pair.fits(codes, at::kByte) || scales.spec || !is_plain_memory(scales.tensor, pair.device) ||
         scales.tensor.scalar_type() != at::kFloat || scales.tensor.numel() != num_blocks) {
       return {};

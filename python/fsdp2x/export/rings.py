@@ -31,6 +31,7 @@ import torch.distributed as dist
 from fsdp2x.export.entries import Entry
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.memory_file import MemoryFile, whole_pages
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import UnitParams
 from fsdp2x.runtime.sharing import Introductions, introduce
@@ -71,10 +72,6 @@ def _place_in_ring(index: int, num_bytes: int, ring: int) -> slice:
     return slice(ring - num_bytes, ring) if index % 2 else slice(num_bytes)
 
 
-def _whole_pages(num_bytes: int) -> int:
-    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def make_ring(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -98,7 +95,7 @@ def make_ring(
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
     if transport != "process_group" and device.type == "cpu" and known is not None:
-        num_bytes = ring_bytes([_whole_pages(size) for size in sizes], in_order)
+        num_bytes = ring_bytes([whole_pages(size) for size in sizes], in_order)
         ring, reason = _shared_ring(known, num_bytes, transport, keep_file)
         if ring is not None:
             return ring
@@ -150,10 +147,8 @@ class GroupRing:
         self.num_bytes, self.file = num_bytes, None
         self._memory: torch.Tensor | None = None
         if keep_file and receivers[self.rank] and device.type == "cpu":
-            self.num_bytes, self.file = _whole_pages(num_bytes), os.memfd_create("fsdp2x-ring", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, self.file)
-            os.ftruncate(self.file, self.num_bytes)
-            self._memory = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
+            self._kept = MemoryFile("fsdp2x-ring", num_bytes)
+            self.num_bytes, self.file, self._memory = self._kept.num_bytes, self._kept.file, self._kept.bytes
         self._index = 0
         self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._work: list = []
@@ -326,14 +321,14 @@ class SharedRing:
 
     def _next_slot(self, num_bytes: int) -> torch.Tensor:
         require_own_process("export a sharded model")
-        part = _place_in_ring(self._num_filled, _whole_pages(num_bytes), self.num_bytes)
+        part = _place_in_ring(self._num_filled, whole_pages(num_bytes), self.num_bytes)
         self._num_filled += 1
         return torch.frombuffer(self._written, dtype=torch.uint8)[part]
 
     def _meet(self, num_bytes: int, what: str) -> torch.Tensor:
         """The place that every rank has written to."""
         require_own_process("export a sharded model")
-        part = _place_in_ring(self._num_finished, _whole_pages(num_bytes), self.num_bytes)
+        part = _place_in_ring(self._num_finished, whole_pages(num_bytes), self.num_bytes)
         self._num_finished += 1
         with explained(self.group, what):
             dist.barrier(group=self.group)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
-import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
+from fsdp2x.runtime.memory_file import MemoryFile
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync import engine, engine_ipc, engine_tcp
 from fsdp2x.sync.targets.base import Parcel, WireLayout
@@ -52,12 +51,12 @@ class MemoryCarrier:
 
     def __init__(self) -> None:
         self._layout: WireLayout | None = None
-        self._spare: _Spare | None = None
+        self._spare: MemoryFile | None = None
 
     def prepare(self, layout: WireLayout) -> None:
         self._layout = layout
         if self._spare is None:
-            self._spare = _Spare(max(layout.spare_bytes, mmap.PAGESIZE))
+            self._spare = MemoryFile("fsdp2x-sync", layout.spare_bytes)
         self._places = {descriptor: index for index, descriptor in enumerate(self.memory()[1])}
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
@@ -75,7 +74,7 @@ class MemoryCarrier:
             file, offset = self._places.get(parcel.file), tensor.storage_offset() * tensor.itemsize
             if file is None:
                 file, offset = self._places[self._spare.file], end
-                self._spare.view(end, spec.num_bytes, spec.dtype).view(spec.shape).copy_(tensor)
+                self._room(end, spec.num_bytes, spec.dtype).view(spec.shape).copy_(tensor)
                 end = _C.align_up(end + spec.num_bytes)
             tensors.append([indices[spec.name], file, offset])
         for delta in parcel.deltas:
@@ -86,11 +85,14 @@ class MemoryCarrier:
                 deltas.append([indices[delta.spec.name], file, begin, count])
                 continue
             values, num_bytes = engine.delta_bytes(count, delta.spec.dtype)
-            self._spare.view(end, count * engine.POSITION_BYTES, torch.int64).copy_(delta.positions)
-            self._spare.view(end + values, count * delta.spec.dtype.itemsize, delta.spec.dtype).copy_(delta.values)
+            self._room(end, count * engine.POSITION_BYTES, torch.int64).copy_(delta.positions)
+            self._room(end + values, count * delta.spec.dtype.itemsize, delta.spec.dtype).copy_(delta.values)
             deltas.append([indices[delta.spec.name], self._places[self._spare.file], end, count])
             end = _C.align_up(end + num_bytes)
         return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}, []
+
+    def _room(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._spare.bytes[offset : offset + num_bytes].view(dtype)
 
     def close(self) -> None:
         self._spare = None
@@ -210,18 +212,3 @@ def connected(address: str, timeout_s: float) -> socket.socket:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-class _Spare:
-    """A memory file of this process, with room for one parcel."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.file = os.memfd_create("fsdp2x-sync", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, self.num_bytes)
-        self._map = mmap.mmap(self.file, self.num_bytes)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes[offset : offset + num_bytes].view(dtype)

@@ -8,13 +8,13 @@ lets go of it before the memory is freed, or it stays taken.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch.multiprocessing import reductions
+
+from fsdp2x.runtime.memory_file import MemoryFile
 
 Handle = tuple[Callable[..., torch.Tensor], tuple]
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need not be the same in the other process
@@ -29,7 +29,7 @@ class HandedMemory:
             NotImplementedError: neither CUDA nor the CPU.
         """
         self.device = device
-        self._file: int | None = None
+        self._file: MemoryFile | None = None
         if device.type == "cuda":
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             return
@@ -37,19 +37,16 @@ class HandedMemory:
             raise NotImplementedError(
                 f"fsdp2x.sync: memory of {device} cannot be handed to another process; CUDA's and the CPU's can"
             )
-        self._file = os.memfd_create("fsdp2x-handed", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, max(num_bytes, mmap.PAGESIZE))
+        self._file = MemoryFile("fsdp2x-handed", num_bytes)
         self._num_bytes = num_bytes
-        self.bytes = torch.frombuffer(mmap.mmap(self._file, max(num_bytes, mmap.PAGESIZE)), dtype=torch.uint8)
-        self.bytes = self.bytes[:num_bytes]
+        self.bytes = self._file.bytes[:num_bytes]
 
     def handle(self) -> Handle:
         """For one reader, which ``pickle`` can write."""
         if self._file is None:
             return reductions.reduce_tensor(self.bytes)
         rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
-        return rebuild, (f"/proc/{os.getpid()}/fd/{self._file}", True, self._num_bytes)
+        return rebuild, (f"/proc/{os.getpid()}/fd/{self._file.file}", True, self._num_bytes)
 
     def device_handle(self) -> tuple:
         """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
