@@ -71,8 +71,8 @@ def copied_shared_bytes(inodes: set[int]) -> int:
     return total
 
 
-def allocations(run: Callable[[], object]) -> list[int]:
-    """Sizes of the CPU tensor allocations (positive) and frees (negative) of this thread during `run`, in order."""
+def _events(run: Callable[[], object]) -> list[tuple[int, int]]:
+    """(address, bytes) of the CPU tensor allocations of this thread during `run`, in order; frees are negative."""
     from torch._C._profiler import _EventType
 
     gc.collect()
@@ -85,8 +85,26 @@ def allocations(run: Callable[[], object]) -> list[int]:
         event = pending.pop()
         pending += event.children
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return [size for _, size in sorted(found)]
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(found, key=lambda event: event[0])]
+
+
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Sizes of the CPU tensor allocations (positive) and frees (negative) of this thread during `run`, in order.
+
+    Frees of memory from before are among them only where an earlier profiler saw it made."""
+    return [size for _, size in _events(run)]
+
+
+def held(run: Callable[[], object]) -> int:
+    """Bytes of CPU tensors that this thread allocates during `run` and that are still there afterwards."""
+    blocks = {}
+    for address, size in _events(run):
+        if size > 0:
+            blocks[address] = size
+        else:
+            blocks.pop(address, None)
+    return sum(blocks.values())
 
 
 def peak_of(sizes: list[int]) -> int:

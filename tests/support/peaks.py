@@ -89,7 +89,7 @@ def peak(side: str, name: str, world: int, policy: str) -> dict[str, int]:
                 step()
                 model.zero_grad()
 
-        held = sum(memory.allocations(warm_up))
+        held = memory.held(warm_up)
         highest = held + memory.peak_of(memory.allocations(step))
         if side == "stock":
             return {"stock": highest}
