@@ -89,8 +89,9 @@ def fully_shard(
         ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
 
     Raises:
-        ValueError: a container without ``forward``, a mesh of the wrong shape, a wrap class that does not exist, no
-            wrap class at all, an unknown transport, a scalar parameter, a part that torch's FSDP or DDP has already.
+        ValueError: a container without ``forward``, a mesh of the wrong shape or without this rank, a wrap class that
+            does not exist, no wrap class at all, an unknown transport, a scalar parameter, a part that torch's FSDP or
+            DDP has already.
         AssertionError: the module is sharded already (upstream's type and message).
         TypeError: an argument of another kind.
         RuntimeError: ``offload_policy`` pins memory on a machine without an accelerator; nobody has started
@@ -249,4 +250,8 @@ def _sharded_class(cls: type) -> type:
 
 
 def _no_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    # The first two sentences are upstream's.
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization. To have the model twice, copy it "
+        "before fully_shard, or build a second one and fill its parameters from fsdp2x.full_tensors(model)"
+    )

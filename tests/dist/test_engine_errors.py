@@ -64,7 +64,10 @@ def test_a_refused_call_leaves_the_module_as_it_was(ctx):
 def test_deepcopy(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
     for module in (model, model.blocks[0]):
-        assert "FSDP does not support deepcopy" in refused(lambda module=module: copy.deepcopy(module), AssertionError)
+        said = refused(lambda module=module: copy.deepcopy(module), AssertionError)
+        assert said.startswith("FSDP does not support deepcopy. Please use state dict for serialization.")
+        if ctx.impl == "fsdp2x":
+            assert "copy it before fully_shard" in said and "fsdp2x.full_tensors(model)" in said
 
 
 @distributed(world_sizes=(1,))

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2x
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.cli import main, make_parser
 from fsdp2x.train import ConfigError, Trainer, parse_config
 from harness import distributed, programs
-from models import Stack
+from models import Stack, inputs
 from reference import only_fsdp2x
 from training import MODEL, settings, shared_folder, write_model
 
@@ -73,6 +74,24 @@ def test_parts_that_others_shard(ctx, kind, place):
         with pytest.raises(ValueError, match=f"{re.escape(place) or 'itself'}, which .*{kind} shards or replicates"):
             fsdp2x.fully_shard(model, **options)
         assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+# ---- meshes
+
+
+@distributed(world_sizes=(2,))
+def test_a_mesh_without_this_rank(ctx):
+    """Named on the ranks that it lacks, before anything of the model is touched; the others go on."""
+    only_fsdp2x(ctx)
+    mesh, model = DeviceMesh("cpu", [0]), Stack()
+    if ctx.rank == 0:
+        fsdp2x.fully_shard(model, mesh=mesh)(inputs(0)).sum().backward()
+        return
+    said = "rank 1 is not in the mesh, whose ranks are 0; call fully_shard on ranks of the mesh alone"
+    for options in ({}, {"auto_wrap": True}):
+        with pytest.raises(ValueError, match=said):
+            fsdp2x.fully_shard(model, mesh=mesh, **options)
+    assert type(model) is Stack
 
 
 # ---- which modules become units

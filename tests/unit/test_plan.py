@@ -87,6 +87,47 @@ def test_options_reach_the_planner(config, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "short"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("bfloat16", "torch.bfloat16")]
+)
+def test_dtypes_have_short_names(config, capsys, name, short):
+    def plan(dtype):
+        options = (word for option in ("dtype", "param-dtype", "reduce-dtype") for word in (f"--{option}", dtype))
+        return plan_json(capsys, config, "--world-size", 2, *options)
+
+    assert plan(short) == plan(name)
+    assert [plan(short)[1]["policy"][which] for which in ("dtype", "param_dtype", "reduce_dtype")] == [name] * 3
+
+
+def test_another_dtype_is_refused_with_the_nearest(config, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(config), "--world-size", "2", "--param-dtype", "bf17"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "argument --param-dtype" in said and "got 'bf17'" in said
+    assert "the nearest is bf16" in said
+
+
+def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
+    """One line has the options for float32 parameters; there is none where a dtype was given, or nothing is trained."""
+
+    def lines(*arguments):
+        assert main(["plan", *map(str, arguments), "--world-size", "2"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "as the config says" in line]
+
+    (said,) = lines(config)
+    assert said.startswith("parameters are counted in bfloat16") and said.endswith(
+        ": --dtype float32 --param-dtype bfloat16"
+    )
+    assert lines(config, "--param-dtype", "fp16")[0].endswith(" --dtype float32 --param-dtype float16")
+    assert lines(config, *said.rpartition(": ")[2].split()) == lines(config, "--dtype", "bf16") == []
+    assert lines(config, "--optimizer", "none") == []
+    config.write_text(config.read_text().replace('"bfloat16"', '"float32"'))
+    assert lines(config) == []
+    training = tmp_path / "train.yaml"
+    training.write_text(yaml.safe_dump({"model": {"config": MODEL, "dtype": "bfloat16"}}))
+    assert lines(training) == []
+
+
 def test_whether_it_fits(config, capsys):
     _, plan = plan_json(capsys, config, "--world-size", 4)
     peak = plan["report"]["peak_bytes"]

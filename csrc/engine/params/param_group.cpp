@@ -104,7 +104,8 @@ void ParamGroup::check_registered() const {
                 std::to_string(layout_.rank()) + " found a " + Py_TYPE(found)->tp_name +
                 " where the sharded parameter is expected. torch.func.functional_call and the like replace whole "
                 "parameters: call them inside `with fsdp2x.unsharded(model):`. To change a parameter for good, write "
-                "to it in place or use load_state_dict().");
+                "to it in place, or load whole tensors by torch's set_model_state_dict(..., "
+                "StateDictOptions(full_state_dict=True)) or fsdp2x.load_hf.");
   }
 }
 

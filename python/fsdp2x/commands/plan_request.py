@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
-from fsdp2x.commands.plan_words import bar, explanation
+from fsdp2x.commands.plan_words import bar, explanation, remark_on_dtype
 from fsdp2x.memory.plan import PlanError, planned_facts, planned_report
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.simulate.step import Simulation
@@ -75,6 +75,7 @@ class MemoryPlan:
     report: MemoryReport
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
     simulation: Simulation | None = None
+    dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
 
     @property
     def peak_bytes(self) -> int:
@@ -122,7 +123,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         request, report = self.request, self.report
-        lines = [self.headline, "", str(report)]
+        lines = [self.headline]
+        if self.dtype_is_the_models and request.optimizer != "none":
+            lines += remark_on_dtype(request.dtype, request.param_dtype)
+        lines += ["", str(report)]
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
         if self.fits is not None:
@@ -151,11 +155,11 @@ def make_plan(request: Request) -> MemoryPlan:
     simulates = asks_for_simulation(request)
     request = _filled(request, {"local_world_size": usual_node(request.world_size)})
     path = Path(request.config).expanduser()
-    stages_saves = False
+    stages_saves = dtype_is_the_models = False
     if path.is_dir() or path.suffix == ".json":
         if request.overrides:
             raise PlanError(f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}")
-        model = _build(path, request.dtype)
+        model, dtype_is_the_models = _build(path, request.dtype), request.dtype is None
         request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
         from fsdp2x.commands.plan_training import read_training
@@ -185,7 +189,8 @@ def make_plan(request: Request) -> MemoryPlan:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
-    return MemoryPlan(type(model).__name__, numel, request, report, saved if stages_saves else 0, simulation)
+    staging = saved if stages_saves else 0
+    return MemoryPlan(type(model).__name__, numel, request, report, staging, simulation, dtype_is_the_models)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:

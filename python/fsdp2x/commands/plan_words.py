@@ -37,6 +37,19 @@ COLUMNS = {
 _WIDTH = 64
 
 
+def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
+    """A line where parameters are counted in the 16 bits that the model's config has, which are its files'.
+
+    Training as `fsdp2x train` does keeps float32 parameters, and computes in fewer bits.
+    """
+    if dtype not in ("bfloat16", "float16"):
+        return []
+    options = f"--dtype float32 --param-dtype {param_dtype or dtype}"
+    return [
+        f"parameters are counted in {dtype}, as the config says; fsdp2x train keeps float32 ones by default: {options}"
+    ]
+
+
 def explanation(report: MemoryReport) -> str:
     """The rows of this report, and the columns of its units, in words."""
     names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]

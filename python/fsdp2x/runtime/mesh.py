@@ -60,9 +60,11 @@ def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
     """Checks ``mesh`` and returns its data-parallel axes.
 
     Raises:
-        ValueError: the mesh has neither one nor two axes, or ``dp_mesh_dims`` names an axis that it has not.
+        ValueError: the mesh lacks this rank, has neither one nor two axes, or ``dp_mesh_dims`` names an axis that it
+            has not.
         AssertionError: a 2-D mesh without names for its axes (upstream's type).
     """
+    _check_member(mesh)
     if dp_mesh_dims is not None:
         return _from_named_axes(mesh, dp_mesh_dims)
     if mesh.ndim not in (1, 2):
@@ -167,6 +169,16 @@ def from_mesh_info(info: Any) -> ShardGroup:
         spmd_mesh=getattr(info, "spmd_mesh", None),
         dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
     )
+
+
+def _check_member(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        ranks = mesh.mesh.flatten().tolist()
+        shown = ", ".join(map(str, ranks[:8])) + (f", .. ({len(ranks)} of them)" if len(ranks) > 8 else "")
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh, whose ranks are {shown}; call fully_shard on "
+            "ranks of the mesh alone"
+        )
 
 
 def _make(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None, **spmd: Any) -> ShardGroup:

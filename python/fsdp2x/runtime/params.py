@@ -330,7 +330,9 @@ class GroupParams(GroupNames):
             raise RuntimeError(
                 f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
                 "something assigned to the `.data` of its local tensor, or replaced it, after the first forward, and "
-                "training would go on with the old values. Write in place (`param.copy_()`), or use load_state_dict()."
+                "training would go on with the old values. Write in place (`param.copy_()`), or load whole "
+                "tensors by torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
+                "fsdp2x.load_hf."
             )
 
     def make_engine_group(self, param_dtype, reduce_dtype, has_streams: bool) -> None:

@@ -26,7 +26,7 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.params import GroupParams, mark_aliases
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
-from fsdp2x.runtime.tree import check_tree, find_tree, set_names
+from fsdp2x.runtime.tree import Place, check_tree, find_tree, late_params, places_in, set_names, warn_of_late
 from fsdp2x.runtime.upstream_names import StateNames
 
 
@@ -41,6 +41,7 @@ class UnitState(StateNames, torch_private.State):
         self.transport = "auto"
         self.timeout: timedelta | None = None
         self.groups: list[GroupParams] = []  # one per mesh; none without parameters
+        self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
@@ -81,6 +82,7 @@ class UnitState(StateNames, torch_private.State):
     ) -> None:
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
         self.transport, self.timeout, self.groups = transport, timeout, groups
+        self.places = places_in(managed)
         for group in groups:
             group.unit_state = weakref.ref(self)
         self.auto_reshard = reshard_after_forward is None
@@ -215,6 +217,7 @@ class UnitState(StateNames, torch_private.State):
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
         set_names(self, tree)
         self._prepare(tree)
+        late = late_params(self, tree)
         self.tree = tree
         self._make_root()
         if self.auto_reshard and self.unit.options.reshard_after_forward:
@@ -227,6 +230,7 @@ class UnitState(StateNames, torch_private.State):
         self.hooks.set_all([state.hooks for state in tree])
         for move in moves:
             move.finish()
+        warn_of_late(late)  # last: a filter may raise it
 
     def make_unit(self) -> None:
         """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.

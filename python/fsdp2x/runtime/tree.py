@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from fsdp2x.runtime import torch_private
+
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
+# A module, weakly, since its number may be another's when it is gone; and the names that it registers parameters under.
+Place = tuple[weakref.ref[nn.Module], frozenset[str]]
+_NUM_SHOWN = 3
 
 _find_state: Callable[[nn.Module], UnitState | None] = lambda module: None  # noqa: E731
 
@@ -105,3 +112,46 @@ def check_tree(tree: list[UnitState]) -> None:
                     "FSDP group."
                 )
             seen[param.original] = param.fqn
+
+
+def places_in(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where ``modules`` register parameters at the moment."""
+    found = []
+    for module in modules:
+        if names := frozenset(name for name, param in module._parameters.items() if param is not None):
+            found.append((weakref.ref(module), names))
+    return found
+
+
+def late_params(root: UnitState, tree: list[UnitState]) -> list[str]:
+    """Names of trainable parameters that came into the model after its units were made; modules register shards.
+
+    None in a world of one rank, where nothing is to be reduced, and none below what torch's ``replicate`` handles.
+    """
+    if root.ranks.world * root.ranks.replicas == 1:
+        return []
+    places = [(ref(), names) for state in tree for ref, names in state.places]
+    known = {(id(module), name) for module, names in places if module is not None for name in names}
+    ours = {id(sharded.param) for state in tree for sharded in state.params}
+    modules = dict(root.modules[0].named_modules())
+    replicated = {id(inner) for m in modules.values() if torch_private.is_replicated(m) for inner in m.modules()}
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in modules.items()
+        if id(module) not in replicated
+        for name, param in module._parameters.items()
+        if param is not None and param.requires_grad and id(param) not in ours and (id(module), name) not in known
+    ]
+
+
+def warn_of_late(names: list[str]) -> None:
+    """Says what becomes of parameters that nobody shards or reduces; nothing when there are none."""
+    if not names:
+        return
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    warnings.warn(
+        f"fsdp2x: trainable parameters were added after fully_shard: {', '.join(map(repr, names[:_NUM_SHOWN]))}{more}. "
+        "Nobody shards them or reduces their gradients, so each rank trains its own copy. Add them before fully_shard, "
+        "adapters by fsdp2x.add_lora, or call fully_shard on their module before the first forward",
+        stacklevel=2,
+    )

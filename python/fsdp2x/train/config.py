@@ -8,6 +8,7 @@ depends on the number of ranks is worked out by `resolve.py` when the run begins
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,25 @@ class TrainingError(RuntimeError):
 
 
 DType = Literal["float32", "bfloat16", "float16"]
+# Beside its own name, what files of others and command lines call each.
+DTYPE_NAMES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
+    "fp32": "float32", "float32": "float32", "float": "float32",
+}  # fmt: skip
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+
+def dtype_name(name: str) -> str:
+    """A dtype by torch's name for it: `bf16`, `bfloat16` and `torch.bfloat16` are one.
+
+    Raises:
+        ConfigError: no name of a dtype that parameters may have.
+    """
+    name = name.removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        near = difflib.get_close_matches(name, DTYPE_NAMES, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"got {name!r}, expected one of {', '.join(DTYPE_NAMES)}; the nearest is {near}")
+    return DTYPE_NAMES[name]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -275,7 +294,7 @@ class ParallelConfig:
         "auto", "how shards and gradients travel between ranks"
     )
     wire_weights: Literal["int8", "fp8"] | None = setting(
-        None, "in how few bits weights are gathered between CPUs, over a process group; unset: as they are computed"
+        None, "in how few bits weights are gathered over a process group; unset: as they are computed"
     )
     wire_gradients: Literal["int8", "bfloat16"] | None = setting(
         None, "the same of gradients, summed in float32; int8 keeps what it rounds away, a byte for each parameter"

@@ -12,12 +12,11 @@ A file may hold several roles, one of which is trained (`role=NAME`), or the blo
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..config import ConfigError
+from ..config import DTYPE_NAMES, ConfigError, dtype_name
 from .draft import ALL_TEXT
 from .rules import Dialect, Fate, ForeignKey, Rule, always, becomes, leaves, no_effect, only
 
@@ -30,18 +29,10 @@ LR_SCHEDULES = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
     "cosine_with_min_lr": "cosine", "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "wsd",
 }  # fmt: skip
-DTYPES = {
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
-    "fp32": "float32", "float32": "float32", "float": "float32",
-}  # fmt: skip
 
 
 def _dtype(name: str, _: Mapping) -> str:
-    name = name.removeprefix("torch.")
-    if name not in DTYPES:
-        near = difflib.get_close_matches(name, DTYPES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"got {name!r}, expected one of {', '.join(DTYPES)}; the nearest is {near}")
-    return DTYPES[name]
+    return dtype_name(name)
 
 
 def _param_dtype(value: str, given: Mapping) -> Fate:
@@ -56,7 +47,7 @@ def _model_dtype(value: str, given: Mapping) -> Fate:
     stronger = given.get(f"{CONFIG}.param_dtype")
     if stronger is None:
         return _param_dtype(value, given)
-    if DTYPES.get(stronger) == _dtype(value, given):
+    if DTYPE_NAMES.get(stronger) == _dtype(value, given):
         return Fate(remark="the same as strategy_config.param_dtype", used=True)
     return Fate(remark=f"strategy_config.param_dtype={stronger} comes before it")
 
