@@ -16,6 +16,20 @@ int64_t rows_numel(const ParamShape& shape, int world, int rank) {
   return shape.outer * shard_rows(shape.dim, world, rank).size() * shape.inner;
 }
 
+std::vector<WireRows> wire_rows(const Layout& layout, const WireLayout& wire) {
+  std::vector<WireRows> found;
+  for (int rank = 0; rank < layout.world(); ++rank) {
+    for (size_t i = 0; i < layout.params().size(); ++i) {
+      const ParamShape& shape = layout.params()[i].shape;
+      if (!wire.places()[i].travels || rows_numel(shape, layout.world(), rank) == 0) continue;
+      const RowRange range = shard_rows(shape.dim, layout.world(), rank);
+      found.push_back({i, static_cast<size_t>(rank) * wire.segment_bytes(),
+                       shard_to_whole(shape, range, 0, shape.compute, layout.params()[i].slot_offset, shape.compute)});
+    }
+  }
+  return found;
+}
+
 WireLayout WireLayout::of_weights(const Layout& layout, WireFormat format) { return {layout, format, false, 0}; }
 
 WireLayout WireLayout::of_gradients(const Layout& layout, WireFormat format, size_t tail_bytes) {

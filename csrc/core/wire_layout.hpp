@@ -44,4 +44,14 @@ class WireLayout {
 // Elements of `rank`'s rows of a parameter.
 int64_t rows_numel(const ParamShape& shape, int world, int rank);
 
+// Some rank's rows of a gathered parameter.
+struct WireRows {
+  size_t param = 0;
+  size_t segment_offset = 0;  // of the rank's segment
+  Copy copy;                  // from the beginning of its piece to the slot
+};
+
+// Those that hold any element, of all ranks.
+std::vector<WireRows> wire_rows(const Layout& layout, const WireLayout& wire);
+
 }  // namespace fsdp2x

@@ -31,6 +31,10 @@ inline void require_elements(const ChangesArgs& args) {
   }
 }
 
+inline void require_sources(const SumWireArgs& args) {
+  if (args.num_ranks < 1) throw Error("sum_wire: segments of " + std::to_string(args.num_ranks) + " ranks; expected 1");
+}
+
 inline void require_signals(const SignalTable& signals, uint32_t epoch) {
   require_rank(signals.rank, signals.num_ranks, "peer_barrier");
   if (epoch == 0) throw Error("peer_barrier: epochs count from 1, because pads start at zero; got 0");

@@ -102,6 +102,23 @@ struct ChangesArgs {
   FSDP2X_HOST_DEVICE int64_t begin_of(int64_t tile) const { return tile == 0 ? 0 : tile_ends[tile - 1]; }
 };
 
+// Values and their codes, which lie as the segments of a plan say.
+struct EncodeWireArgs {
+  const void* values = nullptr;
+  void* segments = nullptr;
+  // What int8 rounded away the last time, codes and scales where those of the segments lie; null: it is dropped.
+  void* errors = nullptr;
+  bool is_missing[kMaxTable] = {};  // by entry, of formats with scales: zeros are coded, errors stay
+};
+
+// The same segments of all ranks, laid end to end, and where their sums go, in fp32.
+struct SumWireArgs {
+  const void* segments = nullptr;
+  int64_t rank_bytes = 0;
+  int num_ranks = 0;
+  void* values = nullptr;
+};
+
 // The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
 struct SignalTable {
   uint32_t* pad[kMaxRanks] = {};
@@ -168,6 +185,15 @@ struct Kernels {
 
   // Positions, ascending, and values of what was marked; `held` takes these values.
   void (*list_changes)(const ChangesArgs& args, Stream stream);
+
+  // Values -> codes, and what is rounded away. Bit for bit as cpu/wire.hpp.
+  void (*encode_wire)(const WireList& list, const EncodeWireArgs& args, Stream stream);
+
+  // Codes of formats with scales -> values, in their pieces.
+  void (*decode_wire)(const WireList& list, const void* segments, void* values, Stream stream);
+
+  // Codes of all ranks, not in fp8 -> the sums of their values, in rank order; all in f32 and dense.
+  void (*sum_wire)(const WireList& list, const SumWireArgs& args, Stream stream);
 };
 
 // Runs on the host, at once.

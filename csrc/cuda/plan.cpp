@@ -88,7 +88,7 @@ void require_group(int group, int max) {
 
 void require_entry(int entry) {
   if (entry >= 0 && entry < kMaxTable) return;
-  throw Error("a range of an optimizer plan names gradient " + std::to_string(entry) + ": a launch takes 0 to " +
+  throw Error("a range of a plan names gradient " + std::to_string(entry) + ": a launch takes 0 to " +
               std::to_string(kMaxTable - 1) + "; make a plan for every " + std::to_string(kMaxTable) + " gradients");
 }
 
@@ -194,6 +194,21 @@ SgdPlan make_plan(std::vector<SgdSegment> segments) {
 LionPlan make_plan(std::vector<LionSegment> segments) {
   for (const LionSegment& segment : segments) {
     require_group(segment.group, kMaxGroups);
+    require_entry(segment.source);
+  }
+  return cut(std::move(segments));
+}
+
+WirePlan make_plan(std::vector<WireSegment> segments) {
+  for (const WireSegment& segment : segments) {
+    if (!computes(segment.type)) {
+      throw Error(std::string("the CUDA kernels have no codes for ") + dtype_name(segment.type) +
+                  "; expected f32, bf16 or f16");
+    }
+    if (segment.piece_numel != segment.numel && segment.piece_numel > kMaxPieceNumel) {
+      throw Error("a piece of " + std::to_string(segment.piece_numel) + " coded elements; the CUDA kernels count " +
+                  std::to_string(kMaxPieceNumel) + ": shard another dim of the parameter");
+    }
     require_entry(segment.source);
   }
   return cut(std::move(segments));

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
+#include "core/wire_format.hpp"
 
 namespace fsdp2x::cuda {
 
@@ -156,6 +157,21 @@ struct LionSegment {
   bool operator==(const LionSegment&) const = default;
 };
 
+// Values in pieces, and their codes, dense and from the beginning of a block on (core/wire_format.hpp). Offsets in
+// bytes, those of codes and scales from the start of a rank's segment or of all of them.
+struct WireSegment {
+  int64_t values_offset = 0;
+  int64_t codes_offset = 0;
+  int64_t scales_offset = 0;  // of formats with scales
+  int64_t numel = 0;          // of all pieces
+  int64_t piece_numel = 1;
+  int64_t stride = 0;  // elements from one piece of values to the next
+  int64_t first_tile = 0;
+  int32_t source = 0;  // entry of the launch's table
+  DType type = DType::f32;
+  WireFormat format = WireFormat::plain;  // plain: f32 as it is
+};
+
 using CopyPlan = Plan<CopySegment>;
 using CopyList = List<CopySegment>;
 using PackPlan = Plan<PackSegment>;
@@ -168,6 +184,8 @@ using SgdPlan = Plan<SgdSegment>;
 using SgdList = List<SgdSegment>;
 using LionPlan = Plan<LionSegment>;
 using LionList = List<LionSegment>;
+using WirePlan = Plan<WireSegment>;
+using WireList = List<WireSegment>;
 
 // The kernels compute in fp32: what has an f64 side they can move, but neither cast nor add.
 inline bool computes(DType type) { return type == DType::f32 || type == DType::bf16 || type == DType::f16; }
@@ -184,6 +202,8 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments);
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
 SgdPlan make_plan(std::vector<SgdSegment> segments);
 LionPlan make_plan(std::vector<LionSegment> segments);
+// Throws Error as well for pieces of more than 2^31 elements.
+WirePlan make_plan(std::vector<WireSegment> segments);
 
 // --- the plans of a unit; one table entry is one parameter ----------------------------------------------------------
 

@@ -10,6 +10,7 @@
 #include "cuda/bodies/optimizer.hpp"
 #include "cuda/bodies/reduce.hpp"
 #include "cuda/bodies/signals.hpp"
+#include "cuda/bodies/wire.hpp"
 #include "cuda/checks.hpp"
 #include "cuda/kernels.hpp"
 
@@ -161,6 +162,31 @@ void list_changes(const ChangesArgs& args, Stream) {
   }
 }
 
+void encode_wire(const WireList& list, const EncodeWireArgs& args, Stream) {
+  const EncodeWireBody body = {list, args};
+  for (int64_t tile = 0; tile < list.num_tiles; ++tile) {
+    for (int pass = 0; pass < kWirePasses; ++pass) {
+      float error_scales[kThreads], peaks[kThreads];
+      for (int thread = 0; thread < kThreads; ++thread) {
+        error_scales[thread] = body.error_scale(tile, pass, thread);
+        peaks[thread] = body.peak(tile, pass, thread, error_scales[thread]);
+      }
+      for (int thread = 0; thread < kThreads; ++thread) {
+        body.run(tile, pass, thread, error_scales[thread], wire_peak(peaks, thread));
+      }
+    }
+  }
+}
+
+void decode_wire(const WireList& list, const void* segments, void* values, Stream) {
+  run_tiles(DecodeWireBody{list, segments, values}, list.num_tiles);
+}
+
+void sum_wire(const WireList& list, const SumWireArgs& args, Stream) {
+  require_sources(args);
+  run_tiles(SumWireBody{list, args}, list.num_tiles);
+}
+
 // True when x * (1 / divisor) has the same bits as x / divisor for every x.
 bool reciprocal_is_exact(double divisor) {
   int exponent = 0;
@@ -194,6 +220,9 @@ const Kernels& twin_kernels() {
       .lion = lion,
       .mark_changes = mark_changes,
       .list_changes = list_changes,
+      .encode_wire = encode_wire,
+      .decode_wire = decode_wire,
+      .sum_wire = sum_wire,
   };
   return kernels;
 }

@@ -191,6 +191,7 @@ class DeviceTransport(Transport):
         all_gather: Any,
         all_gather_group: Any,
         reduce_scatter: Any,
+        all_to_all: Any,
         allocate: Any,
         layer: DeviceLayer,
         pack_below_bytes: int,

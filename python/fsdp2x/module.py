@@ -388,23 +388,26 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_wire_dtype(self, *, weights: str | None = None, gradients: str | None = None, recurse: bool = True) -> None:
-        """In how few bits weights are gathered and gradients reduced between CPUs, over a process group.
+        """In how few bits weights are gathered and gradients reduced over a process group.
 
         Parameters of two dims or more; norms and biases travel as they are. Sharded parameters, ``.grad``, optimizers
         and checkpoints stay what they are. Call it alike on every rank; docs/guides/precision.md says when it pays.
 
         Args:
             weights: ``"int8"`` or ``"fp8"`` (e4m3): blocks of 256 elements of a rank's rows with a float32 scale each,
-                encoded once for a forward and its backward. All ranks compute with the same bits, those a rank sends
-                among them. None: the dtype of compute. A single rank sends nothing and encodes nothing.
+                encoded once for a forward and its backward on the CPU, and for each gather on a device, where that
+                costs less than to keep the codes. All ranks compute with the same bits, those a rank sends among them.
+                None: the dtype of compute. A single rank sends nothing and encodes nothing.
             gradients: ``"bfloat16"``, or ``"int8"``, where each rank adds what the last step has rounded away (error
                 feedback) and keeps one byte for each element of the whole model for that. Both are summed in float32,
                 in rank order. None: a reduce-scatter in the reduce dtype.
 
         Raises:
             ValueError: another name; ``transport="shm"``; gradients that are not reduced in float32, or by
-                :meth:`set_custom_reduce_scatter` or :meth:`set_separate_reduce_scatter_group`.
-            NotImplementedError: a unit on an accelerator, or weights of one with an int ``reshard_after_forward``.
+                :meth:`set_custom_reduce_scatter`, :meth:`set_separate_reduce_scatter_group` or
+                :meth:`set_symm_mem_for_comm` with ``"CUDA"``.
+            NotImplementedError: a unit on an accelerator that fsdp2x has no kernels for, or weights of one with an int
+                ``reshard_after_forward``.
             RuntimeError: called during forward or backward.
         """
         formats = wire_formats.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)

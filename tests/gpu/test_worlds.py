@@ -14,6 +14,7 @@ from torch import nn
 
 import alike
 import fsdp2x
+import wire
 from arrangements import CASES, STEPS, WIDTH, run
 from harness import distributed
 from models import Stack, inputs
@@ -41,6 +42,46 @@ def test_steps_are_stocks(ctx, place, backend, name):
         assert gathers >= STEPS and world.counts["reduction"] >= STEPS, world.counts
         assert (world.counts["all-reduce"] > 0) == (len(case.sizes) == 2)
         del stock, ours, model
+
+
+@distributed(world_sizes=(1,), timeout=180, fresh=True)
+@each_backend
+@pytest.mark.parametrize("weights, gradients", [("int8", "int8"), ("fp8", "bfloat16")])
+@pytest.mark.shows("wire formats")
+def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
+    """Weights are this rank's rows again and again, so all of them arrive as this rank's do."""
+    only_fsdp2x(ctx)
+    case, device = CASES["fp32"], device_of(place)
+    with alike.world_of(device, backend, case.sizes) as (mesh, _):
+        model = case.make().to(device)
+        world = mesh.size()
+
+        def repeated(param: torch.Tensor) -> torch.Tensor:
+            rows = param.detach().chunk(world)[0]
+            arrived = wire.travelled(rows, weights) if param.dim() > 1 else rows
+            return torch.cat([arrived] * world)[: len(param)]
+
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in twin.parameters():
+                param.copy_(repeated(param))
+        options = {"mesh": mesh, "transport": place if place == "streams" else "auto"}
+        ours = shard(ctx, model, case.units, **options)
+        ours.set_wire_dtype(weights=weights, gradients=gradients)
+        feedback = {name: wire.ErrorFeedback(gradients, world) for name, _ in twin.named_parameters()}
+        for step in range(STEPS):
+            x = inputs(0, step, rows=16, width=WIDTH).to(device)
+            for one in (ours, twin):
+                one(x).double().square().mean().backward()
+            with fsdp2x.unsharded(ours):
+                same(dict(ours.named_parameters()), dict(twin.named_parameters()), "gathered")
+            for (name, param), expected in zip(ours.named_parameters(), twin.parameters(), strict=True):
+                arrived = feedback[name].sent(expected.grad).chunk(world)[0]
+                # Another order of sums in the backward may choose the code beside.
+                beside = 1.01 * expected.grad.abs().max().item() / (127 if gradients == "int8" else 256)
+                same(param.grad.to_local(), arrived, f"{name}, step {step}", rtol=0, atol=beside)
+            ours.zero_grad()
+            twin.zero_grad()
 
 
 @distributed(world_sizes=(1,), timeout=180, fresh=True)

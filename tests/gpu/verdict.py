@@ -20,6 +20,7 @@ CLAIMS = {
     "kernels": "every kernel computes on the device what its twin does on the CPU",
     "collectives": "NCCL's, by both of its backends: every dtype, grouped, in stream order",
     "worlds": "steps as one of four ranks over NCCL are stock's, in every arrangement",
+    "wire formats": "weights and gradients travel over NCCL in the codes that the CPU's loops make",
     "communication memory": "the process group's and symmetric memory serve steps",
     "steps": "steps are stock's: alone, several ranks on the device, streams, offloading",
     "optimizers": "the CPU's bits, torch's results, one launch, no wait of the host",

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import fsdp2x
+import streams
 from harness import distributed
 from models import Stack
 from reference import grads, mesh_of, only_fsdp2x, params, same, shard
@@ -25,8 +26,12 @@ def reference() -> Stack:
     return Stack(num=2, width=WIDTH, hidden=HIDDEN)
 
 
-def sharded(ctx, model, **options):
-    return shard(ctx, copy.deepcopy(model), UNITS, transport="process_group", **options)
+# The process group of a CPU, and that of an accelerator with the twins of its kernels.
+over_both = pytest.mark.parametrize("transport", ["process_group", "streams"])
+
+
+def sharded(ctx, model, transport="process_group", **options):
+    return shard(ctx, copy.deepcopy(model), UNITS, transport=transport, **options)
 
 
 def loss_of(model, rank, step=0):
@@ -46,14 +51,16 @@ def root_stats(model) -> dict[str, int]:
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_every_rank_computes_with_what_the_format_says(ctx, name, compute):
+@over_both
+@pytest.mark.each_value
+def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, transport):
     only_fsdp2x(ctx)
     whole = reference()
     policy = BF16 if compute == "bfloat16" else MixedPrecisionPolicy()
     with torch.no_grad():
         whole.blocks[0].up.weight[3:9] = 0.0  # a block without a scale
         whole.blocks[1].up.weight[0, 0] = 1e-44
-    model = sharded(ctx, whole, mp_policy=policy)
+    model = sharded(ctx, whole, transport, mp_policy=policy)
     model.set_wire_dtype(weights=name)
     dtype = getattr(torch, compute)
     expected = {key: gathered(param, name, ctx.world).to(dtype) for key, param in whole.named_parameters()}
@@ -64,15 +71,14 @@ def test_every_rank_computes_with_what_the_format_says(ctx, name, compute):
 
 
 @distributed(world_sizes=(2, 4))
-def test_columns_and_replicas(ctx):
+@over_both
+def test_columns_and_replicas(ctx, transport):
     only_fsdp2x(ctx)
     whole = Stack(num=2, width=WIDTH, hidden=64)
     place = {whole.blocks[0].up.weight.shape: Shard(1)}
     mesh = mesh_of("2d", ctx.world) if ctx.world == 4 else mesh_of("1d", ctx.world)
-    model = copy.deepcopy(whole)
-    fsdp2x.fully_shard(
-        model, mesh=mesh, auto_wrap=False, transport="process_group", shard_placement_fn=lambda p: place.get(p.shape)
-    )
+    options = {"mesh": mesh, "shard_placement_fn": lambda param: place.get(param.shape)}
+    model = shard(ctx, copy.deepcopy(whole), transport=transport, **options)
     model.set_wire_dtype(weights="int8", gradients="int8")
     columns = {name: int(param.shape in place) for name, param in whole.named_parameters()}
     expected = {name: gathered(param, "int8", 2, columns[name]) for name, param in whole.named_parameters()}
@@ -93,10 +99,12 @@ def test_columns_and_replicas(ctx):
 
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
-def test_gradients_are_what_the_format_says(ctx, name):
+@over_both
+@pytest.mark.each_value
+def test_gradients_are_what_the_format_says(ctx, name, transport):
     only_fsdp2x(ctx)
     whole = reference()
-    model = sharded(ctx, whole)
+    model = sharded(ctx, whole, transport)
     model.set_wire_dtype(gradients=name)
     feedback = {key: ErrorFeedback(name, ctx.world) for key, _ in whole.named_parameters()}
     for step in range(4):
@@ -117,10 +125,11 @@ def test_gradients_are_what_the_format_says(ctx, name):
 
 
 @distributed(world_sizes=(2,))
-def test_what_is_rounded_away_is_not_lost(ctx):
+@over_both
+def test_what_is_rounded_away_is_not_lost(ctx, transport):
     only_fsdp2x(ctx)
     whole = reference()
-    model = sharded(ctx, whole)
+    model = sharded(ctx, whole, transport)
     model.set_wire_dtype(gradients="int8")
     loss_of(whole, ctx.rank).backward()
     means = {key: mean_of_ranks(param.grad, ctx.world) for key, param in whole.named_parameters()}
@@ -136,6 +145,22 @@ def test_what_is_rounded_away_is_not_lost(ctx):
         step = means[key].abs().max() / 127 * 2
         assert (total - num * means[key]).abs().max() < step, key
     assert sum((total != num * means[key]).any() for key, total in sums.items()) > 0  # it was rounded
+
+
+@distributed(world_sizes=(2,))
+def test_a_device_encodes_for_each_gather(ctx):
+    only_fsdp2x(ctx)
+    model = sharded(ctx, reference(), "streams")
+    model.set_wire_dtype(weights="int8")
+    loss_of(model, ctx.rank).backward()
+    stats = root_stats(model)
+    assert stats["gathers"] == stats["wire_encodings"] == 5
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    model.blocks[0].unshard()
+    weight = model.blocks[0].up.weight.detach().clone()
+    model.blocks[0].reshard()
+    same(weight, gathered(params(model)["blocks.0.up.weight"], "int8", ctx.world))
 
 
 @distributed(world_sizes=(2, 3))
@@ -174,7 +199,9 @@ def params_while(model, weight):
 
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("weights, gradients, most", [("int8", "int8", 0.33), ("fp8", "bfloat16", 0.45)])
-def test_bytes_are_counted(ctx, weights, gradients, most):
+@over_both
+@pytest.mark.each_value
+def test_bytes_are_counted(ctx, weights, gradients, most, transport):
     only_fsdp2x(ctx)
     sent, totals = [], []
 
@@ -195,28 +222,33 @@ def test_bytes_are_counted(ctx, weights, gradients, most):
             if hasattr(dist, name):
                 patched.setattr(dist, name, counted(name))
         for formats in ({}, {"weights": weights, "gradients": gradients}):
-            model = shard(ctx, Stack(num=2, width=64, hidden=96), UNITS, transport="process_group")
+            model = shard(ctx, Stack(num=2, width=64, hidden=96), UNITS, transport=transport)
             model.set_wire_dtype(**formats)
             foretold = fsdp2x.memory_report(model)
             for _ in range(2):
                 sent.clear()
+                model.zero_grad()
                 model(torch.randn(3, 64)).square().mean().backward()
             report = fsdp2x.memory_report(model)
             assert (report.traffic, report.wire_bytes) == (foretold.traffic, foretold.wire_bytes)
-            assert sum(sent) == report.traffic.total_bytes
+            if formats or transport == "process_group":  # a device gathers whole numbers in place, in another call
+                assert sum(sent) == report.traffic.total_bytes
             assert report.scratch_bytes == report.measured["scratch_bytes"]
             assert report.wire_bytes == report.measured["wire_bytes"]
-            assert (report.wire_bytes > 0) == bool(formats)
-            totals.append(sum(sent))
+            keeps = formats.get("gradients") == "int8" or formats and transport == "process_group"
+            assert (report.wire_bytes > 0) == bool(keeps)
+            totals.append(report.traffic.total_bytes)
     assert totals[1] < most * totals[0]
 
 
 @distributed(world_sizes=(2, 3))
-def test_training_goes_where_whole_numbers_lead(ctx):
+@over_both
+@pytest.mark.each_value
+def test_training_goes_where_whole_numbers_lead(ctx, transport):
     only_fsdp2x(ctx)
     last = {}
     for name, formats in {"plain": {}, "coded": {"weights": "int8", "gradients": "int8"}}.items():
-        model = sharded(ctx, reference(), mp_policy=BF16)
+        model = sharded(ctx, reference(), transport, mp_policy=BF16)
         model.set_wire_dtype(**formats)
         optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0)
         for step in range(30):
@@ -230,9 +262,10 @@ def test_training_goes_where_whole_numbers_lead(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_errors_go_with_what_is_dropped(ctx):
+@over_both
+def test_errors_go_with_what_is_dropped(ctx, transport):
     only_fsdp2x(ctx)
-    model = sharded(ctx, reference())
+    model = sharded(ctx, reference(), transport)
     model.set_wire_dtype(gradients="int8")
 
     def gradient():
@@ -261,9 +294,10 @@ def test_errors_go_with_what_is_dropped(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_lost_numbers_are_seen_and_do_not_stay(ctx):
+@over_both
+def test_lost_numbers_are_seen_and_do_not_stay(ctx, transport):
     only_fsdp2x(ctx)
-    model = sharded(ctx, reference())
+    model = sharded(ctx, reference(), transport)
     model.set_wire_dtype(gradients="int8")
     loss_of(model, ctx.rank).backward()
     model.zero_grad()
@@ -336,3 +370,55 @@ def test_ranks_that_disagree_are_told(ctx):
     model.set_wire_dtype(weights="int8" if ctx.rank == 0 else "fp8")
     with pytest.raises(ValueError, match="weights travel as int8.*weights travel as fp8"):
         loss_of(model, ctx.rank)
+
+
+@distributed(world_sizes=(2,))
+def test_devices_without_our_kernels_refuse(ctx):
+    """Torch's operations stand in for kernels that are not there, but not for these."""
+    only_fsdp2x(ctx)
+    streams.install(with_twins=False)
+    model = sharded(ctx, reference(), "streams")
+    model.set_wire_dtype(weights="int8")
+    with pytest.raises(RuntimeError, match="wire formats take kernels of fsdp2x"):
+        loss_of(model, ctx.rank)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("case", ["settings", "bytes", "custom gather", "accumulation", "offload"])
+def test_streams_meet_other_settings(ctx, case):
+    """Formats that change, a collective of the user's, hooks, gradients of several backwards, shards on the host."""
+    only_fsdp2x(ctx)
+    offload = fsdp2x.HostOffloadPolicy("all", pin_memory=False) if case == "offload" else fsdp2x.OffloadPolicy()
+    whole = reference()
+    twin = sharded(ctx, whole, "process_group")
+    model = sharded(ctx, whole, "streams", offload_policy=offload)
+    for one in (twin, model):
+        one.set_wire_dtype(weights="fp8" if case == "settings" else "int8", gradients="int8")
+        if case == "custom gather":
+            one.blocks[0].set_custom_all_gather(CustomGather())
+        if case == "bytes":
+            one.set_all_reduce_hook(lambda rows: rows.mul_(2.0))
+    for step in range(3):
+        if case == "settings" and step == 1:
+            for one in (twin, model):
+                one.set_wire_dtype(weights="int8", gradients="bfloat16")
+        for one in (twin, model):
+            if case == "accumulation":
+                one.set_requires_gradient_sync(False)
+                loss_of(one, ctx.rank, 9 + step).backward()
+                one.set_requires_gradient_sync(True)
+            loss_of(one, ctx.rank, step).backward()
+        same(grads(model), grads(twin), f"step {step}")
+        for one in (twin, model):
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.add_(param.grad, alpha=-0.1)
+            one.zero_grad()
+
+
+class CustomGather:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

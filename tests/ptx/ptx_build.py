@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 from ptx_reader import Entry, read_module, stable_name
 from ptx_translation import Mutant, translate
 
-from kernel_programs import kernel_programs
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "tests" / "support"))  # of a command line; pytest has it
+
+from kernel_programs import kernel_programs  # noqa: E402
+
 FOLDER = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "ptx"
 PROGRAMS = kernel_programs("ptx")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

@@ -58,6 +58,11 @@ class Alike:
         if op == dist.ReduceOp.SUM:
             output.mul_(input.numel() // output.numel())
 
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False) -> None:
+        parts = output.view(dist.get_world_size(group), -1)
+        for part in parts:
+            self._gather(part, input.view(parts.shape)[0], group=self.alone)
+
     def all_reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False) -> None:
         self._all_reduce(tensor, op=op, group=self.alone)
         if group is not self.alone:
@@ -89,7 +94,7 @@ def world_of(
         alike = Alike(alone)
         names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
         with contextlib.ExitStack() as stack:
-            replaced = {dist: {"all_reduce": alike.all_reduce}}
+            replaced = {dist: {"all_reduce": alike.all_reduce, "all_to_all_single": alike.all_to_all}}
             replaced[dist] |= {name: alike.gather for name in _GATHERS if hasattr(dist, name)}
             replaced[dist] |= {name: alike.reduce for name in _REDUCTIONS if hasattr(dist, name)}
             replaced[torch_private] = {"all_gather_group": alike.gather_many, "comm_allocator": alike.allocator}

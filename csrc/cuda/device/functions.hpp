@@ -21,5 +21,8 @@ void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& pa
 bool is_capturing(Stream stream);
 void mark_changes(const ChangesArgs& args, Stream stream);
 void list_changes(const ChangesArgs& args, Stream stream);
+void encode_wire(const WireList& list, const EncodeWireArgs& args, Stream stream);
+void decode_wire(const WireList& list, const void* segments, void* values, Stream stream);
+void sum_wire(const WireList& list, const SumWireArgs& args, Stream stream);
 
 }  // namespace fsdp2x::cuda::device

@@ -21,6 +21,9 @@ const Kernels* device_kernels() {
       .lion = device::lion,
       .mark_changes = device::mark_changes,
       .list_changes = device::list_changes,
+      .encode_wire = device::encode_wire,
+      .decode_wire = device::decode_wire,
+      .sum_wire = device::sum_wire,
   };
   return &kernels;
 }

@@ -16,4 +16,11 @@ void throw_frozen_while_partial(const ParamGroup& group) {
               "backward with set_requires_all_reduce(True)");
 }
 
+void check_wire_type(const ParamGroup& group) {
+  if (group.reduce_type() == DType::f32) return;
+  throw Error("fsdp2x: gradients of unit '" + group.name() + "' are reduced in " +
+              std::string(dtype_name(group.reduce_type())) +
+              ", and wire formats are summed in float32: use MixedPrecisionPolicy(reduce_dtype=torch.float32)");
+}
+
 }  // namespace fsdp2x

@@ -121,5 +121,7 @@ class Transport {
 // Why a gradient cannot be packed behind those that its group holds.
 [[noreturn]] void throw_unfrozen(const ParamGroup& group, size_t param);
 [[noreturn]] void throw_frozen_while_partial(const ParamGroup& group);
+// Throws unless gradients are reduced in fp32, as what travels in a wire format is.
+void check_wire_type(const ParamGroup& group);
 
 }  // namespace fsdp2x

@@ -153,11 +153,12 @@ def _count(
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
     pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
     packs = below is None or offloads or not ranks.reduces_unpacked or collectives.reduces_aside or ranks.world == 1
-    packs = packs or any(shape[5] == torch.float16 for shape in shapes)
+    packs = packs or wire.gradients is not None or any(shape[5] == torch.float16 for shape in shapes)
     plan = _C.ReductionPlan(layout, trains, _C.PACK_EVERYTHING if packs else below)
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and plan.is_pool(layout)
-    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks.world, wire)
+    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
+    gathers_coded = segment_bytes != layout.gather_segment_bytes
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -179,7 +180,7 @@ def _count(
         trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
-        staging_bytes=_C.packed_segment_bytes(layout, pack_below) * ranks.world,
+        staging_bytes=(segment_bytes if gathers_coded else _C.packed_segment_bytes(layout, pack_below)) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
         reduced_bytes=reduced_bytes,
@@ -189,18 +190,19 @@ def _count(
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
         reduces_unused=reduces_unused,
         small=small,
-        direct_chunk_bytes=tuple(_C.direct_chunk_bytes(layout, pack_below)),
+        direct_chunk_bytes=() if gathers_coded else tuple(_C.direct_chunk_bytes(layout, pack_below)),
     )
 
 
-def _wire_bytes(layout: Any, training: Any, world: int, wire: Wire) -> tuple[int, int, int]:
+def _wire_bytes(layout: Any, training: Any, ranks: Ranks, wire: Wire) -> tuple[int, int, int]:
     """A rank's segment that is gathered and that is reduced, in their formats, and what is kept of both."""
     segment, coded, kept = layout.gather_segment_bytes, 0, 0
-    if world > 1 and segment and wire.weights is not None:
-        segment = kept = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
-    if world > 1 and training.reduce_segment_bytes and wire.gradients is not None:
+    if ranks.world > 1 and segment and wire.weights is not None:
+        segment = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
+        kept = 0 if ranks.has_streams else segment  # a device encodes for each gather
+    if ranks.world > 1 and training.reduce_segment_bytes and wire.gradients is not None:
         coded = _C.wire_reduce_bytes(training, GRADIENTS[wire.gradients])
-        kept += coded * world if wire.gradients == "int8" else 0
+        kept += coded * ranks.world if wire.gradients == "int8" else 0
     return segment, coded, kept
 
 

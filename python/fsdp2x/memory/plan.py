@@ -57,7 +57,7 @@ def plan_memory(
     adamw_bfloat16, adamw_int8 with that ``moments_dtype``, likewise muon. ``expert_parallel``: ranks that share the
     experts of a block, each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``,
     ``before_last``: as for ``memory_report``. ``local_world_size``: ranks of one host; None: all.
-    ``wire_weights``, ``wire_gradients``: of ``set_wire_dtype``, over a process group of the CPU.
+    ``wire_weights``, ``wire_gradients``: of ``set_wire_dtype``, over a process group.
 
     Raises:
         ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
@@ -181,11 +181,8 @@ def _check_wire(
     if wire == Wire():
         return
     wire_formats.formats_of("plan", wire.weights, wire.gradients)
-    if device != "cpu" or transport != "process_group":
-        raise PlanError(
-            f"wire formats: got device {device} and transport {transport}, expected cpu and process_group, where they "
-            "travel"
-        )
+    if transport != "process_group":
+        raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
     if wire.weights is not None and reshard not in (None, True, False):
         raise PlanError(
             f"wire formats: got reshard_after_forward={reshard}, expected true or false with weights in one"

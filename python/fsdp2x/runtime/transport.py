@@ -198,6 +198,7 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
             all_gather=peers.all_gather,
             all_gather_group=peers.all_gather_group,
             reduce_scatter=peers.reduce_scatter,
+            all_to_all=None,
             allocate=peers.allocate,
             check=functools.partial(_check_peers, group, peers),
             layer=layer,
@@ -209,6 +210,7 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
         all_gather=functools.partial(_all_gather_now, group),
         all_gather_group=None if pack_below is None else functools.partial(_all_gather_group, group),
         reduce_scatter=device_reduction(group),
+        all_to_all=functools.partial(_all_to_all_now, group),
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=pack_below or 0,
@@ -293,6 +295,11 @@ def _reduce_scatter_now(group: dist.ProcessGroup, output: Tensors, source: Tenso
         return True
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, source, op=op, group=group)
+    return True
+
+
+def _all_to_all_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> bool:
+    dist.all_to_all_single(output, source, group=group)
     return True
 
 

@@ -76,17 +76,20 @@ def check(state: UnitState) -> None:
     """Whether the formats that ``state`` asks for can be had with what else it is set to.
 
     Raises:
-        NotImplementedError: on a device, and for weights that fewer ranks keep after forward.
-        ValueError: gradients that are not summed in float32, or by the user's collective.
+        NotImplementedError: on a device that fsdp2x has no kernels for, and for weights that fewer ranks keep after
+            forward.
+        ValueError: gradients that are not summed in float32, or by the user's collective or by reading the peers'
+            memory.
     """
     options = state.live_options()
     if not is_used(options):
         return
     where = f"fsdp2x: wire formats of unit '{state.name}'"
-    if state.ranks.device.type != "cpu":
+    device = state.ranks.device
+    if device.type != "cpu" and not _C.can_run_kernels(device):
         raise NotImplementedError(
-            f"{where}: they travel between CPUs alone, this unit is on {state.ranks.device.type}; leave set_wire_dtype "
-            "out there"
+            f"{where}: on {device.type} it takes kernels of fsdp2x, and this build has none that run there (fsdp2x "
+            "doctor says why); leave set_wire_dtype out"
         )
     if options.wire_weights != _PLAIN and state.post_forward_world is not None:
         raise NotImplementedError(
@@ -99,6 +102,11 @@ def check(state: UnitState) -> None:
         raise ValueError(
             f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
             "set_separate_reduce_scatter_group; use one of them, or gradients=None"
+        )
+    if state.comm_memory == "peers":
+        raise ValueError(
+            f"{where}: gradients travel in an all-to-all, which the collectives of set_symm_mem_for_comm have not; use "
+            "one of them, or gradients=None"
         )
     policy = state.mp_policy
     for group in state.groups:

@@ -52,9 +52,25 @@ void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
   try {
     enqueue(group, pools_stand_still);
   } catch (...) {
+    // What was enqueued may still use memory that is given back now.
+    for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
     release(group);
     throw;
   }
+}
+
+DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  const WireFormat format = group.options().wire_weights;
+  if (format != mine.coded_as) {
+    mine.coded.reset();
+    mine.coded_as = format;
+    if (format != WireFormat::plain) mine.coded.emplace(DeviceWireWeights(group.layout(), format));
+  }
+  if (mine.coded) return *mine.coded;
+  if (!mine.in_one_piece || mine.plan.direct.empty()) return mine.plan;
+  if (!mine.packed) mine.packed.emplace(plan_gather(group.layout(), kPackEverything));
+  return *mine.packed;
 }
 
 void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
@@ -62,10 +78,7 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
   mine.in_one_piece = static_cast<bool>(group.calls().all_gather);
   mine.is_finished = false;
-  if (mine.in_one_piece && !mine.packed && !mine.plan.direct.empty()) {
-    mine.packed.emplace(plan_gather(group.layout(), kPackEverything));
-  }
-  const Plan& gather = mine.running();
+  Plan& gather = plan_of(group);
   const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
   const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
 
@@ -100,6 +113,10 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
       if (staging != nullptr) {
         const size_t own = static_cast<size_t>(group.layout().rank()) * gather.segment_bytes;
         context_.layer().copy(gather.to_segment, pool, staging->data() + own);
+        if (!gather.codes_to_segment.empty()) {
+          context_.layer().encode(gather.codes_to_segment, pool, staging->data() + own, nullptr, {});
+        }
+        if (!gather.codes_to_slot.empty()) ++group.counters().wire_encodings;
       }
     }
   }
@@ -112,8 +129,9 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   context_.layer().wait(gather_lane, *slot.ready);
   {
     const LaneScope scope(context_.layer(), gather_lane);
-    call_all_gather(group, mine, slot, staging);
+    call_all_gather(group, gather, slot, staging);
     if (staging != nullptr) context_.layer().copy(gather.copy_out, staging->data(), slot.data());
+    if (!gather.codes_to_slot.empty()) context_.layer().decode(gather.codes_to_slot, staging->data(), slot.data());
   }
   context_.layer().record(*slot.ready, gather_lane);
   if (staging != nullptr) context_.layer().record(*staging->free, gather_lane);
@@ -125,9 +143,8 @@ void DeviceGathers::close(const ParamGroup& group) {
   host_shards_.close(group);
 }
 
-DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, const PerGroup& mine,
+DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, const Plan& plan,
                                                      const DeviceBuffer& slot, const DeviceBuffer* staging) {
-  const Plan& plan = mine.running();
   const auto world = static_cast<size_t>(group.layout().world());
   const auto rank = static_cast<size_t>(group.layout().rank());
   TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};
@@ -142,16 +159,17 @@ DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, co
   return lists;
 }
 
-void DeviceGathers::call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging) {
+void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging) {
+  const PerGroup& mine = per_group(group);
   pybind11::gil_scoped_acquire gil;
   const std::pair key(group.gather().slot.id, mine.staging);
   TensorLists once;  // a user's collective may keep what it is given
   if (mine.in_one_piece) {
-    once = make_lists(group, mine, slot, staging);
-  } else if (!mine.lists.contains(key)) {
-    mine.lists.emplace(key, make_lists(group, mine, slot, staging));
+    once = make_lists(group, plan, slot, staging);
+  } else if (!plan.lists.contains(key)) {
+    plan.lists.emplace(key, make_lists(group, plan, slot, staging));
   }
-  const TensorLists& lists = mine.in_one_piece ? once : mine.lists.at(key);
+  const TensorLists& lists = mine.in_one_piece ? once : plan.lists.at(key);
   PyRef done;
   if (PyList_GET_SIZE(lists.first.get()) == 1) {
     PyObject* const output = PyList_GET_ITEM(lists.first.get(), 0);
@@ -197,10 +215,7 @@ void DeviceGathers::note_use(const ParamGroup& group, const DeviceBuffer& slot) 
 void DeviceGathers::release(ParamGroup& group) {
   const int id = group.gather().slot.id;
   PerGroup& mine = per_group(group);
-  if (id < 0) {  // an exception came before there was one
-    context_.join(Lane::copy_in);
-    return close(group);
-  }
+  if (id < 0) return close(group);  // an exception came before there was one
   DeviceBuffer& slot = (*slots_)[id];
   if (mine.is_finished) {
     note_use(group, slot);

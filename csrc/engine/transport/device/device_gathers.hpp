@@ -14,6 +14,7 @@
 #include "core/gather_plan.hpp"
 #include "engine/params/param_group.hpp"
 #include "engine/transport/device/device_context.hpp"
+#include "engine/transport/device/device_wire.hpp"
 #include "engine/transport/device/host_shards.hpp"
 
 namespace fsdp2x {
@@ -43,25 +44,35 @@ class DeviceGathers {
           to_slot(std::move(plan.shard_to_slot)),
           to_segment(std::move(plan.shard_to_segment)),
           copy_out(std::move(plan.staging_to_slot)) {}
+    explicit Plan(DeviceWireWeights wire)
+        : segment_bytes(wire.segment_bytes),
+          to_segment(std::move(wire.plain_to_segment)),
+          copy_out(std::move(wire.plain_to_slot)),
+          codes_to_segment(std::move(wire.to_segment)),
+          codes_to_slot(std::move(wire.to_slot)) {}
     std::vector<DirectGather> direct;
     size_t segment_bytes = 0;  // of one rank in the staging; 0: nothing is packed
     CopyProgram to_slot, to_segment, copy_out;
+    WireProgram codes_to_segment, codes_to_slot;       // of what travels in a wire format
+    std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
   };
   struct PerGroup {
-    const Plan& running() const { return in_one_piece && packed ? *packed : plan; }
     Plan plan;
-    std::optional<Plan> packed;                        // for collectives that gather in one piece, made for the first
-    CopyProgram own_rows;                              // one rank alone: its pool -> the slot
-    std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
-    std::unique_ptr<DeviceEvent> pool_event;           // the pool was written, by the compute lane
-    bool in_one_piece = false;                         // of the running gather
-    int staging = -1;                                  // likewise, in staging_
-    bool is_finished = false;                          // the compute lane has waited for it
+    std::optional<Plan> packed;               // for collectives that gather in one piece, made for the first
+    std::optional<Plan> coded;                // likewise for a wire format
+    WireFormat coded_as = WireFormat::plain;  // that of `coded`
+    CopyProgram own_rows;                     // one rank alone: its pool -> the slot
+    std::unique_ptr<DeviceEvent> pool_event;  // the pool was written, by the compute lane
+    bool in_one_piece = false;                // of the running gather
+    int staging = -1;                         // likewise, in staging_
+    bool is_finished = false;                 // the compute lane has waited for it
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
+  // Of a gather that begins now.
+  Plan& plan_of(const ParamGroup& group);
   void enqueue(ParamGroup& group, bool pools_stand_still);
-  void call_all_gather(ParamGroup& group, PerGroup& mine, DeviceBuffer& slot, DeviceBuffer* staging);
-  static TensorLists make_lists(const ParamGroup& group, const PerGroup& mine, const DeviceBuffer& slot,
+  void call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging);
+  static TensorLists make_lists(const ParamGroup& group, const Plan& plan, const DeviceBuffer& slot,
                                 const DeviceBuffer* staging);
   // Gives back what a gather needed besides its slot; the compute lane has waited for it.
   void close(const ParamGroup& group);

@@ -118,6 +118,26 @@ void DeviceLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& item
   }
 }
 
+const PlanRunner& DeviceLayer::coder() const {
+  if (runner_) return *runner_;
+  throw Error("fsdp2x: wire formats take kernels of fsdp2x, and there are none for " + device_.str() +
+              ": leave set_wire_dtype out there, or build fsdp2x with nvcc");
+}
+
+void DeviceLayer::encode(const WireProgram& program, const void* values, void* segments, void* errors,
+                         const std::vector<uint8_t>& filled) {
+  coder().encode(program, values, segments, errors, filled, native_stream());
+}
+
+void DeviceLayer::decode(const WireProgram& program, const void* segments, void* values) {
+  coder().decode(program, segments, values, native_stream());
+}
+
+void DeviceLayer::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+                            void* values) {
+  coder().sum_codes(program, segments, segment_bytes, num_ranks, values, native_stream());
+}
+
 void DeviceLayer::divide(const at::Tensor& memory, double divisor) { memory.div_(divisor); }
 
 void DeviceLayer::add(const at::Tensor& target, const at::Tensor& source) { target.add_(source); }

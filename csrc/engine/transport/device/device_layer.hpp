@@ -15,6 +15,7 @@
 
 #include "core/layout.hpp"
 #include "engine/memory/copy_program.hpp"
+#include "engine/memory/wire_program.hpp"
 #include "engine/transport/segment_plans.hpp"
 
 struct CUstream_st;
@@ -95,6 +96,14 @@ class DeviceLayer {
   // The rows of a segment -> gradients: target (+)= cast(rows / divisor), the quotient rounded to the type of the rows.
   virtual void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                           double divisor);
+  // Values -> codes in the segments of a wire format, by kernels of ours alone. `errors`: what int8 rounded away the
+  // last time, and does now; null: it is dropped. Parameters that are not `filled` are coded as zeros; empty: all are.
+  virtual void encode(const WireProgram& program, const void* values, void* segments, void* errors,
+                      const std::vector<uint8_t>& filled);
+  virtual void decode(const WireProgram& program, const void* segments, void* values);
+  // The same segments of `num_ranks` ranks, end to end -> the sums of their values in fp32.
+  virtual void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+                         void* values);
   // Over flat memory.
   virtual void divide(const at::Tensor& memory, double divisor);
   virtual void add(const at::Tensor& target, const at::Tensor& source);
@@ -123,6 +132,8 @@ class DeviceLayer {
   virtual CUstream_st* native_stream() { return nullptr; }
 
  private:
+  const PlanRunner& coder() const;
+
   at::Device device_;
   std::unique_ptr<PlanRunner> runner_;
 };

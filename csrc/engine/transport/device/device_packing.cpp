@@ -23,7 +23,8 @@ void DevicePacking::register_group(const ParamGroup& group) {
 
 SegmentPlan& DevicePacking::plan_of(const ParamGroup& group) {
   // Users read what they reduce, and what they are shown behind it, in one piece; fp16 is divided in place beforehand.
-  const bool is_plain = !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !group.offloads();
+  const bool is_plain = !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !group.offloads() &&
+                        group.options().wire_gradients == WireFormat::plain;
   const bool packs = !is_plain || group.layout().world() == 1 || group.reduce_type() == DType::f16;
   return per_group(group).plans.of(group, packs ? kPackEverything : pack_below_bytes_);
 }
@@ -79,6 +80,7 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   packed.gradients = take_direct(group);
   packed.memory = pack_held(group, /*for_reduction=*/true);
   packed.buffer = mine.buffer;
+  packed.filled = mine.filled;
   packed.wanted = flags_of(group);
   for (size_t i = 0; i < packed.wanted.size(); ++i) {
     if (mine.plan->layout->params()[i].shape.trainable && !packed.wanted[i]) packed.is_certain = is_alone(group);

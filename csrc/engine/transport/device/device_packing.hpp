@@ -36,7 +36,8 @@ class DevicePacking {
     int buffer = -1;                    // in ReduceMemory; none: `memory` is the gradient pool
     at::Tensor memory;                  // W segments, laid end to end
     std::vector<at::Tensor> gradients;  // that are not packed, in the order of the plan's list
-    std::vector<uint8_t> wanted;        // by parameter: it has a gradient here, or is reduced as zeros
+    std::vector<uint8_t> filled;        // by parameter: it has a gradient here
+    std::vector<uint8_t> wanted;        // likewise, or is reduced as zeros
     bool is_certain = true;             // every trainable one does
   };
   Packed take(ParamGroup& group);

@@ -82,14 +82,26 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   }
   // A user's collective may allocate and copy as it likes.
   running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
+  DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
+  if (wire != nullptr) {
+    bool is_new = false;
+    running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
+  }
   mine.running = running;  // should a collective raise, drop() gives back what it has
   if (running.lane != Lane::compute) context_.follow_compute(running.lane);
-  if (running.segment >= 0) layer.wait(running.lane, *memory_.segment(running.segment).free);
+  for (const int segment : {running.segment, running.codes}) {
+    if (segment >= 0) layer.wait(running.lane, *memory_.segment(segment).free);
+  }
   if (world > 1) {
     const LaneScope scope(layer, running.lane);
-    call_reduce_scatter(group, running, input, packed.gradients);
+    if (wire != nullptr) {
+      reduce_coded(group, *wire, running, input, packed.filled);
+    } else {
+      call_reduce_scatter(group, running, input, packed.gradients);
+    }
   }
   running.number = memory_.begin(std::exchange(mine.unsent, -1), std::move(packed.gradients), running.lane);
+  if (running.codes >= 0) memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
   if (group.has_replicas()) {
     reduce_over_replicas(group, running);
   } else if (group.calls().all_reduce_hook) {
@@ -131,6 +143,56 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
   if (!context_.layer().is_recorder()) return;
   context_.layer().note(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(),
                         ranges_of(inputs), ranges_of(outputs));
+}
+
+DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
+  PerGroup& mine = per_group(group);
+  const WireFormat format = group.options().wire_gradients;
+  if (format == WireFormat::plain) {
+    mine.wire.reset();
+    return nullptr;
+  }
+  check_wire_type(group);
+  if (!context_.collectives().all_to_all) {
+    throw Error("fsdp2x: gradients of unit '" + group.name() +
+                "' travel in a wire format, and its collectives have no all-to-all: leave set_symm_mem_for_comm out");
+  }
+  if (!plan.direct.empty()) {
+    throw Error(
+        "fsdp2x: gradients of unit '" + group.name() +
+        "' were added up unpacked before they had a wire format; set it before backwards without gradient sync");
+  }
+  if (!mine.wire || mine.wire->format() != format || &mine.wire->plan() != &plan) {
+    mine.wire = std::make_unique<DeviceWireGradients>(plan, format);
+  }
+  return mine.wire.get();
+}
+
+void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running,
+                                    const at::Tensor& packed, const std::vector<uint8_t>& filled) {
+  const ProfileRange range(group.unit().ranges.reduce_scatter);
+  DeviceLayer& layer = context_.layer();
+  const auto bytes = static_cast<int64_t>(wire.bytes());
+  const at::Tensor& codes = memory_.segment(running.codes).memory;
+  const at::Tensor sent = codes.narrow(0, 0, bytes), received = codes.narrow(0, bytes, bytes);
+  wire.encode(layer, packed.const_data_ptr(), filled, sent.data_ptr());
+  {
+    pybind11::gil_scoped_acquire gil;
+    const PyRef output = PyRef::steal(THPVariable_Wrap(received));
+    const PyRef input = PyRef::steal(THPVariable_Wrap(sent));
+    const PyRef done = PyRef::steal(
+        PyObject_CallFunctionObjArgs(context_.collectives().all_to_all.get(), output.get(), input.get(), nullptr));
+    if (!done) throw_collective_error(group, group.calls().explain, "reduction");
+    ++group.counters().python_calls;
+  }
+  context_.note_rows("all_to_all", group.name(), sent, received);
+  if (group.calls().all_reduce_hook) {  // the user sees the pads
+    running.rows.zero_();
+    context_.note_rows("zero", group.name(), at::Tensor(), running.rows);
+  }
+  wire.sum(layer, received.const_data_ptr(), running.rows.data_ptr());
+  // Where a collective would average, an all-reduce over the replicas will.
+  if (group.averages()) layer.divide(typed(running.rows, DType::f32, 0, running.rows.nbytes()), group.layout().world());
 }
 
 void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& running) {
@@ -287,7 +349,10 @@ std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {
 void DeviceReductions::drop(const ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (group.is_posted()) context_.join(mine.running.lane);  // it writes to memory that may be freed next
-  if (mine.running.segment >= 0) memory_.give_back_segment(mine.running.segment, mine.running.lane);
+  for (const int segment : {mine.running.segment, mine.running.codes}) {
+    if (segment >= 0) memory_.give_back_segment(segment, mine.running.lane);
+  }
+  if (mine.wire) mine.wire->forget_errors();  // they belong to what is dropped
   if (mine.unsent >= 0) memory_.give_back_buffer(std::exchange(mine.unsent, -1));
   mine.running = Reduction();
 }
@@ -300,6 +365,18 @@ void DeviceReductions::drop_partial(const ParamGroup& group) {
 void DeviceReductions::end() {
   memory_.end();
   foreign_sums_.clear();
+}
+
+void DeviceReductions::release_idle() {
+  for (PerGroup& mine : groups_) {
+    if (!mine.running.rows.defined()) mine.wire.reset();
+  }
+}
+
+size_t DeviceReductions::wire_bytes() const {
+  size_t bytes = 0;
+  for (const PerGroup& mine : groups_) bytes += mine.wire ? mine.wire->error_bytes() : 0;
+  return bytes;
 }
 
 }  // namespace fsdp2x

@@ -2,6 +2,7 @@
 //
 //   compute     .. backward | wait buffer.free | pack, zero gaps | packed ........................ wait done
 //   reduce                                        wait packed | reduce-scatter | buffer.free | rows -> .grad | done
+//     in a wire format                            wait packed | encode | all-to-all | sum | ..
 //   all_reduce  (replicas, hooks)                                    wait reduced | all-reduce | rows -> .grad | done
 #pragma once
 
@@ -10,6 +11,7 @@
 
 #include "engine/params/param_group.hpp"
 #include "engine/transport/device/device_packing.hpp"
+#include "engine/transport/device/device_wire.hpp"
 #include "engine/transport/device/host_shards.hpp"
 #include "engine/transport/device/reduce_memory.hpp"
 
@@ -30,6 +32,9 @@ class DeviceReductions {
   void drop_partial(const ParamGroup& group);
   // The compute lane goes on behind all reductions.
   void end();
+  // What wire formats keep from step to step goes.
+  void release_idle();
+  size_t wire_bytes() const;
 
  private:
   friend class DeviceRows;
@@ -38,6 +43,7 @@ class DeviceReductions {
     at::Tensor rows;      // this rank's segment; undefined: kept as a partial sum
     int segment = -1;     // in ReduceMemory; else `rows` is in `buffer`, or the group's gradient pool
     int buffer = -1;      // in ReduceMemory: one rank alone, whose packed gradients are its rows
+    int codes = -1;       // in ReduceMemory: what travels in a wire format, sent and received
     uint64_t number = 0;  // in ReduceMemory; 0: nothing is on its way
     SegmentPlan* plan = nullptr;
     Lane lane = Lane::reduce;
@@ -50,11 +56,16 @@ class DeviceReductions {
     int unsent = -1;   // in ReduceMemory: a buffer that no collective reads yet
     int partial = -1;  // in ReduceMemory: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
+    std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
   void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& packed,
                            const std::vector<at::Tensor>& gradients);
+  // Null: they travel as they are.
+  DeviceWireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
+  void reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running, const at::Tensor& packed,
+                    const std::vector<uint8_t>& filled);
   void reduce_over_replicas(ParamGroup& group, Reduction& running);
   void keep_partial(ParamGroup& group, Reduction& running);
   // The one place where the host waits for the device: this rank lacks gradients that others may have.

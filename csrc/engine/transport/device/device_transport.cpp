@@ -132,6 +132,7 @@ bool DeviceTransport::abandon_reduce(ParamGroup& group) {
 
 void DeviceTransport::release_idle() {
   reductions_.end();
+  reductions_.release_idle();
   host_shards_.release_idle();
   for (DeviceBuffers* buffers : context_.all_buffers()) buffers->drop_idle();
   context_.tally().forget_peak();
@@ -146,6 +147,7 @@ TransportStats DeviceTransport::stats() const {
   stats.peak_gather_bytes = slots.ledger().peak_owned_bytes();
   stats.scratch_slots_owned = packing_.num_open();
   stats.scratch_bytes = context_.tally().peak_bytes();
+  stats.wire_bytes = reductions_.wire_bytes();
   stats.resident_shard_bytes = host_shards_.residents().ledger().bytes();
   for (const DeviceBuffers* buffers : context_.all_buffers()) {
     stats.num_allocations += buffers->ledger().num_allocations();

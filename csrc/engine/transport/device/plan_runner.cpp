@@ -78,6 +78,24 @@ std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, DeviceL
   return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), layer}, std::move(left_over)});
 }
 
+// A WireProgram's: as many parts as launches must name its parameters.
+using PreparedCodes = std::vector<LayerPlan<cuda::WireSegment>>;
+
+const PreparedCodes& prepared_of(const WireProgram& program, DeviceLayer& layer) {
+  if (!program.prepared) {
+    std::map<int32_t, std::vector<cuda::WireSegment>> parts;  // by the first parameter
+    for (cuda::WireSegment segment : program.segments) {
+      const int32_t first = segment.source / cuda::kMaxTable * cuda::kMaxTable;
+      segment.source -= first;
+      parts[first].push_back(segment);
+    }
+    std::vector<cuda::WirePlan> plans;
+    for (auto& [first, segments] : parts) plans.emplace_back(cuda::make_plan(std::move(segments))).first = first;
+    program.prepared = std::make_shared<PreparedCodes>(upload(std::move(plans), layer));
+  }
+  return *static_cast<const PreparedCodes*>(program.prepared.get());
+}
+
 bool names(const auto& part, size_t param) {
   return param >= static_cast<size_t>(part.image.plan.first) &&
          param < static_cast<size_t>(part.image.plan.first) + static_cast<size_t>(cuda::kMaxTable);
@@ -160,6 +178,35 @@ std::vector<RowItem> PlanRunner::write_rows(SegmentPlan& plan, const std::vector
     if (!cuda::computes(shape.reduce, shape.orig)) left_over.push_back(item);
   }
   return left_over;
+}
+
+void PlanRunner::encode(const WireProgram& program, const void* values, void* segments, void* errors,
+                        const std::vector<uint8_t>& filled, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  for (const auto& part : prepared_of(program, layer_)) {
+    cuda::EncodeWireArgs args;
+    args.values = values;
+    args.segments = segments;
+    args.errors = errors;
+    for (size_t param = 0; param < filled.size(); ++param) {
+      if (names(part, param)) args.is_missing[param - static_cast<size_t>(part.image.plan.first)] = filled[param] == 0;
+    }
+    kernels_.encode_wire(part.list(layer_), args, stream);
+  }
+}
+
+void PlanRunner::decode(const WireProgram& program, const void* segments, void* values, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  for (const auto& part : prepared_of(program, layer_)) {
+    kernels_.decode_wire(part.list(layer_), segments, values, stream);
+  }
+}
+
+void PlanRunner::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+                           void* values, cuda::Stream stream) const {
+  const DeviceScope scope(layer_.device());
+  const cuda::SumWireArgs args = {segments, static_cast<int64_t>(segment_bytes), num_ranks, values};
+  for (const auto& part : prepared_of(program, layer_)) kernels_.sum_wire(part.list(layer_), args, stream);
 }
 
 }  // namespace fsdp2x

@@ -26,6 +26,11 @@ class PlanRunner {
   static bool writes_flags(const SegmentPlan& plan) { return cuda::packs_flags(*plan.packed); }
   std::vector<RowItem> write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const void* segment,
                                   double divisor, cuda::Stream stream) const;
+  void encode(const WireProgram& program, const void* values, void* segments, void* errors,
+              const std::vector<uint8_t>& filled, cuda::Stream stream) const;
+  void decode(const WireProgram& program, const void* segments, void* values, cuda::Stream stream) const;
+  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks, void* values,
+                 cuda::Stream stream) const;
 
  private:
   const cuda::Kernels& kernels_;

@@ -35,6 +35,35 @@ std::vector<MemoryRange> touched(const std::vector<Copy>& copies, const void* ba
   return ranges;
 }
 
+std::vector<MemoryRange> touched_values(const WireProgram& program, const void* base) {
+  std::vector<MemoryRange> ranges;
+  for (const cuda::WireSegment& segment : program.segments) {
+    for (int64_t piece = 0; piece < segment.numel / segment.piece_numel; ++piece) {
+      const auto offset = static_cast<size_t>(segment.values_offset) + bytes_of(segment.type, piece * segment.stride);
+      ranges.push_back({static_cast<const std::byte*>(base) + offset, bytes_of(segment.type, segment.piece_numel)});
+    }
+  }
+  return ranges;
+}
+
+std::vector<MemoryRange> touched_codes(const WireProgram& program, const void* base, size_t segment_bytes = 0,
+                                       int num_ranks = 1) {
+  std::vector<MemoryRange> ranges;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const auto* const segments = static_cast<const std::byte*>(base) + static_cast<size_t>(rank) * segment_bytes;
+    for (const cuda::WireSegment& segment : program.segments) {
+      const DType type = segment.format == WireFormat::plain  ? DType::f32
+                         : segment.format == WireFormat::bf16 ? DType::bf16
+                                                              : DType::byte;
+      ranges.push_back({segments + segment.codes_offset, bytes_of(type, segment.numel)});
+      if (has_scales(segment.format)) {
+        ranges.push_back({segments + segment.scales_offset, bytes_of(DType::f32, num_wire_blocks(segment.numel))});
+      }
+    }
+  }
+  return ranges;
+}
+
 MemoryRange range_of(const at::Tensor& memory) { return {memory.const_data_ptr(), memory.nbytes()}; }
 
 }  // namespace
@@ -167,6 +196,31 @@ void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& i
   }
   note("write_rows", "", reads, writes);
   DeviceLayer::write_rows(plan, items, segment, divisor);
+}
+
+void RecordingLayer::encode(const WireProgram& program, const void* values, void* segments, void* errors,
+                            const std::vector<uint8_t>& filled) {
+  std::vector<MemoryRange> reads = touched_values(program, values);
+  std::vector<MemoryRange> writes = touched_codes(program, segments);
+  if (errors != nullptr) {
+    for (const MemoryRange& range : touched_codes(program, errors)) {
+      reads.push_back(range);
+      writes.push_back(range);
+    }
+  }
+  note("encode", "", reads, writes);
+  DeviceLayer::encode(program, values, segments, errors, filled);
+}
+
+void RecordingLayer::decode(const WireProgram& program, const void* segments, void* values) {
+  note("decode", "", touched_codes(program, segments), touched_values(program, values));
+  DeviceLayer::decode(program, segments, values);
+}
+
+void RecordingLayer::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+                               void* values) {
+  note("sum_codes", "", touched_codes(program, segments, segment_bytes, num_ranks), touched_values(program, values));
+  DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, values);
 }
 
 void RecordingLayer::divide(const at::Tensor& memory, double divisor) {

@@ -35,6 +35,11 @@ class RecordingLayer final : public DeviceLayer {
             const at::Tensor& buffer) override;
   void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                   double divisor) override;
+  void encode(const WireProgram& program, const void* values, void* segments, void* errors,
+              const std::vector<uint8_t>& filled) override;
+  void decode(const WireProgram& program, const void* segments, void* values) override;
+  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+                 void* values) override;
   void divide(const at::Tensor& memory, double divisor) override;
   void add(const at::Tensor& target, const at::Tensor& source) override;
   void assign(const at::Tensor& target, const at::Tensor& source) override;

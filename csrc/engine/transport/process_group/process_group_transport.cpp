@@ -220,11 +220,7 @@ bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
     mine.wire_reduction.reset();
     return false;
   }
-  if (group.reduce_type() != DType::f32) {
-    throw Error("fsdp2x: gradients of unit '" + group.name() + "' are reduced in " +
-                std::string(dtype_name(group.reduce_type())) +
-                ", and wire formats are summed in float32: use MixedPrecisionPolicy(reduce_dtype=torch.float32)");
-  }
+  check_wire_type(group);
   if (!mine.wire_reduction || mine.wire_reduction->format() != format || &mine.wire_reduction->plan() != mine.plan) {
     mine.wire_reduction = std::make_unique<WireReduction>(*mine.plan, format);
   }

@@ -20,17 +20,7 @@ size_t bytes_of(int64_t numel, DType type) { return static_cast<size_t>(numel) *
 }  // namespace
 
 WireGather::WireGather(const Layout& layout, WireFormat format)
-    : layout_(layout), wire_(WireLayout::of_weights(layout, format)) {
-  for (int rank = 0; rank < layout.world(); ++rank) {
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const ParamShape& shape = layout.params()[i].shape;
-      if (!wire_.places()[i].travels || rows_numel(shape, layout.world(), rank) == 0) continue;
-      const RowRange range = shard_rows(shape.dim, layout.world(), rank);
-      rows_.push_back({i, static_cast<size_t>(rank) * wire_.segment_bytes(),
-                       shard_to_whole(shape, range, 0, shape.compute, layout.params()[i].slot_offset, shape.compute)});
-    }
-  }
-}
+    : layout_(layout), wire_(WireLayout::of_weights(layout, format)), rows_(wire_rows(layout, wire_)) {}
 
 std::vector<uint64_t> WireGather::versions_of(const ParamGroup& group) {
   std::vector<uint64_t> versions;
@@ -77,13 +67,13 @@ void WireGather::encode(const void* pool, std::byte* segment) const {
 
 void WireGather::decode(const void* segments, void* slot) const {
   std::vector<int64_t> numels;
-  for (const Rows& rows : rows_) numels.push_back(rows.copy.count * rows.copy.piece_numel);
+  for (const WireRows& rows : rows_) numels.push_back(rows.copy.count * rows.copy.piece_numel);
   for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
     decode(rows_[i], begin, end, static_cast<const std::byte*>(segments), static_cast<std::byte*>(slot));
   });
 }
 
-void WireGather::decode(const Rows& rows, int64_t begin, int64_t end, const std::byte* segments,
+void WireGather::decode(const WireRows& rows, int64_t begin, int64_t end, const std::byte* segments,
                         std::byte* slot) const {
   const WirePlace& place = wire_.places()[rows.param];
   const std::byte* const segment = segments + rows.segment_offset;

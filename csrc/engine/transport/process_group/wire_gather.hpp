@@ -33,19 +33,13 @@ class WireGather {
   size_t kept_bytes() const { return kept_.defined() ? kept_.nbytes() : 0; }
 
  private:
-  // Some rank's rows of a parameter.
-  struct Rows {
-    size_t param = 0;
-    size_t segment_offset = 0;  // of the rank's segment
-    Copy copy;                  // from the beginning of its piece to the slot
-  };
   void encode(const void* pool, std::byte* segment) const;
-  void decode(const Rows& rows, int64_t begin, int64_t end, const std::byte* segments, std::byte* slot) const;
+  void decode(const WireRows& rows, int64_t begin, int64_t end, const std::byte* segments, std::byte* slot) const;
   static std::vector<uint64_t> versions_of(const ParamGroup& group);
 
   const Layout& layout_;
   WireLayout wire_;
-  std::vector<Rows> rows_;
+  std::vector<WireRows> rows_;
   at::Tensor kept_;
   uint64_t kept_for_ = kNoForward;
   std::vector<uint64_t> kept_versions_;  // by parameter

@@ -1,0 +1,54 @@
+// What of a group's weights and gradients is coded where on a device, for both directions; the layouts are those of the
+// CPU, so that ranks on either would understand each other.
+//
+//   weights     shard pool --encode--> own segment --all-gather--> W segments --decode--> slot
+//   gradients   W packed segments (+ errors) --encode--> W segments --all-to-all--> W segments --sum--> rows
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "core/wire_layout.hpp"
+#include "engine/memory/copy_program.hpp"
+#include "engine/memory/wire_program.hpp"
+#include "engine/transport/device/device_layer.hpp"
+#include "engine/transport/segment_plans.hpp"
+
+namespace fsdp2x {
+
+struct DeviceWireWeights {
+  DeviceWireWeights(const Layout& layout, WireFormat format);
+
+  size_t segment_bytes = 0;  // of a rank
+  WireProgram to_segment, to_slot;
+  CopyProgram plain_to_segment, plain_to_slot;  // what travels in its own dtype
+};
+
+class DeviceWireGradients {
+ public:
+  // `plan`: of the packed segments, in fp32, with everything packed; it outlives this.
+  DeviceWireGradients(const SegmentPlan& plan, WireFormat format);
+
+  WireFormat format() const { return format_; }
+  const SegmentPlan& plan() const { return plan_; }
+  // Of all ranks' segments.
+  size_t bytes() const { return segment_bytes_ * static_cast<size_t>(plan_.packed->world()); }
+  // The packed segments, end to end -> as many in the format. A parameter that is not `filled` is sent as zeros and
+  // keeps its errors, which lie in the order of the current lane.
+  void encode(DeviceLayer& layer, const void* packed, const std::vector<uint8_t>& filled, void* segments);
+  // What the ranks sent to this one, in rank order -> its rows, flags included.
+  void sum(DeviceLayer& layer, const void* segments, void* rows) const;
+  // The next gradient is encoded as the first one was.
+  void forget_errors() { errors_ = at::Tensor(); }
+  size_t error_bytes() const { return errors_.defined() ? errors_.nbytes() : 0; }
+
+ private:
+  const SegmentPlan& plan_;
+  WireFormat format_;
+  size_t segment_bytes_ = 0;
+  WireProgram to_segments_, to_rows_;
+  at::Tensor errors_;  // as segments lie; undefined until there are any
+};
+
+}  // namespace fsdp2x
