@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
+from fsdp2x.commands.dtypes import DTYPE
 from fsdp2x.commands.mistakes import mistake
 
 _EPILOG = """\
@@ -14,7 +15,6 @@ three forms:
                                           files DIR/N/model_world_size_W_rank_R.pt to HuggingFace form
   fsdp2x convert --to dcp --input-dir HF --output-dir OUT [-f]                  a HuggingFace folder to a DCP directory
 """
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
     )
     option("to", choices=("hf", "dcp"), default="hf", help="default hf")
-    option("dtype", choices=_DTYPES, help="of floating-point weights; default the origin's")
+    option("dtype", **DTYPE, help="of floating-point weights; default the origin's")
     option("prefix", help="of the model's keys in the checkpoint; default the one that fits")
     command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
     command.set_defaults(run=_convert)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 
+from fsdp2x.commands.dtypes import DTYPE
 from fsdp2x.commands.mistakes import mistake, show
 
 
@@ -18,7 +19,6 @@ def add(commands: argparse._SubParsersAction) -> None:
             "that is built without weights. Activations come on top. Exit status 1: it does not fit --memory."
         ),
     )
-    dtypes = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
     command.add_argument("--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks")
@@ -30,9 +30,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="ranks of one node; default all, or 8 if there are more and 8 divides them",
     )
-    command.add_argument("--dtype", **dtypes, help="of the parameters, also fp32, bf16 or fp16; default the config's")
-    command.add_argument("--param-dtype", "--param_dtype", **dtypes, help="of computation; default --dtype")
-    command.add_argument("--reduce-dtype", "--reduce_dtype", **dtypes, help="in which gradients are summed")
+    command.add_argument("--dtype", **DTYPE, help="of the parameters, also fp32, bf16 or fp16; default the config's")
+    command.add_argument("--param-dtype", "--param_dtype", **DTYPE, help="of computation; default --dtype")
+    command.add_argument("--reduce-dtype", "--reduce_dtype", **DTYPE, help="in which gradients are summed")
     command.add_argument(
         "--reshard-after-forward",
         "--reshard_after_forward",
@@ -101,15 +101,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--plot", metavar="FILE.png", help="draw what fills a rank's memory; needs matplotlib")
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
     command.set_defaults(run=_plan)
-
-
-def _dtype(text: str) -> str:
-    from fsdp2x.train.config import ConfigError, dtype_name
-
-    try:
-        return dtype_name(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _bool_or_int(text: str) -> bool | int:

@@ -7,9 +7,8 @@ import logging
 import os
 import signal
 
+from fsdp2x.commands.dtypes import DTYPE
 from fsdp2x.commands.mistakes import mistake
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -23,7 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("model", metavar="MODEL", help="a folder with a model, or with config.json alone")
     command.add_argument("--address", required=True, help="@NAME, which leaves no file behind, or the path of a socket")
-    command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument("--dtype", **DTYPE, default="float32")
     command.add_argument("--device", default="cpu", help="where it runs, such as cuda:1; default cpu")
     command.add_argument(
         "--once",
