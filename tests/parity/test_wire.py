@@ -416,6 +416,35 @@ def test_streams_meet_other_settings(ctx, case):
             one.zero_grad()
 
 
+class Many(torch.nn.Module):
+    """More parameters than a launch of the kernels can name, of which some take no part."""
+
+    def __init__(self, num: int = 330, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(width, width)) for _ in range(num))
+
+    def forward(self, x):
+        for weight in self.weights[2::3]:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+@distributed(world_sizes=(2,))
+def test_more_parameters_than_a_launch_names(ctx):
+    only_fsdp2x(ctx)
+    found = {}
+    for transport in ("process_group", "streams"):
+        model = shard(ctx, Many(), transport=transport)
+        model.set_wire_dtype(weights="int8", gradients="int8")
+        found[transport] = []
+        for step in range(2):
+            model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step + 7 * ctx.rank))).sum().backward()
+            found[transport].append(grads(model))
+    same(found["streams"], found["process_group"])
+    assert sum(grad is None for grad in found["streams"][0].values()) == 220
+
+
 class CustomGather:
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
