@@ -29,6 +29,10 @@ void bind_accounting(py::module_& m) {
       [](const Layout& layout, WireFormat format) { return WireLayout::of_weights(layout, format).segment_bytes(); },
       py::arg("layout"), py::arg("format"));
   m.def(
+      "gathers_codes",
+      [](const Layout& layout, WireFormat format) { return WireLayout::of_weights(layout, format).has_codes(); },
+      py::arg("layout"), py::arg("format"));
+  m.def(
       "wire_reduce_bytes",
       [](const Layout& layout, WireFormat format) {
         const size_t flags_bytes = layout.flagged_segment_bytes() - layout.reduce_segment_bytes();

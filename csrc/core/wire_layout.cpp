@@ -1,6 +1,8 @@
 // Offsets of what travels in a wire format.
 #include "core/wire_layout.hpp"
 
+#include <algorithm>
+
 namespace fsdp2x {
 
 namespace {
@@ -14,6 +16,10 @@ bool is_coded(const ParamShape& shape, DType type) {
 
 int64_t rows_numel(const ParamShape& shape, int world, int rank) {
   return shape.outer * shard_rows(shape.dim, world, rank).size() * shape.inner;
+}
+
+bool WireLayout::has_codes() const {
+  return std::any_of(places_.begin(), places_.end(), [](const WirePlace& place) { return place.is_coded; });
 }
 
 std::vector<WireRows> wire_rows(const Layout& layout, const WireLayout& wire) {

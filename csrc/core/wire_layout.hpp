@@ -28,6 +28,8 @@ class WireLayout {
   static WireLayout of_gradients(const Layout& layout, WireFormat format, size_t tail_bytes);
 
   WireFormat format() const { return format_; }
+  // Whether anything is coded; otherwise all of it travels as it is.
+  bool has_codes() const;
   const std::vector<WirePlace>& places() const { return places_; }
   size_t tail_offset() const { return tail_offset_; }
   size_t segment_bytes() const { return segment_bytes_; }

@@ -111,11 +111,12 @@ struct EncodeWireArgs {
   bool is_missing[kMaxTable] = {};  // by entry, of formats with scales: zeros are coded, errors stay
 };
 
-// The same segments of all ranks, laid end to end, and where their sums go, in fp32.
+// The same segments of all ranks, laid end to end, and where their sums go, in fp32 and scaled.
 struct SumWireArgs {
   const void* segments = nullptr;
   int64_t rank_bytes = 0;
   int num_ranks = 0;
+  Scale scale;
   void* values = nullptr;
 };
 

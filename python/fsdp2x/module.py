@@ -318,6 +318,8 @@ class FSDPModule(_TorchFSDPModule):
                 f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
             )
         refuse_both(state, memory=True)
+        if backend == "CUDA":
+            wire_formats.check_peers(state)
         state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
         state.remake_transports("memory")
 

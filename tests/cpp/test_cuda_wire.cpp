@@ -256,11 +256,15 @@ TEST(CudaWire, SumsAreThoseOfTheCpu) {
       }
     }
     const Uploaded plan(make_plan(sent.segments));
+    for (const WireSegment& one : sent.segments) {
+      cpu::divide(DType::f32, wanted.data() + one.values_offset, one.numel, num_ranks);
+    }
     const Region segments(all, 0), sums(wanted.size());
     SumWireArgs args;
     args.segments = segments.data();
     args.rank_bytes = sent.bytes;
     args.num_ranks = num_ranks;
+    args.scale = divide_by(num_ranks);
     args.values = sums.data();
     kernels().sum_wire(plan.list(), args, nullptr);
     args.num_ranks = 0;

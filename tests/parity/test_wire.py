@@ -10,42 +10,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import fsdp2x
-import streams
 from harness import distributed
 from models import Stack
 from reference import grads, mesh_of, only_fsdp2x, params, same, shard
-from wire import ErrorFeedback, gathered, mean_of_ranks
+from wire import UNITS, WIDTH, ErrorFeedback, gathered, loss_of, mean_of_ranks, reference, root_stats, sharded
 
-UNITS = ("blocks.0", "blocks.1")
-WIDTH, HIDDEN = 20, 66
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def reference() -> Stack:
-    """Rows of several blocks of 256, the last one short; one rank of four has none of the head's three rows."""
-    return Stack(num=2, width=WIDTH, hidden=HIDDEN)
-
-
 # The process group of a CPU, and that of an accelerator with the twins of its kernels.
 over_both = pytest.mark.parametrize("transport", ["process_group", "streams"])
-
-
-def sharded(ctx, model, transport="process_group", **options):
-    return shard(ctx, copy.deepcopy(model), UNITS, transport=transport, **options)
-
-
-def loss_of(model, rank, step=0):
-    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def as_gathered(model) -> dict[str, torch.Tensor]:
     with fsdp2x.unsharded(model):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def root_stats(model) -> dict[str, int]:
-    return fsdp2x.fully_shard.state(model).root.stats()
 
 
 @distributed(world_sizes=(1, 2, 3, 4))
@@ -145,22 +122,6 @@ def test_what_is_rounded_away_is_not_lost(ctx, transport):
         step = means[key].abs().max() / 127 * 2
         assert (total - num * means[key]).abs().max() < step, key
     assert sum((total != num * means[key]).any() for key, total in sums.items()) > 0  # it was rounded
-
-
-@distributed(world_sizes=(2,))
-def test_a_device_encodes_for_each_gather(ctx):
-    only_fsdp2x(ctx)
-    model = sharded(ctx, reference(), "streams")
-    model.set_wire_dtype(weights="int8")
-    loss_of(model, ctx.rank).backward()
-    stats = root_stats(model)
-    assert stats["gathers"] == stats["wire_encodings"] == 5
-    with torch.no_grad():
-        model.blocks[0].up.weight.mul_(2)
-    model.blocks[0].unshard()
-    weight = model.blocks[0].up.weight.detach().clone()
-    model.blocks[0].reshard()
-    same(weight, gathered(params(model)["blocks.0.up.weight"], "int8", ctx.world))
 
 
 @distributed(world_sizes=(2, 3))
@@ -370,84 +331,3 @@ def test_ranks_that_disagree_are_told(ctx):
     model.set_wire_dtype(weights="int8" if ctx.rank == 0 else "fp8")
     with pytest.raises(ValueError, match="weights travel as int8.*weights travel as fp8"):
         loss_of(model, ctx.rank)
-
-
-@distributed(world_sizes=(2,))
-def test_devices_without_our_kernels_refuse(ctx):
-    """Torch's operations stand in for kernels that are not there, but not for these."""
-    only_fsdp2x(ctx)
-    streams.install(with_twins=False)
-    model = sharded(ctx, reference(), "streams")
-    model.set_wire_dtype(weights="int8")
-    with pytest.raises(RuntimeError, match="wire formats take kernels of fsdp2x"):
-        loss_of(model, ctx.rank)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("case", ["settings", "bytes", "custom gather", "accumulation", "offload"])
-def test_streams_meet_other_settings(ctx, case):
-    """Formats that change, a collective of the user's, hooks, gradients of several backwards, shards on the host."""
-    only_fsdp2x(ctx)
-    offload = fsdp2x.HostOffloadPolicy("all", pin_memory=False) if case == "offload" else fsdp2x.OffloadPolicy()
-    whole = reference()
-    twin = sharded(ctx, whole, "process_group")
-    model = sharded(ctx, whole, "streams", offload_policy=offload)
-    for one in (twin, model):
-        one.set_wire_dtype(weights="fp8" if case == "settings" else "int8", gradients="int8")
-        if case == "custom gather":
-            one.blocks[0].set_custom_all_gather(CustomGather())
-        if case == "bytes":
-            one.set_all_reduce_hook(lambda rows: rows.mul_(2.0))
-    for step in range(3):
-        if case == "settings" and step == 1:
-            for one in (twin, model):
-                one.set_wire_dtype(weights="int8", gradients="bfloat16")
-        for one in (twin, model):
-            if case == "accumulation":
-                one.set_requires_gradient_sync(False)
-                loss_of(one, ctx.rank, 9 + step).backward()
-                one.set_requires_gradient_sync(True)
-            loss_of(one, ctx.rank, step).backward()
-        same(grads(model), grads(twin), f"step {step}")
-        for one in (twin, model):
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.add_(param.grad, alpha=-0.1)
-            one.zero_grad()
-
-
-class Many(torch.nn.Module):
-    """More parameters than a launch of the kernels can name, of which some take no part."""
-
-    def __init__(self, num: int = 330, width: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(width, width)) for _ in range(num))
-
-    def forward(self, x):
-        for weight in self.weights[2::3]:
-            x = torch.tanh(x @ weight)
-        return x
-
-
-@distributed(world_sizes=(2,))
-def test_more_parameters_than_a_launch_names(ctx):
-    only_fsdp2x(ctx)
-    found = {}
-    for transport in ("process_group", "streams"):
-        model = shard(ctx, Many(), transport=transport)
-        model.set_wire_dtype(weights="int8", gradients="int8")
-        found[transport] = []
-        for step in range(2):
-            model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step + 7 * ctx.rank))).sum().backward()
-            found[transport].append(grads(model))
-    same(found["streams"], found["process_group"])
-    assert sum(grad is None for grad in found["streams"][0].values()) == 220
-
-
-class CustomGather:
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -1,7 +1,13 @@
-"""Wire formats by their definition, in a few lines of torch."""
+"""Wire formats by their definition, in a few lines of torch; and a model whose rows are blocks and parts of blocks."""
+
+import copy
 
 import torch
 import torch.distributed as dist
+
+import fsdp2x
+from models import Stack
+from reference import shard
 
 BLOCK = 256
 TOPS = {"int8": 127.0, "fp8": 448.0}
@@ -69,3 +75,25 @@ def mean_of_ranks(sent: torch.Tensor, world: int) -> torch.Tensor:
     for one in every:
         total += one
     return total / world
+
+
+UNITS = ("blocks.0", "blocks.1")
+WIDTH, HIDDEN = 20, 66
+
+
+def reference() -> Stack:
+    """Rows of several blocks of 256, the last one short; one rank of four has none of the head's three rows."""
+    return Stack(num=2, width=WIDTH, hidden=HIDDEN)
+
+
+def sharded(ctx, model, transport="process_group", **options):
+    return shard(ctx, copy.deepcopy(model), UNITS, transport=transport, **options)
+
+
+def loss_of(model, rank, step=0):
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def root_stats(model) -> dict[str, int]:
+    return fsdp2x.fully_shard.state(model).root.stats()

@@ -190,7 +190,7 @@ struct DecodeWireBody {
   }
 };
 
-// values = the sum over the ranks, in rank order.
+// values = the sum over the ranks in rank order, scaled.
 struct SumWireBody {
   WireList list;
   SumWireArgs args;
@@ -207,6 +207,7 @@ struct SumWireBody {
         for (int rank = 1; rank < args.num_ranks; ++rank) {
           sum += summand_at(at(args.segments, rank * args.rank_bytes), segment, i);
         }
+        sum = scaled(sum, args.scale);
         store_units<float, 1>(at(args.values, segment.values_offset), i, &sum);
       }
     }

@@ -76,6 +76,11 @@ def _refuse(request: Request, ranks_per_node: int) -> None:
         )
     if request.offload != "none":
         raise PlanError(f"offload: got {request.offload}, whose copies are not simulated; expected none")
+    if request.wire_weights is not None or request.wire_gradients is not None:
+        raise PlanError(
+            f"wire formats: got weights {request.wire_weights} and gradients {request.wire_gradients}, whose kernels "
+            "are not simulated, since no device has been measured with them; leave --simulate or them out"
+        )
     if request.expert_parallel > 1:
         raise PlanError(
             f"expert_parallel: got {request.expert_parallel}, whose exchange of tokens is not simulated; leave "

@@ -158,7 +158,7 @@ def _count(
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and plan.is_pool(layout)
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
-    gathers_coded = segment_bytes != layout.gather_segment_bytes
+    gathers_coded = wire.weights is not None and ranks.world > 1 and _C.gathers_codes(layout, WEIGHTS[wire.weights])
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,

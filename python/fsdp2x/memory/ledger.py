@@ -288,12 +288,13 @@ class DeviceLedger(Ledger):
         buffer = self._packed.pop(group) if group in self._packed else self._pack(group)
         number = self._numbers[group] = self._queue.begin(buffer, self._buffers.bytes_of(buffer))
         self._groups[number] = group
-        if group.coded_reduce_bytes:  # what is sent and what is received
-            self._queue.add_segment(number, self._segments.acquire(2 * group.coded_reduce_bytes * self._world))
 
     def take_rows(self, group: GroupFacts) -> None:
         if self._world > 1 and not self._ends_in_pool(group):  # or it is the gradient pool
             self._rows[group] = self._segments.acquire(group.reduce_segment_bytes)
+        if group.coded_reduce_bytes:  # what is sent and what is received
+            segment = self._segments.acquire(2 * group.coded_reduce_bytes * self._world)
+            self._queue.add_segment(self._numbers[group], segment)
 
     def reductions_before(self, group: GroupFacts) -> int:
         if group in self._packed:

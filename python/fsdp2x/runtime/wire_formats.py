@@ -72,6 +72,29 @@ def _set(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> 
     options.wire_weights, options.wire_gradients = weights, gradients
 
 
+# Of gradients, why not together.
+_NOT_BY_PEERS = (
+    "gradients travel in an all-to-all, which the collectives of set_symm_mem_for_comm have not; use one of them for a "
+    "model, or gradients=None"
+)
+
+
+def _tree_of(state: UnitState) -> list[UnitState]:
+    root = state.root_state()
+    return [state, *(root.tree if root is not None else ())]
+
+
+def check_peers(state: UnitState) -> None:
+    """Before collectives read the peers' memory, for the whole root.
+
+    Raises:
+        ValueError: gradients of a unit travel in a wire format.
+    """
+    for one in _tree_of(state):
+        if one.live_options().wire_gradients != _PLAIN:
+            raise ValueError(f"fsdp2x: wire formats of unit '{one.name}': {_NOT_BY_PEERS}")
+
+
 def check(state: UnitState) -> None:
     """Whether the formats that ``state`` asks for can be had with what else it is set to.
 
@@ -103,11 +126,8 @@ def check(state: UnitState) -> None:
             f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
             "set_separate_reduce_scatter_group; use one of them, or gradients=None"
         )
-    if state.comm_memory == "peers":
-        raise ValueError(
-            f"{where}: gradients travel in an all-to-all, which the collectives of set_symm_mem_for_comm have not; use "
-            "one of them, or gradients=None"
-        )
+    if any(one.comm_memory == "peers" for one in _tree_of(state)):
+        raise ValueError(f"{where}: {_NOT_BY_PEERS}")
     policy = state.mp_policy
     for group in state.groups:
         shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)

@@ -67,7 +67,7 @@ DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
     mine.coded_as = format;
     if (format != WireFormat::plain) mine.coded.emplace(DeviceWireWeights(group.layout(), format));
   }
-  if (mine.coded) return *mine.coded;
+  if (mine.coded && !mine.coded->codes_to_slot.empty()) return *mine.coded;
   if (!mine.in_one_piece || mine.plan.direct.empty()) return mine.plan;
   if (!mine.packed) mine.packed.emplace(plan_gather(group.layout(), kPackEverything));
   return *mine.packed;

@@ -134,8 +134,8 @@ void DeviceLayer::decode(const WireProgram& program, const void* segments, void*
 }
 
 void DeviceLayer::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
-                            void* values) {
-  coder().sum_codes(program, segments, segment_bytes, num_ranks, values, native_stream());
+                            double divisor, void* values) {
+  coder().sum_codes(program, segments, segment_bytes, num_ranks, divisor, values, native_stream());
 }
 
 void DeviceLayer::divide(const at::Tensor& memory, double divisor) { memory.div_(divisor); }

@@ -101,9 +101,9 @@ class DeviceLayer {
   virtual void encode(const WireProgram& program, const void* values, void* segments, void* errors,
                       const std::vector<uint8_t>& filled);
   virtual void decode(const WireProgram& program, const void* segments, void* values);
-  // The same segments of `num_ranks` ranks, end to end -> the sums of their values in fp32.
+  // The same segments of `num_ranks` ranks, end to end -> the sums of their values in fp32, divided.
   virtual void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
-                         void* values);
+                         double divisor, void* values);
   // Over flat memory.
   virtual void divide(const at::Tensor& memory, double divisor);
   virtual void add(const at::Tensor& target, const at::Tensor& source);

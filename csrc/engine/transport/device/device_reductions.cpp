@@ -66,6 +66,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   }
   mine.unsent = packed.buffer;
   const int world = group.layout().world();
+  DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
   const at::Tensor input =
       typed(packed.memory, group.reduce_type(), 0, plan.segment_bytes * static_cast<size_t>(world));
   running.divisor = group.averages() ? 1.0 : group.divisor();
@@ -82,12 +83,11 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   }
   // A user's collective may allocate and copy as it likes.
   running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
-  DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
+  mine.running = running;  // should the rest raise, drop() gives back what it has
   if (wire != nullptr) {
     bool is_new = false;
-    running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
+    mine.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
   }
-  mine.running = running;  // should a collective raise, drop() gives back what it has
   if (running.lane != Lane::compute) context_.follow_compute(running.lane);
   for (const int segment : {running.segment, running.codes}) {
     if (segment >= 0) layer.wait(running.lane, *memory_.segment(segment).free);
@@ -101,7 +101,10 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     }
   }
   running.number = memory_.begin(std::exchange(mine.unsent, -1), std::move(packed.gradients), running.lane);
-  if (running.codes >= 0) memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
+  if (running.codes >= 0) {
+    mine.running.codes = -1;
+    memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
+  }
   if (group.has_replicas()) {
     reduce_over_replicas(group, running);
   } else if (group.calls().all_reduce_hook) {
@@ -186,13 +189,12 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
     ++group.counters().python_calls;
   }
   context_.note_rows("all_to_all", group.name(), sent, received);
-  if (group.calls().all_reduce_hook) {  // the user sees the pads
+  if (group.calls().all_reduce_hook || group.has_replicas()) {  // the user sees the pads, the all-reduce sends them
     running.rows.zero_();
     context_.note_rows("zero", group.name(), at::Tensor(), running.rows);
   }
-  wire.sum(layer, received.const_data_ptr(), running.rows.data_ptr());
   // Where a collective would average, an all-reduce over the replicas will.
-  if (group.averages()) layer.divide(typed(running.rows, DType::f32, 0, running.rows.nbytes()), group.layout().world());
+  wire.sum(layer, received.const_data_ptr(), group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
 }
 
 void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& running) {
@@ -352,7 +354,10 @@ void DeviceReductions::drop(const ParamGroup& group) {
   for (const int segment : {mine.running.segment, mine.running.codes}) {
     if (segment >= 0) memory_.give_back_segment(segment, mine.running.lane);
   }
-  if (mine.wire) mine.wire->forget_errors();  // they belong to what is dropped
+  if (mine.wire) {  // they belong to what is dropped
+    const LaneScope scope(context_.layer(), Lane::reduce);
+    mine.wire->forget_errors(context_);
+  }
   if (mine.unsent >= 0) memory_.give_back_buffer(std::exchange(mine.unsent, -1));
   mine.running = Reduction();
 }

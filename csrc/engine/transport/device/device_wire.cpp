@@ -97,8 +97,14 @@ void DeviceWireGradients::encode(DeviceLayer& layer, const void* packed, const s
   layer.encode(to_segments_, packed, segments, errors_.defined() ? errors_.mutable_data_ptr() : nullptr, filled);
 }
 
-void DeviceWireGradients::sum(DeviceLayer& layer, const void* segments, void* rows) const {
-  layer.sum_codes(to_rows_, segments, segment_bytes_, plan_.packed->world(), rows);
+void DeviceWireGradients::sum(DeviceLayer& layer, const void* segments, double divisor, void* rows) const {
+  layer.sum_codes(to_rows_, segments, segment_bytes_, plan_.packed->world(), divisor, rows);
+}
+
+void DeviceWireGradients::forget_errors(DeviceContext& context) {
+  if (!errors_.defined()) return;
+  errors_.zero_();
+  context.note_rows("zero", "errors", at::Tensor(), errors_);
 }
 
 }  // namespace fsdp2x

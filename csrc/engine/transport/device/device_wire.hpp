@@ -12,7 +12,7 @@
 #include "core/wire_layout.hpp"
 #include "engine/memory/copy_program.hpp"
 #include "engine/memory/wire_program.hpp"
-#include "engine/transport/device/device_layer.hpp"
+#include "engine/transport/device/device_context.hpp"
 #include "engine/transport/segment_plans.hpp"
 
 namespace fsdp2x {
@@ -37,10 +37,10 @@ class DeviceWireGradients {
   // The packed segments, end to end -> as many in the format. A parameter that is not `filled` is sent as zeros and
   // keeps its errors, which lie in the order of the current lane.
   void encode(DeviceLayer& layer, const void* packed, const std::vector<uint8_t>& filled, void* segments);
-  // What the ranks sent to this one, in rank order -> its rows, flags included.
-  void sum(DeviceLayer& layer, const void* segments, void* rows) const;
-  // The next gradient is encoded as the first one was.
-  void forget_errors() { errors_ = at::Tensor(); }
+  // What the ranks sent to this one, summed in rank order and divided -> its rows, flags included.
+  void sum(DeviceLayer& layer, const void* segments, double divisor, void* rows) const;
+  // The next gradient is encoded as the first one was. On the lane that encodes; a graph may have their memory.
+  void forget_errors(DeviceContext& context);
   size_t error_bytes() const { return errors_.defined() ? errors_.nbytes() : 0; }
 
  private:

@@ -203,9 +203,10 @@ void PlanRunner::decode(const WireProgram& program, const void* segments, void* 
 }
 
 void PlanRunner::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
-                           void* values, cuda::Stream stream) const {
+                           double divisor, void* values, cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
-  const cuda::SumWireArgs args = {segments, static_cast<int64_t>(segment_bytes), num_ranks, values};
+  const cuda::SumWireArgs args = {segments, static_cast<int64_t>(segment_bytes), num_ranks, cuda::divide_by(divisor),
+                                  values};
   for (const auto& part : prepared_of(program, layer_)) kernels_.sum_wire(part.list(layer_), args, stream);
 }
 

@@ -29,8 +29,8 @@ class PlanRunner {
   void encode(const WireProgram& program, const void* values, void* segments, void* errors,
               const std::vector<uint8_t>& filled, cuda::Stream stream) const;
   void decode(const WireProgram& program, const void* segments, void* values, cuda::Stream stream) const;
-  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks, void* values,
-                 cuda::Stream stream) const;
+  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks, double divisor,
+                 void* values, cuda::Stream stream) const;
 
  private:
   const cuda::Kernels& kernels_;

@@ -218,9 +218,9 @@ void RecordingLayer::decode(const WireProgram& program, const void* segments, vo
 }
 
 void RecordingLayer::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
-                               void* values) {
+                               double divisor, void* values) {
   note("sum_codes", "", touched_codes(program, segments, segment_bytes, num_ranks), touched_values(program, values));
-  DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, values);
+  DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, divisor, values);
 }
 
 void RecordingLayer::divide(const at::Tensor& memory, double divisor) {

@@ -38,7 +38,7 @@ class RecordingLayer final : public DeviceLayer {
   void encode(const WireProgram& program, const void* values, void* segments, void* errors,
               const std::vector<uint8_t>& filled) override;
   void decode(const WireProgram& program, const void* segments, void* values) override;
-  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
+  void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks, double divisor,
                  void* values) override;
   void divide(const at::Tensor& memory, double divisor) override;
   void add(const at::Tensor& target, const at::Tensor& source) override;

@@ -266,7 +266,8 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
   Finished finished;
   if (mine.reduces_coded) {
     at::Tensor rows = take(mine.plan->segment_bytes);
-    if (group.calls().all_reduce_hook) rows.zero_();  // the user sees the pads
+    // The user sees the pads, the all-reduce sends them.
+    if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
     mine.wire_reduction->sum(mine.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
     // Where a collective would average, an all-reduce over the replicas will.
     const bool averages = group.averages();
