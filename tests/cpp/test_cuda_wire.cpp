@@ -256,20 +256,24 @@ TEST(CudaWire, SumsAreThoseOfTheCpu) {
       }
     }
     const Uploaded plan(make_plan(sent.segments));
-    for (const WireSegment& one : sent.segments) {
-      cpu::divide(DType::f32, wanted.data() + one.values_offset, one.numel, num_ranks);
+    const Region segments(all, 0);
+    for (const double divisor : {1.0, 2.0, 3.0}) {
+      Bytes divided = wanted;
+      for (const WireSegment& one : sent.segments) {
+        cpu::divide(DType::f32, divided.data() + one.values_offset, one.numel, divisor);
+      }
+      const Region sums(wanted.size());
+      SumWireArgs args;
+      args.segments = segments.data();
+      args.rank_bytes = sent.bytes;
+      args.num_ranks = num_ranks;
+      args.scale = divide_by(divisor);
+      args.values = sums.data();
+      kernels().sum_wire(plan.list(), args, nullptr);
+      args.num_ranks = 0;
+      EXPECT_THROW(kernels().sum_wire(plan.list(), args, nullptr), Error);
+      expect_same(sums.read(), divided, DType::f32, "sums");
     }
-    const Region segments(all, 0), sums(wanted.size());
-    SumWireArgs args;
-    args.segments = segments.data();
-    args.rank_bytes = sent.bytes;
-    args.num_ranks = num_ranks;
-    args.scale = divide_by(num_ranks);
-    args.values = sums.data();
-    kernels().sum_wire(plan.list(), args, nullptr);
-    args.num_ranks = 0;
-    EXPECT_THROW(kernels().sum_wire(plan.list(), args, nullptr), Error);
-    expect_same(sums.read(), wanted, DType::f32, "sums");
   }
 }
 
