@@ -263,7 +263,7 @@ def test_ctrl_c_ends_a_wait(ctx, moment):
     model(inputs(ctx.rank)).square().mean().backward()
     loss = model(inputs(ctx.rank)).square().mean() if moment == "backward" else None
     if ctx.rank == 1:
-        time.sleep(3)  # the group must not close meanwhile: that would be another error
+        time.sleep(2)  # the group must not close meanwhile: that would be another error
         return
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -273,4 +273,4 @@ def test_ctrl_c_ends_a_wait(ctx, moment):
             model(inputs(0))
         else:
             loss.backward()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 1.8

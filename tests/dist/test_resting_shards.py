@@ -123,7 +123,7 @@ def test_a_rank_that_is_ahead_writes(ctx, how):
         model(x)
         arrays = {name: local(model, name).numpy() for name, _ in model.named_parameters()} if how == "numpy" else {}
         last = ctx.rank == ctx.world - 1
-        handles = [block.up.register_forward_pre_hook(lambda *_: time.sleep(0.1 * last)) for block in model.blocks]
+        handles = [block.up.register_forward_pre_hook(lambda *_: time.sleep(0.05 * last)) for block in model.blocks]
         for number in range(3):
             same(model(x), expected, f"round {number}", rtol=1e-6, atol=1e-6)
             for name, param in model.named_parameters():
@@ -248,7 +248,7 @@ def test_a_closure_that_is_ahead(ctx):
     tensors = [torch_private.local_tensor(param) for param in model.parameters()]
     last = ctx.rank == ctx.world - 1
     for block in model.blocks:
-        block.up.register_forward_pre_hook(lambda *_: time.sleep(0.1 * last))
+        block.up.register_forward_pre_hook(lambda *_: time.sleep(0.05 * last))
 
     @torch.no_grad()
     def closure():

@@ -15,7 +15,7 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import only_fsdp2x, shard
 
-TIMEOUT_S = 2
+TIMEOUT_S = 1
 # The process group's own is longer.
 LIMIT_S = 20
 
