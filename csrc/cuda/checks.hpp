@@ -32,7 +32,8 @@ inline void require_elements(const ChangesArgs& args) {
 }
 
 inline void require_sources(const SumWireArgs& args) {
-  if (args.num_ranks < 1) throw Error("sum_wire: segments of " + std::to_string(args.num_ranks) + " ranks; expected 1");
+  if (args.num_ranks < 1)
+    throw Error("sum_wire: segments of " + std::to_string(args.num_ranks) + " ranks; expected 1 or more");
 }
 
 inline void require_signals(const SignalTable& signals, uint32_t epoch) {

@@ -397,9 +397,9 @@ class FSDPModule(_TorchFSDPModule):
 
         Args:
             weights: ``"int8"`` or ``"fp8"`` (e4m3): blocks of 256 elements of a rank's rows with a float32 scale each,
-                encoded once for a forward and its backward on the CPU, and for each gather on a device, where that
-                costs less than to keep the codes. All ranks compute with the same bits, those a rank sends among them.
-                None: the dtype of compute. A single rank sends nothing and encodes nothing.
+                encoded once for a forward and its backward on the CPU, and for each gather on a device, which keeps no
+                codes. All ranks compute with the same bits, those a rank sends among them. None: the dtype of compute.
+                A single rank sends nothing and encodes nothing.
             gradients: ``"bfloat16"``, or ``"int8"``, where each rank adds what the last step has rounded away (error
                 feedback) and keeps one byte for each element of the whole model for that. Both are summed in float32,
                 in rank order. None: a reduce-scatter in the reduce dtype.

@@ -18,6 +18,7 @@ from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams
 from fsdp2x.runtime.sharded_param import unsharded_parameter
 from fsdp2x.runtime.transport import all_gather, device_reduction, reduce_scatter, wait
+from fsdp2x.runtime.tree import units_of_root
 
 
 def connect(group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
@@ -183,8 +184,7 @@ def own_collective(caller: str, comm: Any) -> Any:
 
 def refuse_both(state, *, memory: bool) -> None:
     """Registered memory for collectives, which is asked for if ``memory``, and gradients that stay where they are."""
-    tree = [state, *(state.root_state().tree if state.root is not None else ())]
-    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in tree):
+    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in units_of_root(state)):
         raise ValueError(
             "fsdp2x.FSDPModule: set_reduce_scatter_unpacked reduces gradients from autograd's memory, and "
             "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm want them in memory of the "

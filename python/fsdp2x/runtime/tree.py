@@ -41,6 +41,12 @@ def unit_states(model: nn.Module) -> list[UnitState]:
     return list(found.values())
 
 
+def units_of_root(state: UnitState) -> list[UnitState]:
+    """``state`` and all units under its root; before that is made, ``state`` alone."""
+    root = state.root_state()
+    return [state, *(root.tree if root is not None else ())]
+
+
 def running_step(model: nn.Module) -> str | None:
     """ "forward" or "backward" where a unit in ``model`` is in one, else None."""
     for state in unit_states(model):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.tree import units_of_root
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
@@ -79,18 +80,13 @@ _NOT_BY_PEERS = (
 )
 
 
-def _tree_of(state: UnitState) -> list[UnitState]:
-    root = state.root_state()
-    return [state, *(root.tree if root is not None else ())]
-
-
 def check_peers(state: UnitState) -> None:
     """Before collectives read the peers' memory, for the whole root.
 
     Raises:
         ValueError: gradients of a unit travel in a wire format.
     """
-    for one in _tree_of(state):
+    for one in units_of_root(state):
         if one.live_options().wire_gradients != _PLAIN:
             raise ValueError(f"fsdp2x: wire formats of unit '{one.name}': {_NOT_BY_PEERS}")
 
@@ -126,7 +122,7 @@ def check(state: UnitState) -> None:
             f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
             "set_separate_reduce_scatter_group; use one of them, or gradients=None"
         )
-    if any(one.comm_memory == "peers" for one in _tree_of(state)):
+    if any(one.comm_memory == "peers" for one in units_of_root(state)):
         raise ValueError(f"{where}: {_NOT_BY_PEERS}")
     policy = state.mp_policy
     for group in state.groups:
