@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2x.checkpoint import CheckpointError
-from fsdp2x.checkpoint.file_names import PARTS_FILE, rng_file
+from fsdp2x.checkpoint.directory import PARTS_FILE, rng_file
 from fsdp2x.checkpoint.manifest import (
     check_entries,
     describe_entries,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import damage
-from fsdp2x.checkpoint.file_names import rng_file
+from fsdp2x.checkpoint.directory import rng_file
 from fsdp2x.checkpoint.rng import check_rng, read_rng, rng_state, save_rng, seed_all, set_rng
 from fsdp2x.reading.errors import Damaged
 

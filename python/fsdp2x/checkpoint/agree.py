@@ -35,14 +35,14 @@ def together(
     error that is neither `raising` nor from the file system is a slip of ours and stays attached as the cause.
     """
     result, mine = _attempt(work)
-    _raise_failures(_exchange(None if mine is None else sentence(mine, raising), group), mine, what, raising)
+    _raise_failures(exchange(None if mine is None else sentence(mine, raising), group), mine, what, raising)
     return result  # type: ignore[return-value]
 
 
 def gather_all(work: Callable[[], T], *, what: str = "", group: Group = None) -> list[T]:
     """Runs `work` on every rank and returns the results of all, in rank order; failures as in `together`."""
     result, mine = _attempt(work)
-    found = _exchange((None if mine is None else sentence(mine), result), group)
+    found = exchange((None if mine is None else sentence(mine), result), group)
     _raise_failures([said for said, _ in found], mine, what, CheckpointError)
     return [value for _, value in found]  # type: ignore[return-value]
 
@@ -79,7 +79,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _exchange(mine: T, group: Group) -> list[T]:
+def exchange(mine: T, group: Group = None) -> list[T]:
+    """What each rank says, in rank order; for what cannot fail."""
     size = rank_and_size(group)[1]
     if size == 1:
         return [mine]
@@ -124,7 +125,7 @@ class LostRanks:
     """
 
     def __init__(self) -> None:
-        self.processes = _exchange(Process.own(), None)
+        self.processes = exchange(Process.own())
 
     @property
     def pids(self) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.reading.records import LABEL
+from fsdp2x.reading.records import LABEL, STORAGES
 from fsdp2x.runtime import torch_private
 
 from .disk import bytes_of
@@ -31,20 +31,7 @@ _PREFIX = "archive/"
 _FLAGS = 0x0808  # names are UTF-8; checksums stand behind the data
 _NO_DATE = 0x21  # 1 January 1980, so that equal contents give equal files
 _U32 = 0xFFFFFFFF
-_STORAGE_TYPES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-    torch.complex128: "ComplexDoubleStorage",
-}
+_STORAGE_TYPES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fsdp2x.runtime.native import _C
 
-from .agree import CheckpointError, LostRanks, rank_and_size
+from .agree import CheckpointError, LostRanks, exchange, rank_and_size
 from .disk import page_aligned
 from .forms import Form
 from .plan import Plan
@@ -109,14 +109,8 @@ class Saver:
 
     def is_busy_anywhere(self, when_busy: str) -> bool:
         """Collective: with "wait" waits and returns False; with "skip" whether any rank still writes."""
-        if when_busy == "skip":
-            _, size = rank_and_size()
-            busy = [self.is_busy]
-            if size > 1:
-                busy = [False] * size
-                dist.all_gather_object(busy, self.is_busy)
-            if any(busy):
-                return True
+        if when_busy == "skip" and any(exchange(self.is_busy)):
+            return True
         self.wait()
         return False
 

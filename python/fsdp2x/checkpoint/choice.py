@@ -13,8 +13,8 @@ from fsdp2x.reading.table import METADATA
 
 from . import directory
 from .agree import gather_all, join_failures, rank_and_size, together
-from .file_names import PARTS_FILE
-from .manifest import NAME, read_manifest, verify_files
+from .directory import MANIFEST, PARTS_FILE
+from .manifest import read_manifest, verify_files
 from .sources import verify_archive
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _options(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     root = path if directory.is_root(path) else path / "checkpoints"
-    if (path / NAME).is_file() or (path / METADATA).is_file() or not directory.is_root(root):
+    if (path / MANIFEST).is_file() or (path / METADATA).is_file() or not directory.is_root(root):
         return [path if path.is_dir() and (path / METADATA).is_file() else directory.resolve(path)]
     return directory.candidates(root)
 
@@ -85,9 +85,9 @@ def _examine(option: Path, verify: bool) -> Choice:
         if verify:
             verify_archive(option, rank, world_size)
         return Choice(option, "full", None)
-    if not (option / NAME).is_file() and (option / METADATA).is_file():
+    if not (option / MANIFEST).is_file() and (option / METADATA).is_file():
         if (option / PARTS_FILE).is_file():
-            raise Damaged(f"{option}: damaged, {NAME} is missing")
+            raise Damaged(f"{option}: damaged, {MANIFEST} is missing")
         return Choice(option, "sharded", None)
     manifest = read_manifest(option)
     if verify:

@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 
 from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.reading.table import METADATA
 
 from ..arguments import checked
 
@@ -26,7 +27,19 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 MARKED = "marked"
+MANIFEST = "manifest.json"
+ASSETS_FOLDER = "hf"
+FULL_FILE = "checkpoint.pt"
+PARTS_FILE = "trainer.pt"
 _STEP = re.compile(r"step-([0-9]{1,18})")
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.json"
 
 
 def step_name(step: int) -> str:
@@ -61,16 +74,14 @@ def resolve(path: str | Path) -> Path:
         raise CheckpointError(f"{path}: no such checkpoint")
     if not path.is_dir():
         raise CheckpointError(f"{path}: got a file, expected the folder of a checkpoint")
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         return path
     pointer = path / LATEST
     if not pointer.is_file():
         nested = path / "checkpoints"
         if (nested / LATEST).is_file():
             return resolve(nested)
-        raise CheckpointError(
-            f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
-        )
+        raise CheckpointError(f"{path}: neither a checkpoint (no {MANIFEST}) nor a folder of them (no file '{LATEST}')")
     name = _pointed(pointer)
     if step_of(name) is None:
         raise CheckpointError(
@@ -92,7 +103,7 @@ def find(path: str | Path) -> Path:
         CheckpointError: there is nothing of that kind.
     """
     path = Path(path).expanduser()
-    if path.is_file() or (path / ".metadata").is_file() or is_root(path) or is_root(path / "checkpoints"):
+    if path.is_file() or (path / METADATA).is_file() or is_root(path) or is_root(path / "checkpoints"):
         return path
     return resolve(path)
 
@@ -121,8 +132,8 @@ def is_root(path: Path) -> bool:
 def mark(checkpoint: str | Path, marked: bool = True) -> None:
     """Keeps a checkpoint from being deleted by later saves, or lets it go again; one process calls."""
     file = Path(checkpoint) / MARKED
-    if not (Path(checkpoint) / "manifest.json").is_file():
-        raise CheckpointError(f"{checkpoint}: not a checkpoint that could be marked (no manifest.json)")
+    if not (Path(checkpoint) / MANIFEST).is_file():
+        raise CheckpointError(f"{checkpoint}: not a checkpoint that could be marked (no {MANIFEST})")
     if marked:
         write_file(file, "")
     else:

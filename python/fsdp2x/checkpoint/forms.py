@@ -30,9 +30,8 @@ from fsdp2x.reading.table import METADATA
 from fsdp2x.runtime import torch_private
 
 from .archive import ALIGN_BYTES, Archive, Stored
-from .directory import write_bytes
+from .directory import rank_file, write_bytes
 from .disk import Sink, StagedSink, StreamedSink
-from .file_names import rank_file
 from .plan import Chunk, Plan
 from .state import nest
 from .values import to_bytes

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .agree import CheckpointError, on_rank_0
 from .archive import ALIGN_BYTES, Archive, Record, Stored
 from .crc import combine
-from .file_names import FULL_FILE
+from .directory import FULL_FILE
 from .forms import Contents, Files, Form, Written
 from .plan import Chunk, Plan
 from .state import nest

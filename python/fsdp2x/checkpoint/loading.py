@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 
@@ -19,11 +20,11 @@ from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
 from .background import Saver
 from .choice import Choice, choose
-from .file_names import rng_file
-from .manifest import check_entries, manifest_in, model_layout, plain_name
+from .directory import rng_file
+from .manifest import check_entries, manifest_in, model_layout
 from .match import Found, FoundState, find_parts, match_model, match_optimizer
 from .optimizer import Optimizers, Restore, as_optimizers
-from .rng import check_rng, read_rng, seed_all, set_rng
+from .rng import check_rng, device_of, read_rng, seed_all, set_rng
 from .sources import Copy, open_source, run
 from .state import PARTS
 from .values import mismatch
@@ -170,7 +171,7 @@ class Match:
         whole = {**self.tensors, **self.found.objects}
         full = {**whole, **{alias: whole[kept] for alias, kept in self.aliases.items()}}
         # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
-        self.model.load_state_dict({name: full[plain_name(name)] for name in self.model.state_dict()})
+        self.model.load_state_dict({name: full[clean_name(name)] for name in self.model.state_dict()})
         if self.rng is not None:
             set_rng(self.rng, device_of(self.model))
 
@@ -255,10 +256,6 @@ def _match(
         model, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng,
         model_copies, state_copies,
     )  # fmt: skip
-
-
-def device_of(model: torch.nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
 def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:

@@ -18,15 +18,14 @@ from typing import Any, Literal, assert_never, get_args
 
 import torch
 
+from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.regular import open_regular
 from fsdp2x.reading.table import METADATA
 
-from .directory import MARKED, sync_file, write_file
-from .file_names import FULL_FILE, PARTS_FILE, rank_file, rng_file
+from .directory import FULL_FILE, MANIFEST, MARKED, PARTS_FILE, rank_file, rng_file, sync_file, write_file
 
-NAME = "manifest.json"
 FORMAT = 3
 FormName = Literal["sharded", "full", "per_rank"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
@@ -42,16 +41,12 @@ def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = plain_name(name)
+        name = clean_name(name)
         kept = first.setdefault(id(parameter), name)
         if kept != name:
             aliases[name] = kept
-    state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
     return {name: tensor for name, tensor in state.items() if name not in aliases}, aliases
-
-
-def plain_name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def describe_entries(entries: Entries) -> dict[str, Any]:
@@ -98,7 +93,7 @@ def _own_version() -> str:
 
 def file_names(folder: Path) -> list[str]:
     """Every file of a checkpoint but the manifest, relative to it, sorted."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p not in (folder / NAME, folder / MARKED))
+    files = (p for p in folder.rglob("*") if p.is_file() and p not in (folder / MANIFEST, folder / MARKED))
     return sorted(str(p.relative_to(folder)) for p in files)
 
 
@@ -121,7 +116,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    write_file(folder / NAME, json.dumps({**manifest, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+    write_file(folder / MANIFEST, json.dumps({**manifest, "files": dict(sorted(files.items()))}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -131,7 +126,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         Damaged: naming the file.
         CheckpointError: of another format.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     manifest = read_json(path)
     check_manifest(manifest, str(path))
     files = manifest.get("files")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
+from fsdp2x.hf.names import clean_name
 from fsdp2x.optim.coded_moments import widened
 from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.units.lookup import named_params
 
-from .manifest import plain_name
 from .values import mismatch, same
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -97,8 +97,7 @@ class Restore:
         param = self.params[name].detach()
         if tuple(shape) == tuple(param.shape) and len(shape) > 0:
             if host_state(self.params[name]) is not None:
-                spec = torch_private.spec_with_dtype(torch_private.spec_of(param), dtype)
-                return torch_private.dtensor(torch.empty(param.to_local().shape, dtype=dtype), spec)
+                return torch_private.dtensor_like(param, torch.empty(param.to_local().shape, dtype=dtype))
             return torch.empty_like(param, dtype=dtype)
         if isinstance(param, DTensor) and layout:
             placements = [_placement(text, name, len(shape)) for text in layout.split()]
@@ -241,7 +240,7 @@ def _placement(text: str, name: str, num_dims: int) -> Any:
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
-    return {id(param): plain_name(name) for name, param, _ in named_params(model)}
+    return {id(param): clean_name(name) for name, param, _ in named_params(model)}
 
 
 def _name(names: Mapping[int, str], param: torch.Tensor, group: int, position: int) -> str:

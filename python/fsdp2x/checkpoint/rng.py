@@ -14,8 +14,7 @@ import torch
 from fsdp2x.reading.errors import Damaged, first_line
 from fsdp2x.reading.json_file import read_json
 
-from .directory import write_file
-from .file_names import rng_file
+from .directory import rng_file, write_file
 
 _NUMPY_WORDS = 624
 _MOST_HEX = 1 << 20
@@ -28,6 +27,11 @@ def seed_all(seed: int, rank: int) -> None:
     torch.manual_seed(mixed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(mixed % 2**32)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Whose generators belong to a checkpoint, beside the CPU's."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from ..arguments import checked
 from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Saver
+from .directory import ASSETS_FOLDER, PARTS_FILE
 from .disk import bytes_of
-from .file_names import ASSETS_FOLDER, PARTS_FILE
 from .forms import Contents, Form, PerRank, Sharded, write_described
 from .full import Full
 from .manifest import (
@@ -121,9 +121,8 @@ def save(
         if not (target.is_file or overwrite or root in saver.roots):
             on_rank_0(target.refuse_former_run, what=what)
         saver.roots.add(root)
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-        state, plan, sources = _agree(saver, lambda: collect(model, optimizers, small, device, trusted), what)
+        state, plan, sources = _agree(saver, lambda: collect(model, optimizers, small, trusted), what)
     job = Job(target, form, plan, state, sources, what, lost_ranks, _manifest(model, state, form, target.step))
     job.write_assets = write_assets
     if not async_save:

@@ -23,7 +23,7 @@ from fsdp2x.reading.records import Shard
 from fsdp2x.reading.regular import OpenFiles, open_regular
 
 from ..arguments import checked
-from .file_names import FULL_FILE, PARTS_FILE, rank_file
+from .directory import FULL_FILE, PARTS_FILE, rank_file
 from .manifest import Entries, FormName, check_manifest, manifest_in, tied_names
 from .plan import chunks_of
 from .state import flatten, nest

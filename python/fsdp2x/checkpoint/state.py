@@ -15,15 +15,15 @@ import torch
 
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.records import Shard
+from fsdp2x.reading.table import KeyPath
 from fsdp2x.reading.tensors import Source
 
 from .manifest import model_layout
 from .optimizer import Optimizers, layout_of, named_state
-from .rng import rng_state
+from .rng import device_of, rng_state
 from .values import check_loadable
 
 PARTS = ("scheduler", "scaler", "data", "extra")
-KeyPath = tuple[str | int, ...]
 
 
 @dataclass
@@ -37,13 +37,10 @@ class State:
     model_names: dict[str, torch.Tensor]
     small: dict[str, Any]
     rng: dict[str, Any]
-    device: torch.device
     signature: tuple = field(default=())
 
 
-def collect(
-    model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], device: torch.device, trusted: bool
-) -> State:
+def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
     """Everything of this rank; no collective. Raises `CheckpointError` for what could not be loaded again."""
     tensors, aliases = model_layout(model)
     tree: dict[str, Any] = {"model": tensors}
@@ -61,8 +58,7 @@ def collect(
         (name, value.dtype, value.shape, layout_of(value)) if isinstance(value, torch.Tensor) else (name,)
         for name, value in flat.items()
     )
-    rng = rng_state(device)
-    return State(tree, flat, paths, aliases, tensors, parts, rng, device, signature)
+    return State(tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature)
 
 
 def state_of(part: Any) -> Any:

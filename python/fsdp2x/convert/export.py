@@ -14,12 +14,11 @@ import torch
 
 from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
-from fsdp2x.checkpoint.directory import resolve
-from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
+from fsdp2x.checkpoint.directory import ASSETS_FOLDER, resolve
 from fsdp2x.convert.inverse import undo_loading, values_of
 from fsdp2x.convert.stored import open_dcp
 from fsdp2x.hf.empty import empty_model
-from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
+from fsdp2x.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.hf.layout import plan_layout
 from fsdp2x.hf.names import TensorSpec, source_families
 from fsdp2x.hf.sources import RemoteTensor
@@ -53,9 +52,7 @@ def export_checkpoint(
         held = _held(tensors, aliases, targets, str(source))
         values, specs = _tensors(model, targets, held)
         layout = plan_layout(specs, max_shard_size, "model")
-        folder = temporary(out, "export")
-        try:
-            make_temporary(out, "export")
+        with written(out, "export", force) as folder:
             make_files(folder, layout)
             with Writer(folder, layout) as writer:
                 for spec in specs:
@@ -63,11 +60,6 @@ def export_checkpoint(
             for file in assets.iterdir():
                 if file.is_file():
                     shutil.copyfile(file, folder / file.name)
-            publish(out, folder, force)
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or out}: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     return out
 
 

@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdp2x.checkpoint.directory import resolve
+from fsdp2x.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
 from fsdp2x.reading.dcp import DcpTensors, Ours
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.json_file import read_text
 from fsdp2x.reading.records import Placement, Shard, read_records
 from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.table import METADATA
 from fsdp2x.reading.tensors import Source
 from fsdp2x.reading.tiles import Tile, box_of, tiled
 
@@ -37,13 +38,13 @@ def dcp_folder(path: Path) -> Path:
         roots += [path / f"iter_{int(step):07d}", path / f"global_step_{step}"] if step.isdecimal() else []
     for root in roots:
         for below in _BELOW:
-            if (root / below / ".metadata").is_file():
+            if (root / below / METADATA).is_file():
                 return root / below
     try:
         return resolve(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; nor is there a DCP directory (.metadata) in {', '.join(one or '.' for one in _BELOW)}"
+            f"{error}; nor is there a DCP directory ({METADATA}) in {', '.join(one or '.' for one in _BELOW)}"
         ) from None
 
 
@@ -54,7 +55,7 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
         verify: compare the files with the checksums of the manifest, where there is one.
     """
     folder = dcp_folder(path)
-    if not (folder / "manifest.json").is_file():
+    if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
     manifest = read_manifest(folder)
     if manifest["form"] != "sharded":

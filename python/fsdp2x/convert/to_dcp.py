@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import CheckpointError
-from fsdp2x.checkpoint.file_names import ASSETS_FOLDER
+from fsdp2x.checkpoint.directory import ASSETS_FOLDER
 from fsdp2x.convert.to_hf import copy_assets
 from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
+from fsdp2x.hf.folder import refuse_existing, refuse_inside, written
+from fsdp2x.hf.layout import in_runs
 from fsdp2x.hf.recipes import make_recipes
 from fsdp2x.hf.targets import find_targets
 from fsdp2x.reading.tensors import Source
@@ -58,27 +58,20 @@ def hf_to_dcp(
         for name, source in sources.items():
             wanted = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
             state[f"model.{name}"] = torch.empty(source.shape, dtype=wanted, device="meta")
-        folder = temporary(out, "convert")
-        try:
-            make_temporary(out, "convert")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with written(out, "convert", force) as folder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
                 dcp.save(
                     state,
                     storage_writer=_Writing(folder, {f"model.{a}": f"model.{b}" for a, b in aliases.items()}),
                     planner=_Reading({f"model.{name}": source for name, source in sources.items()}),
                     no_dist=True,
                 )
+            except dcp.api.CheckpointException as error:
+                inner = next(iter(error.failures.values()))[0]
+                raise CheckpointError(f"{out}: {inner}") from None
             (folder / ASSETS_FOLDER).mkdir()
             copy_assets(origin, folder / ASSETS_FOLDER)
-            publish(out, folder, force)
-        except dcp.api.CheckpointException as error:
-            inner = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"{out}: {inner}") from None
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or out}: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     return out
 
 
@@ -121,17 +114,11 @@ class _Writing(dcp.FileSystemWriter):
         self._aliases = aliases
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        parts: list[list[WriteItem]] = []
-        filled_bytes = 0
-        for item in plan.items:
-            num_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
-            if not parts or filled_bytes + num_bytes > _FILE_BYTES:
-                parts.append([])
-                filled_bytes = 0
-            parts[-1].append(item)
-            filled_bytes += num_bytes
+        def bytes_of(item: WriteItem) -> int:
+            return item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+
         results: list[WriteResult] = []
-        for number, items in enumerate(parts):
+        for number, items in enumerate(in_runs(plan.items, bytes_of, _FILE_BYTES)):
             prefix = dataclasses.replace(plan.storage_data, prefix=f"__{number}_")
             part = dataclasses.replace(plan, items=items, storage_data=prefix)
             results += super().write_data(part, planner).wait()

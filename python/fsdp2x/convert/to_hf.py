@@ -22,7 +22,7 @@ from fsdp2x.convert.stored import open_dcp, open_ranks
 from fsdp2x.hf.config import read_config
 from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, refuse_inside, temporary
+from fsdp2x.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.hf.layout import Layout, layout_of
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.hf.targets import Target, find_targets
@@ -195,9 +195,7 @@ class _Output:
     def write(self) -> Path:
         """Writes everything under a temporary name and gives it its own; returns the folder."""
         layout, dtypes = self._layout()
-        folder = temporary(self.out, "convert")
-        try:
-            make_temporary(self.out, "convert")
+        with written(self.out, "convert", self.force) as folder:
             make_files(folder, layout)
             with Writer(folder, layout) as writer:
                 for file in layout.files:
@@ -205,11 +203,6 @@ class _Output:
                         writer.copy(name, self.values[name], dtypes[name])
             copy_assets(self.origin, folder)
             self._name_dtype(folder)
-            publish(self.out, folder, self.force)
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or self.out}: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return self.out
 
     def _layout(self) -> tuple[Layout, dict[str, torch.dtype]]:

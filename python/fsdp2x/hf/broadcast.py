@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.checkpoint.agree import together
+from fsdp2x.checkpoint.agree import exchange, rank_and_size, together
+from fsdp2x.hf.layout import in_runs
 from fsdp2x.hf.targets import Target
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.native import _C
@@ -32,14 +33,11 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
     Raises:
         CheckpointError: on every rank, when reading failed on rank 0.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world = rank_and_size()
     mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
-    boxes: list[list[Box]] = [mine] * world
-    if world > 1:
-        dist.all_gather_object(boxes, mine)
+    boxes: list[list[Box]] = exchange(mine)
     error: Exception | None = None
-    for bucket in _buckets(steps):
+    for bucket in in_runs(range(len(steps)), lambda index: steps[index][0].num_bytes, BUCKET_BYTES):
         sizes = [_place(bucket, steps, boxes[other])[1] for other in range(world)]
         sent = None
         if rank == 0:
@@ -70,7 +68,7 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
 
 
 def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if rank_and_size()[1] == 1:
         return sent[0]
     # Without a CPU backend the bytes travel through the accelerator.
     device = torch.device("cpu")
@@ -80,18 +78,6 @@ def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     dist.scatter(received, sent, src=0)
     return received.cpu()
-
-
-def _buckets(steps: list[tuple[Target, list[Source]]]) -> list[list[int]]:
-    buckets: list[list[int]] = []
-    filled_bytes = 0
-    for index, (target, _) in enumerate(steps):
-        if not buckets or filled_bytes + target.num_bytes > BUCKET_BYTES:
-            buckets.append([])
-            filled_bytes = 0
-        buckets[-1].append(index)
-        filled_bytes += target.num_bytes
-    return buckets
 
 
 def _place(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:

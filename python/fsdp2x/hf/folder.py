@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp2x.checkpoint.directory import remove, sync_file, sync_folder
+from fsdp2x.reading.errors import CheckpointError
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -32,6 +35,23 @@ def make_temporary(out: Path, purpose: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+@contextlib.contextmanager
+def written(out: Path, purpose: str, force: bool) -> Iterator[Path]:
+    """An empty folder that becomes `out` when the block ends; nothing of it stays when the block raises.
+
+    Raises:
+        CheckpointError: what the file system refuses.
+    """
+    folder = temporary(out, purpose)
+    try:
+        yield make_temporary(out, purpose)
+        publish(out, folder, force)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(out: Path, folder: Path, force: bool) -> None:

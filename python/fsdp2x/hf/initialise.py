@@ -11,10 +11,9 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.checkpoint.agree import CheckpointError, exchange, rank_and_size
 from fsdp2x.hf.names import hf_base, is_transformers, original_classes
 from fsdp2x.hf.targets import Target
 
@@ -140,8 +139,8 @@ def check_buffers(model: nn.Module) -> None:
     Raises:
         CheckpointError: which buffers differ from rank 0's, and where.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+    if rank_and_size()[1] == 1:
+        return  # nobody to compare with
     mine = {
         name: hashlib.blake2b(
             buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), digest_size=16
@@ -149,8 +148,7 @@ def check_buffers(model: nn.Module) -> None:
         for name, buffer in model.named_buffers()
         if not buffer.is_meta
     }
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = exchange(mine)
     wrong = {
         name: [rank for rank, other in enumerate(everyone) if other.get(name) != digest]
         for name, digest in everyone[0].items()

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.reading.safetensors_file import DTYPES
+
+T = TypeVar("T")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -52,18 +55,25 @@ def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: st
     unknown = [f"{spec.name} ({spec.dtype})" for spec in specs if spec.dtype not in _NAMES]
     if unknown:
         raise ValueError(f"fsdp2x.save_hf: safetensors cannot hold {', '.join(unknown)}; pass dtype or params")
-    parts: list[list[TensorSpec]] = [[]]
-    filled_bytes = 0
-    for spec in specs:
-        if parts[-1] and filled_bytes + spec.num_bytes > limit:
-            parts.append([])
-            filled_bytes = 0
-        parts[-1].append(spec)
-        filled_bytes += spec.num_bytes
-    if len(parts) == 1:
-        return layout_of({f"{stem}.safetensors": parts[0]}, is_indexed=False)
+    parts = in_runs(specs, lambda spec: spec.num_bytes, limit)
+    if len(parts) < 2:
+        return layout_of({f"{stem}.safetensors": specs}, is_indexed=False)
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     return layout_of(dict(zip(names, parts, strict=True)), is_indexed=True)
+
+
+def in_runs(items: Iterable[T], bytes_of: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Items that follow each other, in lists of at most so many bytes, or of one larger item."""
+    runs: list[list[T]] = []
+    filled_bytes = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if not runs or filled_bytes + num_bytes > limit:
+            runs.append([])
+            filled_bytes = 0
+        runs[-1].append(item)
+        filled_bytes += num_bytes
+    return runs
 
 
 def layout_of(parts: Mapping[str, Sequence[TensorSpec]], *, is_indexed: bool) -> Layout:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
+from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, rank_and_size, together
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
@@ -107,7 +107,7 @@ def load_hf(
             )
         plan = together(lambda: _plan(model, base, targets, opened), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
-        reads = mode == "each" or not dist.is_initialized() or dist.get_rank() == 0
+        reads = mode == "each" or rank_and_size()[0] == 0
         together(lambda: _check(plan.steps, mode) if reads else None, what=what)
         bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
         together(lambda: materialize(model, targets), what=what)
@@ -154,7 +154,7 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | _Catalogue, 
     Returns the files, the mode ("auto" decided), rank 0's seed of the moment, and the classes that configs beside the
     files name.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = rank_and_size()
     opened: Checkpoint | None = None
 
     def on_first() -> tuple[Mode, int, dict, set[str]]:
@@ -275,7 +275,7 @@ def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadRepo
     with original_classes(base):
         # The class knows names that may be missing, or left over from older versions.
         base._adjust_missing_and_unexpected_keys(info)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank_and_size()[0] == 0:
             log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
     return LoadReport(info.missing_keys, info.unexpected_keys, info.mismatched_keys)
 

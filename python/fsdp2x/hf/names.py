@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# Levels that activation checkpointing and torch.compile add to a name.
-_WRAPPERS = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod)\.")
+# Levels that activation checkpointing and torch.compile add to the path of what they wrap.
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+_LEVELS = re.compile(rf"(?:{'|'.join(WRAPPERS)})\.")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Family:
 
 def clean_name(name: str) -> str:
     """A FQN without the levels that wrappers add."""
-    return _WRAPPERS.sub("", name)
+    return _LEVELS.sub("", name)
 
 
 def plain_families(params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from fsdp2x.checkpoint.agree import rank_and_size
 
 
 class ProgressBar:
@@ -10,7 +10,7 @@ class ProgressBar:
 
     def __init__(self, total_bytes: int, what: str, wanted: bool = True) -> None:
         self._bar = None
-        if wanted and (not dist.is_initialized() or dist.get_rank() == 0):
+        if wanted and rank_and_size()[0] == 0:
             try:
                 from tqdm.auto import tqdm
             except ImportError:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, together
+from fsdp2x.checkpoint.agree import CheckpointError, exchange, on_rank_0, rank_and_size, together
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
 from fsdp2x.hf.config import plain_config
@@ -109,10 +109,7 @@ def save_hf(
     try:
         on_rank_0(start, what=what)
         sees = together(lambda: (folder / job.layout.files[0].name).is_file(), what=what)
-        everyone = [sees]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, sees)
+        everyone = exchange(sees)
         if writers == "all" and not all(everyone):
             blind = [rank for rank, one in enumerate(everyone) if not one]
             raise ValueError(
@@ -125,13 +122,9 @@ def save_hf(
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True), what=what)
         raise
     finally:
-        if _rank() == 0:
+        if rank_and_size()[0] == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return out
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class _Job:
@@ -211,7 +204,8 @@ class _Job:
         """All tensors. Collective; raises on every rank."""
         rows = [family for family in self.families if by_rows and self._is_rows(family)]
         done = {name for family in rows for name in family.params}
-        num_writers = dist.get_world_size() if by_rows and dist.is_initialized() else 1
+        rank, world = rank_and_size()
+        num_writers = world if by_rows else 1
         with Writer(folder, self.layout, num_writers=num_writers) as writer:
             together(lambda: self._write_rows(rows, writer), what=what)
             rest = {name for name in self.entries if name not in done}
@@ -222,7 +216,7 @@ class _Job:
                 self.dtypes,
                 "hf",
                 lambda name, param: name in rest,
-                _rank() == 0,
+                rank == 0,
                 "auto",
             )
             failed: Exception | None = None
@@ -237,7 +231,7 @@ class _Job:
             def finish() -> None:
                 if failed is not None:
                     raise failed
-                if _rank() == 0:
+                if rank == 0:
                     for name, buffer in self.buffers.items():
                         writer.write(name, buffer)
                 writer.sync()
@@ -256,7 +250,7 @@ class _Job:
         for family in families:
             entry, (spec,) = self.entries[family.params[0]], family.outputs
             if not isinstance(entry.param, DTensor):
-                if _rank() == 0:
+                if rank_and_size()[0] == 0:
                     writer.write(spec.name, entry.param.detach(), dtype=entry.dtype)
                 continue
             mesh = entry.param.device_mesh

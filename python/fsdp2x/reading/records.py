@@ -31,7 +31,7 @@ from .plain import check_plain
 from .regular import OpenFiles
 from .tensors import FileTensor, LoadedTensor, Source, is_shape
 
-_STORAGES = {
+STORAGES = {  # by the name of torch's class
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -253,8 +253,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._made:
             return self._made[module, name]
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return STORAGES[name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         known = module.startswith("torch.distributed.") or (module, name) == ("torch.nn.parameter", "Parameter")

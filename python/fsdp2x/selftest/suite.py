@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.arguments import checked
+from fsdp2x.checkpoint.agree import exchange
 from fsdp2x.selftest.checks import CHECKS, CheckFailed, Setting, print_on_first
 
 _LINE = "=" * 60
@@ -44,9 +45,7 @@ def run_suite(
             verdict = check(setting)
         except CheckFailed as error:
             wrong = f"rank {setting.rank}: {error}"
-        everyone: list[str | None] = [None] * setting.world
-        dist.all_gather_object(everyone, wrong)
-        sentences = list(dict.fromkeys(sentence for sentence in everyone if sentence is not None))
+        sentences = list(dict.fromkeys(sentence for sentence in exchange(wrong) if sentence is not None))
         if sentences:
             failures.append((name, "; ".join(sentences)))
             print_on_first("\n".join(f"❌ Test failed on {sentence}" for sentence in sentences))

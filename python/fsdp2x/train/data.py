@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..checkpoint.agree import rank_and_size
 from .config import ConfigError, DataConfig
 from .text_files import find_files
 from .tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
         )
     packing = " packed" if config.packing else ""
     digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
-    if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same
+    if rank_and_size()[0] == 0:  # all ranks read the same
         logger.info(
             "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
             num_files, num_text_bytes, num_tokens, num_blocks - num_held_out, config.block_size, num_held_out,

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.hf.names import WRAPPERS, clean_name
 from fsdp2x.units.ties import UnitPlan, has_forward, join_ties, sort_bottom_up
 
 __all__ = ["AutoWrap", "UnitPlan", "plan_units", "should_auto_wrap"]
@@ -35,8 +36,6 @@ AutoWrap = bool | str | type[nn.Module] | Collection[str | type[nn.Module]] | Ca
 
 logger = logging.getLogger("fsdp2x")
 
-# Wrappers that add a level to the path of what they wrap; the wrapper is the unit, the inner module gives the class.
-_TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 # A run of repeated blocks counts when its mean block is at least this part of the largest run's mean block.
 _MIN_RELATIVE_BLOCK = 0.05
 
@@ -118,16 +117,11 @@ class _Tree:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module below activation-checkpoint and compile wrappers."""
-    for attribute in _TRANSPARENT * 2:
+    """The module below wrappers, which gives the class; the wrapper is the unit."""
+    for attribute in WRAPPERS * 2:
         inner = module._modules.get(attribute)
         module = module if inner is None else inner
     return module
-
-
-def clean_name(name: str) -> str:
-    """A path without the levels that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
 
 
 # ---- HuggingFace models, recognised by their attributes: transformers is never imported
