@@ -4,15 +4,17 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
+import transformers
 import yaml
 
 import fsdp2x
+from checkpoints import on_first
 from fsdp2x.commands.plan_request import Request, make_plan
-from fsdp2x.train import Trainer, parse_config
+from fsdp2x.memory import plan_memory
+from fsdp2x.train import ConfigError, Trainer, parse_config
 from fsdp2x.train.parse import known_keys
 from harness import distributed
-from training import MODEL, settings, shared_folder, write_model
+from training import MODEL, settings, shared_folder, write_model, write_text
 
 MOE = {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2,
        "tie_word_embeddings": False}  # fmt: skip
@@ -162,156 +164,142 @@ def apply(config: dict, changes: dict) -> dict:
 
 
 def prepare(folder, base: str, changes: dict) -> dict:
-    needed = any("FOLDER" == value for value in BASES[base].values())
-    # Once: the other ranks may still read what an earlier call wrote.
-    if dist.get_rank() == 0 and needed and not (folder / "FOLDER").exists():
-        write_model(folder / "FOLDER")
-        write_model(folder / "OTHER", vocab_size=70)
-    dist.barrier()
     config = apply(settings(folder / "text", folder / "run"), {**BASES[base], **changes})
     if (path := config["model"].get("path")) is not None:
         config["model"]["path"] = str(folder / path)
     return config
 
 
-def planned(ctx, folder, config: dict, **options):
-    path = folder / f"plan-{ctx.rank}.yaml"
+def write_models(folder) -> None:
+    write_model(folder / "FOLDER")
+    write_model(folder / "OTHER", vocab_size=70)
+
+
+def planned(folder, config: dict, world: int = 2, **options):
+    path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(config))
-    return make_plan(Request(str(path), world_size=ctx.world, **options))
+    return make_plan(Request(str(path), world_size=world, **options))
 
 
-def check(ctx, base: str, key: str, value, *, differs: bool) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    write_text(folder / "text")
+    write_models(folder)
+    return folder
+
+
+def test_which_settings_change_the_plan(folder):
+    for settings_of, world in ((CHANGES, 2), (CHANGES_OF_FOUR, 4), (SAME, 2)):
+        bases = {base for base, _ in settings_of.values()}
+        before = {base: planned(folder, prepare(folder, base, {}), world).report for base in bases}
+        for key, (base, value) in settings_of.items():
+            plan = planned(folder, prepare(folder, base, {key: value}), world).report
+            assert (plan == before[base]) == (settings_of is SAME), f"{key}\n{before[base]}\n{plan}"
+
+
+def check(ctx, base: str, key: str, value) -> None:
+    """What a run reports is what was planned of it."""
     with shared_folder(ctx) as folder:
-        before = planned(ctx, folder, prepare(folder, base, {}))
+        if BASES[base].get("model.path"):
+            on_first(lambda: write_models(folder))
         config = prepare(folder, base, {key: value})
-        plan = planned(ctx, folder, config)
-        assert (plan.report != before.report) == differs, f"{key}\n{before}\n{plan}"
         trainer = Trainer(parse_config(config))
         try:
+            if ctx.rank > 0:  # the plan is that of the first rank
+                return
+            plan = planned(folder, config, ctx.world)
             batches = plan.request.micro_batches
-            run = fsdp2x.memory_report(
-                trainer.model, trainer.optimizer, micro_batches=batches, before_last=config["parallel"].get(
-                    "accumulate", "nothing")
-            )  # fmt: skip
+            before_last = config["parallel"].get("accumulate", "nothing")
+            run = fsdp2x.memory_report(trainer.model, trainer.optimizer, micro_batches=batches, before_last=before_last)
             assert config["data"].get("packing") or not trainer.training or batches == trainer.batching.accumulation
-        finally:
-            trainer.close()
-        if ctx.rank == 0:  # the plan's
             expected = {**run.to_dict(), "optimizer_bytes": run.optimizer_bytes or 0}
             assert plan.report.to_dict() == expected, f"{key}\n{plan.report}\n{run}"
+        finally:
+            trainer.close()
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("key", CHANGES)
-def test_settings_that_change_bytes(ctx, key):
-    check(ctx, CHANGES[key][0], key, CHANGES[key][1], differs=True)
+@pytest.mark.parametrize("key", [*CHANGES, *(pytest.param(key, marks=pytest.mark.full) for key in SAME)])
+def test_runs_are_as_planned(ctx, key):
+    check(ctx, *_of(CHANGES | SAME, key))
 
 
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("key", CHANGES_OF_FOUR)
-def test_settings_that_change_bytes_on_four_ranks(ctx, key):
-    check(ctx, CHANGES_OF_FOUR[key][0], key, CHANGES_OF_FOUR[key][1], differs=True)
+def test_runs_of_four_ranks_are_as_planned(ctx, key):
+    check(ctx, *_of(CHANGES_OF_FOUR, key))
 
 
-@distributed(world_sizes=(2,), timeout=120)
-def test_settings_that_leave_the_plan_alone(ctx):
-    with shared_folder(ctx) as folder:
-        plans = {base: planned(ctx, folder, prepare(folder, base, {})).report for base in BASES}
-        for key, (base, value) in SAME.items():
-            assert planned(ctx, folder, prepare(folder, base, {key: value})).report == plans[base], key
+def _of(settings_of: dict, key: str) -> tuple[str, str, object]:
+    base, value = settings_of[key]
+    return base, key, value
 
 
-@pytest.mark.full
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("key", SAME)
-def test_settings_that_leave_bytes_alone(ctx, key):
-    check(ctx, SAME[key][0], key, SAME[key][1], differs=False)
+def test_devices_and_offloading(folder):
+    def of(**changes):
+        return planned(folder, prepare(folder, "run", changes)).report
+
+    cpu, cuda = of(), of(**{"parallel.device": "cuda"})
+    assert cpu.transport == "shm" and cuda.transport == "process_group" and cuda.step_bytes is not None
+    hosts = [of(**{"parallel.device": "cuda", "parallel.offload": mode}).host_bytes
+             for mode in ("none", "optimizer", "gradients", "all")]  # fmt: skip
+    assert hosts == sorted(set(hosts)) or hosts[:3] == sorted(set(hosts[:3]))
+    half = of(**{"parallel.device": "cuda", "parallel.param_dtype": "auto"})
+    assert half == of(**{"parallel.device": "cuda", "parallel.param_dtype": "bfloat16"}) != cuda
+    assert of(**{"parallel.param_dtype": "auto"}) == cpu
 
 
-@distributed(world_sizes=(2,))
-def test_devices_and_offloading(ctx):
-    with shared_folder(ctx) as folder:
-
-        def of(**changes):
-            return planned(ctx, folder, prepare(folder, "run", changes)).report
-
-        cpu, cuda = of(), of(**{"parallel.device": "cuda"})
-        assert cpu.transport == "shm" and cuda.transport == "process_group" and cuda.step_bytes is not None
-        hosts = [of(**{"parallel.device": "cuda", "parallel.offload": mode}).host_bytes
-                 for mode in ("none", "optimizer", "gradients", "all")]  # fmt: skip
-        assert hosts == sorted(set(hosts)) or hosts[:3] == sorted(set(hosts[:3]))
-        half = of(**{"parallel.device": "cuda", "parallel.param_dtype": "auto"})
-        assert half == of(**{"parallel.device": "cuda", "parallel.param_dtype": "bfloat16"}) != cuda
-        assert of(**{"parallel.param_dtype": "auto"}) == cpu
-
-
-@distributed(world_sizes=(1,))
-def test_what_a_plan_does_not_foresee_is_refused_by_name(ctx):
-    from fsdp2x.train import ConfigError
-
-    with shared_folder(ctx) as folder:
-        for name in ("foreach", "for_loop"):
-            config = prepare(folder, "run", {"optimizer.implementation": name})
-            with pytest.raises(ConfigError, match=f"optimizer.implementation: got '{name}'"):
-                planned(ctx, folder, config)
-        for name in ("auto", "fsdp2x", "fused"):
-            planned(ctx, folder, prepare(folder, "run", {"optimizer.implementation": name}))
+def test_what_a_plan_does_not_foresee_is_refused_by_name(folder):
+    for name in ("foreach", "for_loop"):
+        config = prepare(folder, "run", {"optimizer.implementation": name})
+        with pytest.raises(ConfigError, match=f"optimizer.implementation: got '{name}'"):
+            planned(folder, config)
+    for name in ("auto", "fsdp2x", "fused"):
+        planned(folder, prepare(folder, "run", {"optimizer.implementation": name}))
 
 
 @distributed(world_sizes=(2,))
 def test_copies_for_saves_in_the_background(ctx):
     with shared_folder(ctx) as folder:
         config = prepare(folder, "run", {"checkpoint.async_save": True})
-        plan = planned(ctx, folder, config)
         trainer = Trainer(parse_config(config))
         try:
             trainer.train_step()
             saved = fsdp2x.checkpoint.save(trainer.checkpoints, trainer.model, trainer.optimizer, step=1)
-            tensors = max(saved.num_bytes, 1)
         finally:
             trainer.close()
         if ctx.rank == 0:
-            assert tensors <= plan.staging_bytes < 1.5 * tensors
-        assert "saves in the background" in str(plan)
-        assert plan.peak_bytes == plan.report.peak_bytes + plan.staging_bytes
+            plan = planned(folder, config)
+            assert saved.num_bytes <= plan.staging_bytes < 1.5 * saved.num_bytes
+            assert "saves in the background" in str(plan)
+            assert plan.peak_bytes == plan.report.peak_bytes + plan.staging_bytes
 
 
-@distributed(world_sizes=(1,))
-def test_shards_of_a_node_follow_its_ranks(ctx):
+def test_shards_of_a_node_follow_its_ranks(folder):
     """HYBRID_SHARD without a size shards inside a node, of which a plan must be told."""
-    with shared_folder(ctx) as folder:
-        config = prepare(folder, "run", {"parallel.strategy": "HYBRID_SHARD", "train.accumulation": 1})
-        path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
+    config = prepare(folder, "run", {"parallel.strategy": "HYBRID_SHARD", "train.accumulation": 1})
 
-        def shape(**options):
-            report = make_plan(Request(str(path), world_size=16, **options)).report
-            return report.replicas, report.world
+    def shape(**options):
+        report = planned(folder, config, 16, **options).report
+        return report.replicas, report.world
 
-        assert shape() == (2, 8)
-        assert shape(local_world_size=4) == (4, 4)
-        assert shape(local_world_size=16) == (1, 16)
+    assert shape() == (2, 8)
+    assert shape(local_world_size=4) == (4, 4)
+    assert shape(local_world_size=16) == (1, 16)
 
 
-@distributed(world_sizes=(1,))
-def test_a_vocabulary_of_characters_is_that_of_the_text(ctx):
-    with shared_folder(ctx) as folder:
-        config = prepare(folder, "run", {"data.tokenizer": "characters", "data.files": ["/no/such/text"]})
-        from fsdp2x.train import ConfigError
-
-        with pytest.raises(ConfigError, match="data.files: /no/such/text"):
-            planned(ctx, folder, config)
-        config["model"]["config"] = {**config["model"]["config"], "vocab_size": 99}
-        assert planned(ctx, folder, config).num_parameters
+def test_a_vocabulary_of_characters_is_that_of_the_text(folder):
+    config = prepare(folder, "run", {"data.tokenizer": "characters", "data.files": ["/no/such/text"]})
+    with pytest.raises(ConfigError, match="data.files: /no/such/text"):
+        planned(folder, config)
+    config["model"]["config"] = {**config["model"]["config"], "vocab_size": 99}
+    assert planned(folder, config).num_parameters
 
 
 def test_experts_over_more_ranks_than_there_are(tmp_path):
     """Rows that pad at least twofold: units are cut along another dim, and where they are not, the report says so."""
-    from fsdp2x.memory import plan_memory
-
     experts = {"num_experts": 8, "hidden_size": 256, "moe_intermediate_size": 256}
-    import transformers
-
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**{**MOE, **experts, "vocab_size": 64})
