@@ -14,13 +14,13 @@ from reference import (
     changes,
     full,
     grads,
-    mean_of_ranks,
     only_fsdp2x,
     params,
     parity,
     same,
     shard,
     shard_stock,
+    train_alike,
 )
 
 
@@ -176,15 +176,7 @@ def test_a_weight_tied_across_units_after_sharding(ctx, transport):
     shard(ctx, model, ("first", "last"), transport=transport)
     model.last.weight = model.first.weight
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for step in range(3):
-        expected = mean_of_ranks(plain, lambda m, rank: m(inputs(rank, step)).square().mean(), ctx.world)  # noqa: B023
-        loss = model(inputs(ctx.rank, step)).square().mean()
-        loss.backward()
-        same(loss.detach(), expected[ctx.rank], f"loss {step}", rtol=1e-5, atol=1e-6)
-        same(grads(model), grads(plain), f"gradients {step}", rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(ctx, plain, model, lambda m, *of: m(inputs(*of)).square().mean(), optimizers, rtol=1e-4, atol=1e-6)
 
 
 class InPlace(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 import fsdp2x
 from harness import distributed
 from models import inputs
-from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, train_alike
 
 
 class Complex(nn.Module):
@@ -78,14 +78,8 @@ def test_our_optimizers_step_them(ctx, name):
     """As the unsharded model; torch's AdamW is wrong over DTensors whose rows the ranks do not divide."""
     only_fsdp2x(ctx)
     ours, plain = shard(ctx, Complex()), Complex()
-    optimizer, expected = OURS[name](ours.parameters()), OPTIMIZERS[name](plain.parameters())
-    for number in range(4):
-        ours(inputs(ctx.rank, number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean_of_ranks(plain, lambda m, rank, i=number: m(inputs(rank, i)).square().mean(), ctx.world)
-        expected.step()
-        same(params(ours), full(dict(plain.named_parameters())), rtol=1e-4, atol=1e-5)
+    optimizers = OURS[name](ours.parameters()), OPTIMIZERS[name](plain.parameters())
+    train_alike(ctx, plain, ours, lambda m, *of: m(inputs(*of)).square().mean(), optimizers, rtol=1e-4, atol=1e-5)
 
 
 @distributed(world_sizes=(2,))

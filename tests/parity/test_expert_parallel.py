@@ -12,8 +12,8 @@ import fsdp2x
 import models
 from fsdp2x import moe
 from harness import distributed
-from moe_models import fused
-from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
+from moe_models import fused, loss_of, steered
+from reference import both_transports, grads, only_fsdp2x, params, same, train_alike
 from training import shared_folder
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -29,27 +29,19 @@ def shard(model, mesh, **options):
     return fsdp2x.fully_shard(model, auto_wrap=True, **options)
 
 
-def loss_of(model, rank, step, length=9):
-    batch = models.batch("qwen3_moe", 10 * step + rank, size=1, length=length)
-    return model(input_ids=batch["input_ids"]).logits.square().mean()
-
-
-def three_steps(ctx, reference, ours, loss_of=loss_of, max_norm=0.5):
+def three_steps(ctx, reference, ours, loss_of=loss_of):
     """With global clipping over both meshes by our functions, and our optimizer."""
-    plain = torch.optim.AdamW(reference.parameters(), lr=5e-3)
-    optimizer = fsdp2x.optim.AdamW(ours.parameters(), lr=5e-3)
-    for step in range(3):
-        mean_of_ranks(reference, lambda m, rank, s=step: loss_of(m, rank, s), ctx.world)
-        loss_of(ours, ctx.rank, step).backward()
-        same(grads(ours), grads(reference), f"gradients of step {step}", **TOLERANCE)
-        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-        norm = fsdp2x.clip_grad_norm_(ours.parameters(), max_norm)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-        assert norm > max_norm, "nothing was clipped"
-        for one in (plain, optimizer):
-            one.step()
-            one.zero_grad()
-    same(params(ours), params(reference), "parameters", **TOLERANCE)
+
+    def clip():
+        norms = [clip_(model.parameters(), 0.01) for clip_, model in zip(clips, (reference, ours), strict=True)]
+        same(norms[1], norms[0], "norm", rtol=1e-5, atol=0)
+        assert norms[1] > 0.01, "nothing was clipped"
+
+    clips = torch.nn.utils.clip_grad_norm_, fsdp2x.clip_grad_norm_
+    optimizers = [
+        torch.optim.AdamW(reference.parameters(), lr=5e-3), fsdp2x.optim.AdamW(ours.parameters(), lr=5e-3)
+    ]  # fmt: skip
+    train_alike(ctx, reference, ours, loss_of, optimizers, before_step=clip, **TOLERANCE)
 
 
 @distributed(world_sizes=(4,), timeout=120)
@@ -70,7 +62,7 @@ def test_ep_2_fsdp_2(ctx, transport, implementation):
     weight = ours.model.layers[0].mlp.experts.gate_up_proj
     assert isinstance(weight, DTensor) and weight.shape == (4, 24, 16) and weight.to_local().shape == (1, 24, 16)
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
-    three_steps(ctx, reference, ours, max_norm=0.01)
+    three_steps(ctx, reference, ours)
 
 
 @distributed(world_sizes=(3,))
@@ -80,7 +72,7 @@ def test_one_axis_of_one_rank(ctx, first_is_ep):
     only_fsdp2x(ctx)
     reference = fused(num_experts=6)
     mesh = mesh_of(1, ctx.world) if first_is_ep else mesh_of(ctx.world, 1)
-    three_steps(ctx, reference, shard(copy.deepcopy(reference), mesh), max_norm=0.01)
+    three_steps(ctx, reference, shard(copy.deepcopy(reference), mesh))
 
 
 @distributed(world_sizes=(4,), timeout=120)
@@ -93,7 +85,7 @@ def test_other_meshes_and_models(ctx, transport, name, shape):
     only_fsdp2x(ctx)
     reference = fused(name)
     ours = shard(copy.deepcopy(reference), mesh_of(*shape), transport=transport)
-    three_steps(ctx, reference, ours, max_norm=0.01)
+    three_steps(ctx, reference, ours)
 
 
 @distributed(world_sizes=(4,), timeout=120)
@@ -103,7 +95,7 @@ def test_columns_where_experts_are_too_few(ctx):
     reference = fused(num_experts=2)
     ours = shard(copy.deepcopy(reference), mesh_of(2, 2))
     assert ours.model.layers[0].mlp.experts.gate_up_proj.to_local().shape == (1, 12, 16)
-    three_steps(ctx, reference, ours, max_norm=0.01)
+    three_steps(ctx, reference, ours)
 
 
 @distributed(world_sizes=(4,), timeout=120)
@@ -112,25 +104,13 @@ def test_owners_without_tokens_one_token_and_no_tokens(ctx, transport):
     """All tokens of all ranks go to experts 0 and 1: ep rank 1 computes nothing. A micro-batch of one token."""
     only_fsdp2x(ctx)
 
-    def steered(model, rank, step):
-        hooks = []
-        experts = ((0, 1), (2, 3), (0, 3))[step]
-        for layer in model.model.layers:
-
-            def choose(module, args, out, experts=experts):
-                logits, scores, _ = out
-                chosen = torch.tensor(experts).expand(scores.shape[0], -1)
-                return logits, logits.softmax(-1).gather(1, chosen), chosen
-
-            hooks.append(layer.mlp.gate.register_forward_hook(choose))
-        loss = loss_of(model, rank, step, length=1 if rank == step else 7)
-        for hook in hooks:
-            hook.remove()
-        return loss
+    def loss_of_steered(model, rank, step):
+        with steered(model, ((0, 1), (2, 3), (0, 3))[step]):
+            return loss_of(model, rank, step, length=1 if rank == step else 7)
 
     reference = fused()
     ours = shard(copy.deepcopy(reference), mesh_of(2, 2), transport=transport)
-    three_steps(ctx, reference, ours, steered, max_norm=0.01)
+    three_steps(ctx, reference, ours, loss_of_steered)
     block = ours.model.layers[0].mlp
     x = torch.randn(1, 0 if ctx.rank == 1 else 5, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with fsdp2x.unsharded(ours):

@@ -13,7 +13,7 @@ import fsdp2x
 import models
 from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
 from harness import distributed
-from reference import grads, mean_of_ranks, only_fsdp2x, params, same
+from reference import grads, mean_of_ranks, only_fsdp2x, params, same, train_alike
 from training import shared_folder
 
 pytest.importorskip("peft")
@@ -53,8 +53,8 @@ def make(base="float32", **settings):
     return model
 
 
-def loss_of(step):
-    return lambda model, rank: model(**models.batch("llama", 10 * step + rank)).loss.float()
+def loss_of(model, rank, step=0):
+    return model(**models.batch("llama", 10 * step + rank)).loss.float()
 
 
 def trainable(model):
@@ -80,19 +80,8 @@ def test_three_steps_against_one_process(ctx, base, transport):
     ours = fsdp2x.fully_shard(copy.deepcopy(reference), transport=transport)
     assert all(isinstance(param, DTensor) for param in ours.parameters())
     assert {param.dtype for param in trainable(ours)} == {torch.float32}
-    tolerance = {"rtol": 1e-5, "atol": 1e-6}
-    optimizers = [torch.optim.AdamW(trainable(model), lr=5e-3) for model in (reference, ours)]
-    for step in range(3):
-        mean_of_ranks(reference, loss_of(step), ctx.world)
-        loss_of(step)(ours, ctx.rank).backward()
-        found = grads(ours)
-        assert all((grad is not None) == ("lora_" in name) for name, grad in found.items())
-        same(found, grads(reference), f"gradients of step {step}", **tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(ctx, reference, ours, loss_of, rtol=1e-5, atol=1e-6)
     after = params(ours)
-    same(after, params(reference), "parameters", **tolerance)
     for name, value in before.items():
         assert torch.equal(after[name], value) == ("lora_" not in name), name
     assert base not in ("int8", "uint8") or getattr(torch, base) in {value.dtype for value in after.values()}
@@ -107,8 +96,8 @@ def test_checkpointing_mixed_precision_and_our_optimizer(ctx):
     ours.gradient_checkpointing_enable({"use_reentrant": False})
     fsdp2x.fully_shard(ours.train(), mp_policy=policy)
     optimizer = fsdp2x.optim.AdamW(trainable(ours), lr=1e-3)
-    mean_of_ranks(reference, loss_of(0), ctx.world)
-    loss_of(0)(ours, ctx.rank).backward()
+    mean_of_ranks(reference, loss_of, ctx.world)
+    loss_of(ours, ctx.rank).backward()
     same(grads(ours), grads(reference), "gradients", rtol=5e-2, atol=5e-3)
     before = params(ours)
     fsdp2x.clip_grad_norm_(trainable(ours), 1.0)
@@ -127,7 +116,7 @@ def test_adapter_alone_is_saved_and_loaded(ctx, base):
     with shared_folder(ctx) as folder:
         ours = fsdp2x.fully_shard(make(base))
         optimizer = torch.optim.AdamW(trainable(ours), lr=5e-3)
-        loss_of(0)(ours, ctx.rank).backward()
+        loss_of(ours, ctx.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
         expected = params(ours)

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
-import models
+import moe_models
 from fsdp2x import moe
 from harness import dist_run, distributed
-from moe_models import ListMoe, fused, rows
-from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
+from moe_models import ListMoe, fused, rows, steered
+from reference import both_transports, only_fsdp2x, same, train_alike
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 KINDS = pytest.mark.parametrize(
@@ -27,23 +27,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def three_steps(ctx, reference, ours, loss_of):
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=5e-3) for model in (reference, ours)]
-    for step in range(3):
-        mean_of_ranks(reference, lambda m, rank, s=step: loss_of(m, rank, s), ctx.world)
-        loss_of(ours, ctx.rank, step).backward()
-        expected, found = grads(reference), grads(ours)
-        for name, grad in expected.items():
-            # Experts that nobody's token chose: None or zero, by how the experts are written.
-            if grad is None or found[name] is None:
-                assert not any(one is not None and one.any() for one in (grad, found[name])), name
-                found[name] = expected[name] = None
-        same(found, expected, f"gradients of step {step}", **TOLERANCE)
-        for model, optimizer in zip((reference, ours), optimizers, strict=True):
-            for param in model.parameters():
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            optimizer.step()
-            optimizer.zero_grad()
-    same(params(ours), params(reference), "parameters", **TOLERANCE)
+    train_alike(ctx, reference, ours, loss_of, evens=True, **TOLERANCE)
 
 
 def list_loss(steer):
@@ -131,26 +115,6 @@ def test_experts_in_another_order_are_refused(ctx):
         model(rows(0))
 
 
-def steered(model, rank, step, experts, num_tokens=9):
-    """The loss of a transformers model whose router sends this rank's tokens to two experts only."""
-    hooks = []
-    for layer in model.model.layers:
-        gate = layer.mlp.gate
-
-        def choose(module, args, out, experts=experts):
-            logits, scores, _ = out
-            chosen = torch.tensor(experts).expand(scores.shape[0], -1)
-            return logits, logits.softmax(-1).gather(1, chosen), chosen
-
-        hooks.append(gate.register_forward_hook(choose))
-    batch = models.batch("qwen3_moe", 10 * step + rank, size=1, length=num_tokens)
-    # One token has no next one to predict.
-    loss = model(input_ids=batch["input_ids"]).logits.square().mean()
-    for hook in hooks:
-        hook.remove()
-    return loss
-
-
 @distributed(world_sizes=(2,))
 @KINDS
 @both_transports
@@ -169,7 +133,8 @@ def test_fused_experts(ctx, transport, implementation, own_units):
     pairs = ((0, 1), (2, 3), (1, 2))
 
     def loss_of(model, rank, step):
-        return steered(model, rank, step, pairs[(rank + step) % 3], num_tokens=1 if step == 1 else 9)
+        with steered(model, pairs[(rank + step) % 3]):
+            return moe_models.loss_of(model, rank, step, length=1 if step == 1 else 9)
 
     three_steps(ctx, reference, ours, loss_of)
 

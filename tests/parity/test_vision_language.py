@@ -11,7 +11,7 @@ import models
 from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.vision import shard_vision_language
 from harness import distributed
-from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, same
+from reference import both_transports, grads, only_fsdp2x, params, train_alike
 
 IMAGE_TOKEN = 36
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -42,23 +42,9 @@ def batch(rank, step, image):
     }
 
 
-def three_steps(ctx, reference, ours, images, absent=None):
-    """`images(step, rank)` says who has one; `absent`: the gradient of a tower that no rank used."""
-    optimizers = [
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3) for model in (reference, ours)
-    ]
-    for step in range(3):
-        mean_of_ranks(reference, lambda m, rank, s=step: m(**batch(rank, s, images(s, rank))).loss, ctx.world)
-        ours(**batch(ctx.rank, step, images(step, ctx.rank))).loss.backward()
-        expected = grads(reference)
-        for name, param in reference.named_parameters():
-            if absent is not None and param.requires_grad and param.grad is None:
-                param.grad = expected[name] = torch.full_like(param, absent)
-        same(grads(ours), expected, f"gradients of step {step}", **TOLERANCE)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same(params(ours), params(reference), "parameters", **TOLERANCE)
+def loss_of(images):
+    """`images(step, rank)` says who has one."""
+    return lambda model, rank, step: model(**batch(rank, step, images(step, rank))).loss
 
 
 @distributed(world_sizes=(3,))
@@ -75,12 +61,14 @@ def test_an_image_on_one_rank_only(ctx, transport, frozen):
     before = {name: param.detach().clone() for name, param in ours.named_parameters() if "visual" in name}
     shard_vision_language(ours, transport=transport)
     assert not any(isinstance(module, fsdp2x.FSDPModule) for module in ours.model.visual.modules())
-    images = (lambda rank: rank == 0), (lambda rank: rank == ctx.world - 1), (lambda rank: False)
-    absent = None if transport == "shm" else 0.0
-    three_steps(ctx, reference, ours, lambda step, rank: images[step](rank), absent)
+    has_image = loss_of(lambda step, rank: rank == {0: 0, 1: ctx.world - 1}.get(step))
+    train_alike(ctx, reference, ours, has_image, evens=transport != "shm", **TOLERANCE)
     after = params(ours)
     for name, value in before.items():
         assert torch.equal(after[name], value) == frozen, name
+    has_image(ours, ctx.rank, 2).backward()
+    unused = {param.grad is None for name, param in ours.named_parameters() if "visual" in name}
+    assert unused == {frozen or transport == "shm"}, "zeros, where every rank has to send something"
 
 
 @distributed(world_sizes=(2,))
@@ -93,7 +81,7 @@ def test_units_of_the_tower_where_all_ranks_have_images(ctx, transport):
     ours = copy.deepcopy(reference)
     shard_vision_language(ours, every_rank_has_images=True, transport=transport)
     assert all(isinstance(block, fsdp2x.FSDPModule) for block in ours.model.visual.blocks)
-    three_steps(ctx, reference, ours, lambda step, rank: True)
+    train_alike(ctx, reference, ours, loss_of(lambda step, rank: True), **TOLERANCE)
 
 
 @distributed(world_sizes=(2,))

@@ -1,5 +1,8 @@
 """Tiny mixtures of experts for tests: fused ones of transformers, and a list whose experts run when they are hit."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -11,6 +14,27 @@ WIDTH = 8
 def fused(name="qwen3_moe", **overrides):
     """4 experts of width 12 and hidden size 16, 2 of them for each token."""
     return models.build(name, use_cache=False, **overrides)
+
+
+def loss_of(model, rank: int, step: int, length: int = 9) -> torch.Tensor:
+    """Of `fused`; one token has no next one to predict."""
+    batch = models.batch("qwen3_moe", 10 * step + rank, size=1, length=length)
+    return model(input_ids=batch["input_ids"]).logits.square().mean()
+
+
+@contextlib.contextmanager
+def steered(model, experts: tuple[int, int]) -> Iterator[None]:
+    """The routers of `fused` send all tokens to two experts only."""
+
+    def choose(module, args, out):
+        logits, scores, _ = out
+        chosen = torch.tensor(experts).expand(scores.shape[0], -1)
+        return logits, logits.softmax(-1).gather(1, chosen), chosen
+
+    hooks = [layer.mlp.gate.register_forward_hook(choose) for layer in model.model.layers]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 class Expert(nn.Module):

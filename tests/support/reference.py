@@ -265,3 +265,51 @@ def mean_of_ranks(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Te
     for param in model.parameters():
         param.grad = total[param] / world if param in total else None
     return torch.stack(losses)
+
+
+def even_out(ours: nn.Module, reference: nn.Module) -> None:
+    """Where one has no gradient and the other zeros, as of experts that nobody used, both have zeros. Collective."""
+    for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        for given, missing in ((param, other), (other, param)):
+            if missing.grad is None and given.grad is not None:
+                assert not full(given.grad).any(), f"{name}: a gradient on one side only"
+                missing.grad = torch.zeros_like(missing)
+
+
+def adamw_of(*models: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3) for model in models]
+
+
+def train_alike(
+    ctx,
+    reference: nn.Module,
+    ours: nn.Module,
+    loss_of: Callable[[nn.Module, int, int], torch.Tensor],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    num_steps: int = 3,
+    evens: bool = False,
+    before_step: Callable[[], None] = lambda: None,
+    **exact: float,
+) -> list[torch.Tensor]:
+    """Steps of the sharded model on each rank's data against one process on everybody's; returns the mean losses.
+
+    `loss_of(model, rank, step)`; `evens`: whether `even_out` comes first.
+    """
+    optimizers = optimizers or adamw_of(reference, ours)
+    losses = []
+    for step in range(num_steps):
+        expected = mean_of_ranks(reference, lambda model, rank, step=step: loss_of(model, rank, step), ctx.world)
+        loss = loss_of(ours, ctx.rank, step)
+        loss.backward()
+        same(loss.detach(), expected[ctx.rank], f"loss of step {step}", **exact)
+        if evens:
+            even_out(ours, reference)
+        same(grads(ours), grads(reference), f"gradients of step {step}", **exact)
+        before_step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(expected.mean())
+    same(params(ours), params(reference), "parameters", **exact)
+    return losses
