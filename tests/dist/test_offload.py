@@ -12,7 +12,7 @@ import streams
 from arrangements import optimizer_in_backward
 from harness import distributed
 from models import STACK_UNITS, inputs
-from offloading import CLOSE, LOOSE, OFFLOAD, POLICIES, agree, expect, host_modes, loss_of, num_of
+from offloading import LOOSE, OFFLOAD, POLICIES, agree, expect, host_modes, loss_of, num_of
 from reference import grads, mean_of_ranks, only_fsdp2x, params, same, shard
 from streams import WIDTH, Experts, wide
 
@@ -22,31 +22,6 @@ def pair(ctx, **options) -> tuple[nn.Module, nn.Module]:
     reference = wide()
     options = {"transport": "streams", "offload_policy": OFFLOAD, **options}
     return reference, shard(ctx, copy.deepcopy(reference), STACK_UNITS, **options)
-
-
-@distributed(world_sizes=(1, 2, 3))
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_trains_as_one_rank_would(ctx, policy, reshard):
-    only_fsdp2x(ctx)
-    recorder = streams.install(pack_below_bytes=600)
-    reference, ours = pair(ctx, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
-    optimizers = [
-        make(m.parameters(), lr=1e-2) for make, m in ((torch.optim.AdamW, reference), (fsdp2x.optim.AdamW, ours))
-    ]
-    for step in range(3):
-        expect(reference, ctx, step)
-        loss_of(ours, ctx.rank, step).backward()
-        same(grads(ours), grads(reference), f"gradients of step {step}", **CLOSE.get(policy, LOOSE))
-        norms = [
-            clip(m.parameters(), 0.1)
-            for clip, m in ((nn.utils.clip_grad_norm_, reference), (fsdp2x.clip_grad_norm_, ours))
-        ]
-        same(norms[1], norms[0], "norms", **CLOSE.get(policy, LOOSE))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert streams.races(recorder.entries) == []
 
 
 @distributed(world_sizes=(2,))
@@ -85,35 +60,6 @@ def test_one_copy_each_way(ctx, policy):
     # The device's memory comes and goes, blocks of the host stay.
     assert num_allocations[-1] == num_allocations[-2] and num_allocations[-1][1] == 0
     assert stats["gather_slots_owned"] == stats["scratch_slots_owned"] == 0, stats["owners"]
-
-
-KINDS = {
-    # (lane, event): what would go wrong without that wait. Uploads and casts of shards are one lane's, in order.
-    ("copy_out", "reduce"): "rows leave before they are reduced",
-    ("host", "downloaded"): "the host reads gradients that have not arrived",
-    ("host", "copy_in"): "the optimizer writes shards that are still uploaded",
-}
-
-
-@distributed(world_sizes=(2,))
-def test_events_order_every_access(ctx):
-    only_fsdp2x(ctx)
-    recorder = streams.install(pack_below_bytes=1200)
-    _, model = pair(ctx, mp_policy=POLICIES["bf16"], reshard_after_forward=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        if step == 1:
-            recorder.clear()
-        loss_of(model, ctx.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, ctx.rank, step)
-            for param in model.parameters():
-                param.mul_(1.0)
-    entries = recorder.entries
-    assert streams.races(entries) == []
-    streams.every_wait_is_needed(entries, KINDS)
 
 
 @distributed(world_sizes=(4,))
@@ -262,26 +208,14 @@ def test_unshard_outside_of_forward_may_be_followed_by_writes(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_sleep_has_nothing_to_move(ctx):
-    only_fsdp2x(ctx)
-    streams.install()
-    reference, model = pair(ctx)
-    loss_of(model, ctx.rank, 0).backward()
-    model.zero_grad()
-    assert fsdp2x.sleep(model) == 0
-    assert model._get_fsdp_state().root.loans() == []
-    fsdp2x.wake(model)
-    agree(ctx, reference, model, 1)
-
-
-@distributed(world_sizes=(2,))
-def test_what_cannot_be_offloaded(ctx):
+@host_modes
+def test_what_cannot_be_offloaded(ctx, offload):
     only_fsdp2x(ctx)
     streams.install()
     model = wide(2)
     for block in model.blocks:
-        fsdp2x.fully_shard(block, auto_wrap=False, transport="process_group", offload_policy=OFFLOAD)
+        fsdp2x.fully_shard(block, auto_wrap=False, transport="process_group", offload_policy=offload)
     model.blocks[1].up.weight = model.blocks[0].up.weight
-    fsdp2x.fully_shard(model, auto_wrap=False, transport="process_group", offload_policy=OFFLOAD)
+    fsdp2x.fully_shard(model, auto_wrap=False, transport="process_group", offload_policy=offload)
     with pytest.raises(NotImplementedError, match=r"weight' is tied to another unit's.*OffloadPolicy\(\)"):
         loss_of(model, ctx.rank, 0)
