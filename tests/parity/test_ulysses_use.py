@@ -10,16 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import sequences
-from fsdp2x.sequence import (
-    apply_ulysses,
-    count_label_tokens,
-    init_sequence_mesh,
-    mean_over_ranks,
-    micro_batches,
-    pack_samples,
-    token_log_probs,
-    token_mean_loss,
-)
+from fsdp2x.sequence import apply_ulysses, init_sequence_mesh, micro_batches, pack_samples, token_log_probs
 from fsdp2x.sequence.attention import IMPLEMENTATION
 from harness import distributed
 from reference import grads, only_fsdp2x, same
@@ -27,14 +18,14 @@ from reference import grads, only_fsdp2x, same
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def setup(ctx, name="llama", size=2, shard=True, **overrides):
+def setup(ctx, model="llama", size=2, shard=True, **options):
     """A reference, a copy under fully_shard and Ulysses, its context and mesh."""
     only_fsdp2x(ctx)
     mesh = init_sequence_mesh(size, "cpu")
-    reference = sequences.build(name, **overrides)
+    reference = sequences.build(model) if isinstance(model, str) else model
     ours = copy.deepcopy(reference)
     if shard:
-        fsdp2x.fully_shard(ours, mesh=mesh.shard)
+        fsdp2x.fully_shard(ours, mesh=mesh.shard, **options)
     return reference, ours, apply_ulysses(ours, mesh.sequence), mesh
 
 
@@ -106,78 +97,46 @@ def test_logits_and_positions(ctx, name):
 @pytest.mark.parametrize("name", ["llama_kv3", pytest.param("gemma2_six", marks=pytest.mark.full)])
 def test_three_ranks(ctx, name):
     """Six heads of three or two kv heads over three ranks, rows that no three divide, short last slices of padding."""
-    overrides = {}
     if name == "gemma2_six":
-        name, overrides = "gemma2", {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}
-    reference, ours, context, mesh = setup(ctx, name, size=3, **overrides)
+        name = sequences.build("gemma2", hidden_size=24, num_attention_heads=6, num_key_value_heads=2)
+    reference, ours, context, _ = setup(ctx, name, size=3)
     samples = sequences.make_samples(reference, [9, 5, 3, 2])
-    expected = sequences.reference_step(reference, samples)
     shard = context.shard_inputs(pack_samples(samples))
     assert shard.layout.length == 21 and shard.layout.num_padding == 2
-    loss = token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, count_label_tokens(shard.next_labels))
-    loss.backward()
-    same(mean_over_ranks(loss), expected, "loss", **EXACT)
-    same(grads(ours), grads(reference), "gradients", **EXACT)
+    sequences.check_step(ours, [shard], reference, samples)
 
 
 @distributed(world_sizes=(4,), timeout=120)
 def test_a_data_parallel_rank_without_samples(ctx):
     reference, ours, context, mesh = setup(ctx)
     samples = sequences.make_samples(reference, [9, 5, 13])
-    expected = sequences.reference_step(reference, samples)
     mine = samples if mesh.data.get_local_rank() == 0 else []
     shards = [context.shard_inputs(row) for row in micro_batches(mine, 15)]
     assert len(shards) == 2
-    num_tokens = count_label_tokens(shard.next_labels for shard in shards)
-    loss = torch.zeros(())
-    for index, shard in enumerate(shards):
-        with fsdp2x.accumulate(ours, last=index == 1):
-            one = token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, num_tokens)
-            one.backward()
-        loss += one.detach()
-    same(mean_over_ranks(loss), expected, "loss", **EXACT)
-    same(grads(ours), grads(reference), "gradients", **EXACT)
+    sequences.check_step(ours, shards, reference, samples)
 
 
 @distributed(world_sizes=(2,))
 def test_bf16_compute(ctx):
     """Against the same model in bf16 on one rank: only the order of sums differs."""
-    only_fsdp2x(ctx)
-    mesh = init_sequence_mesh(2, "cpu")
-    reference = sequences.build("qwen3")
-    ours = copy.deepcopy(reference)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fsdp2x.fully_shard(ours, mesh=mesh.shard, mp_policy=policy)
-    context = apply_ulysses(ours, mesh.sequence)
+    reference, ours, context, _ = setup(ctx, sequences.build("qwen3"), mp_policy=policy)
     samples = sequences.make_samples(reference, [12, 9])
-    expected = sequences.reference_step(reference, samples)
-    shard = context.shard_inputs(pack_samples(samples))
-    loss = token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, count_label_tokens(shard.next_labels))
-    loss.backward()
-    same(mean_over_ranks(loss), expected, "loss", rtol=2e-2, atol=2e-2)
-    same(grads(ours), grads(reference), "gradients", rtol=5e-2, atol=2e-2)
+    sequences.check_step(ours, [context.shard_inputs(pack_samples(samples))], reference, samples, loose=5e-2)
 
 
 @distributed(world_sizes=(2,))
 def test_lora(ctx):
     peft = pytest.importorskip("peft")
-    only_fsdp2x(ctx)
-    mesh = init_sequence_mesh(2, "cpu")
-    reference = peft.get_peft_model(sequences.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    lora = peft.get_peft_model(sequences.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     with torch.no_grad():
-        for name, param in reference.named_parameters():
+        for name, param in lora.named_parameters():
             if "lora_B" in name:
                 param.normal_(generator=torch.Generator().manual_seed(2))
-    ours = fsdp2x.fully_shard(copy.deepcopy(reference), mesh=mesh.shard)
-    context = apply_ulysses(ours, mesh.sequence)
+    reference, ours, context, _ = setup(ctx, lora)
     samples = sequences.make_samples(reference, [9, 6])
-    sequences.reference_step(reference, samples)
-    shard = context.shard_inputs(pack_samples(samples))
-    num_tokens = count_label_tokens(shard.next_labels)
-    token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, num_tokens).backward()
-    found = grads(ours)
-    same(found, grads(reference), "gradients", **EXACT)
-    assert any(grad is not None for grad in found.values()) and any(grad is None for grad in found.values())
+    sequences.check_step(ours, [context.shard_inputs(pack_samples(samples))], reference, samples)
+    assert {param.grad is None for param in ours.parameters()} == {True, False}
 
 
 @distributed(world_sizes=(2,))
@@ -230,11 +189,8 @@ def test_compiled_blocks(ctx):
             reference.zero_grad()
             ours.zero_grad()
             samples = sequences.make_samples(reference, lengths)
-            sequences.reference_step(reference, samples)
             shard = context.shard_inputs(pack_samples(samples))
-            num_tokens = count_label_tokens(shard.next_labels)
-            token_mean_loss(ours(**shard.inputs).logits, shard.next_labels, num_tokens).backward()
-            same(grads(ours), grads(reference), f"gradients of {lengths}", **EXACT)
+            sequences.check_step(ours, [shard], reference, samples, f"of {lengths}")
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     finally:
         torch._dynamo.reset()

@@ -7,7 +7,10 @@ divided by their number.
 import torch
 from torch import nn
 
+import fsdp2x
 import models
+from fsdp2x.sequence import count_label_tokens, mean_over_ranks, token_mean_loss
+from reference import even_out, grads, same
 
 VOCAB = models.VOCAB
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": VOCAB, "head_dim": 4}
@@ -202,3 +205,26 @@ def reference_step(model: nn.Module, samples: list[dict[str, torch.Tensor]]) -> 
         loss.backward()
         total += loss.detach()
     return total
+
+
+def step(model: nn.Module, rows: list) -> torch.Tensor:
+    """Forward and backward of a sharded model on this rank's rows, or slices of them; returns the step's loss."""
+    num_tokens = count_label_tokens(row.next_labels for row in rows)
+    loss = torch.zeros(())
+    for index, row in enumerate(rows):
+        with fsdp2x.accumulate(model, last=index == len(rows) - 1):
+            one = token_mean_loss(model(**row.inputs).logits, row.next_labels, num_tokens)
+            one.backward()
+        loss += one.detach()
+    return mean_over_ranks(loss)
+
+
+def check_step(
+    ours: nn.Module, rows: list, reference: nn.Module, samples: list, where: str = "", loose: float = 1e-5
+) -> torch.Tensor:
+    """Loss and gradients of `step` are those of `reference_step` on all ranks' samples; returns the loss."""
+    expected = reference_step(reference, samples)
+    same(step(ours, rows), expected, f"loss {where}", rtol=min(loose, 2e-2), atol=min(loose, 2e-2))
+    even_out(ours, reference)
+    same(grads(ours), grads(reference), f"gradients {where}", rtol=loose, atol=min(loose, 2e-2))
+    return expected
