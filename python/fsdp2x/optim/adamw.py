@@ -12,16 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.coded_moments import narrowed, widened, widened_states
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
-from fsdp2x.optim.local import (
-    local_tensors,
-    loss_of,
-    number,
-    refuse_sparse,
-)
+from fsdp2x.optim.local import local_tensors, number, refuse_sparse
 from fsdp2x.optim.moments import INT8, moments_dtype_of, new_pieces, pieces, place_in_whole
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
@@ -177,15 +172,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
         with widened_states(self):
             return super().state_dict()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = loss_of(closure)
-        self.step_scaled(measure_in_step(self._name, self))
-        return loss
-
     def step_scaled(self, grad_scale: Tensor | None) -> None:
-        """A step of gradients times ``grad_scale``, if there is one."""
         run = functools.partial(self._run, grad_scale)
         on_host = self._wanted_on_host()
         if on_host:

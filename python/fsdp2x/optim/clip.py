@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.local import local_tensor, refuse_sparse
+from fsdp2x.optim.local import cut_like, local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
@@ -85,9 +85,8 @@ def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
     """``grad`` times ``factor``, if there is one, for functions of torch."""
     if factor is None:
         return grad
-    if not isinstance(grad, DTensor):
-        return grad * factor.to(grad.device)
-    return torch_private.dtensor(scaled(local_tensor(grad), factor), torch_private.spec_of(grad))
+    local = local_tensor(grad)
+    return cut_like(grad, local * factor.to(local.device))
 
 
 def _measure(

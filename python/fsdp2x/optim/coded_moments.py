@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.optim.local import local_tensor
+from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.optim.moments import CODES, INT8, SCALES
-from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
 _SIGNED = {"exp_avg"}
@@ -67,10 +66,7 @@ def narrowed(param: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) ->
 
 def _decoded(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     local = local_tensor(codes)
-    values = _C.decode_moments(local.cpu(), scales.cpu(), is_signed).to(local.device)
-    if not isinstance(codes, DTensor):
-        return values
-    return torch_private.dtensor(values, torch_private.spec_with_dtype(torch_private.spec_of(codes), values.dtype))
+    return cut_like(codes, _C.decode_moments(local.cpu(), scales.cpu(), is_signed).to(local.device))
 
 
 @torch.no_grad()
@@ -86,7 +82,4 @@ def _encoded(param: Tensor, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
         )
     values = torch.empty_like(own, dtype=torch.float32, device="cpu").copy_(local)
     codes, scales = _C.encode_moments(values, name in _SIGNED)
-    codes, scales = codes.to(own.device), scales.to(own.device)
-    if isinstance(param, DTensor):
-        codes = torch_private.dtensor(codes, torch_private.spec_with_dtype(torch_private.spec_of(param), torch.uint8))
-    return codes, scales
+    return cut_like(param, codes.to(own.device)), scales.to(own.device)

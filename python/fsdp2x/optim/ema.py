@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.local import local_tensor
-from fsdp2x.runtime import torch_private
+from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.tree import unit_states
 
@@ -163,11 +161,7 @@ def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _copied(param: Tensor, dtype: torch.dtype | None) -> Tensor:
-    dtype = _dtype_of(param, dtype)
-    copied = local_tensor(param).detach().to(dtype, copy=True)
-    if not isinstance(param, DTensor):
-        return copied
-    return torch_private.dtensor(copied, torch_private.spec_with_dtype(torch_private.spec_of(param), dtype))
+    return cut_like(param, local_tensor(param).detach().to(_dtype_of(param, dtype), copy=True))
 
 
 @torch.no_grad()

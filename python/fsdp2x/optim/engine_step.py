@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp2x.optim.clip import check_max_grad_norm
+from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
+from fsdp2x.optim.local import loss_of
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.stale import refuse_stale
 
@@ -32,6 +33,17 @@ class EngineStep(torch.optim.Optimizer):
     def _begin_afresh(self) -> None:
         """What belongs to this object alone, and to its state of the moment."""
         self._on_device = _C.DeviceSteps()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
+        loss = loss_of(closure)
+        self.step_scaled(measure_in_step(self._name, self))
+        return loss
+
+    def step_scaled(self, grad_scale: Tensor | None) -> None:
+        """A step of gradients times ``grad_scale``, if there is one."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._refuse_unsupported(param_group)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2x.optim.local import local_tensor
+from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.optim.moments import MomentTensor
-from fsdp2x.runtime import torch_private, transport
+from fsdp2x.runtime import transport
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import HostState, host_state
 
@@ -72,8 +72,7 @@ def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
 def _in_pool(pool: Tensor, offset: int, param: Tensor, piece: MomentTensor) -> Tensor:
     if piece.numel is not None:
         return _C.tensor_in_pool(pool, offset, [piece.numel], piece.dtype)
-    local = _C.tensor_in_pool(pool, offset, list(local_tensor(param).shape), piece.dtype)
-    return torch_private.dtensor(local, torch_private.spec_with_dtype(torch_private.spec_of(param), piece.dtype))
+    return cut_like(param, _C.tensor_in_pool(pool, offset, list(local_tensor(param).shape), piece.dtype))
 
 
 class _Block:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import local_tensors, loss_of, number, refuse_sparse
+from fsdp2x.optim.local import local_tensors, number, refuse_sparse
 from fsdp2x.runtime.native import _C
 
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
@@ -63,17 +63,12 @@ class Lion(EngineStep):
         self._prepare({}, max_grad_norm)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = loss_of(closure)
+    def step_scaled(self, grad_scale: Tensor | None) -> None:
         settings = [_settings(group) for group in self.param_groups]
-        grad_scale = measure_in_step(self._name, self)
         left_over = _C.lion_step(settings, self.state, self._make_average, self._on_device, grad_scale)
         for group, params in self._left_to_torch(left_over):
             for param in params:
                 self._step_by_torch(group, param, grad_scale)
-        return loss
 
     def _make_average(self, group: int, index: int) -> None:
         self._average_of(self.param_groups[group]["params"][index])

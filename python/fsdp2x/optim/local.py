@@ -32,6 +32,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return torch_private.wait_if_async(torch_private.local_tensor(tensor))
 
 
+def cut_like(whole: Tensor, local: Tensor) -> Tensor:
+    """``local`` for a tensor that is cut like ``whole``: a DTensor over it where that is one."""
+    return torch_private.dtensor_like(whole, local) if isinstance(whole, DTensor) else local
+
+
 def local_tensors(tensors: list[Tensor | None]) -> list[Tensor | None]:
     """The local tensors of DTensors that are all cut alike; the tensors themselves when they are not.
 

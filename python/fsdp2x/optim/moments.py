@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.optim.local import local_tensor
+from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 
@@ -86,11 +86,8 @@ def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
     for (tensor, dtype), is_pooled in zip(pairs, pooled, strict=True):
         if not is_pooled:
             result.append(torch.zeros_like(tensor, memory_format=torch.preserve_format, dtype=dtype))
-        elif isinstance(tensor, DTensor):
-            spec = torch_private.spec_with_dtype(torch_private.spec_of(tensor), dtype)
-            result.append(torch_private.dtensor(next(zeros), spec))
         else:
-            result.append(next(zeros))
+            result.append(cut_like(tensor, next(zeros)))
     return result
 
 

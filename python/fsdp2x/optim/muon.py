@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
 from fsdp2x.optim.adamw import AdamW, count_on_host
-from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.coded_moments import widened_states
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import local_tensor, loss_of, number, refuse_sparse
+from fsdp2x.optim.local import local_tensor, number, refuse_sparse
 from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import MuonPlan, make_plan
 from fsdp2x.optim.newton_schulz import orthogonalize
@@ -184,11 +184,7 @@ class Muon(EngineStep):
                     self._adamw.take_moments(param, state_dict["state"][index])
         count_on_host(self.state)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = loss_of(closure)
-        factor = measure_in_step(self._name, self)
+    def step_scaled(self, grad_scale: Tensor | None) -> None:
         matrices = [(param, group) for group in self.param_groups if group["use_muon"] for param in group["params"]]
         params = [param for param, _ in matrices]
         if self._plan is None or not self._plan.is_for(params, self.ns_dtype):
@@ -198,11 +194,10 @@ class Muon(EngineStep):
         self._adamw.state = self.state
         self._make_momentum(params)
         steps = [
-            _MatrixStep(param, group, self.state[param], factor, first)
+            _MatrixStep(param, group, self.state[param], grad_scale, first)
             for (param, group), first in zip(matrices, self._plan.first, strict=True)
         ]
-        _run(self._plan, steps, lambda: self._adamw.step_scaled(factor))
-        return loss
+        _run(self._plan, steps, lambda: self._adamw.step_scaled(grad_scale))
 
     def _make_momentum(self, params: list[Tensor]) -> None:
         fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]

@@ -13,6 +13,12 @@ from fsdp2x.arguments import checked
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
+def named_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What ``Muon`` steps of a model by ``muon_param_groups``, which raises."""
+    groups = muon_param_groups(model)
+    return [pair for group in groups if group["use_muon"] for pair in group["params"]]
+
+
 @checked
 def muon_param_groups(model: nn.Module, exclude: Sequence[str] | None = None, **adamw: Any) -> list[dict[str, Any]]:
     """The trainable parameters of ``model`` in two groups for ``Muon``: matrices, and what AdamW steps.

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from fsdp2x.arguments import checked
-from fsdp2x.optim.clip import measure_in_step, scaled
+from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import (
-    local_tensors,
-    loss_of,
-    number,
-    refuse_sparse,
-)
-from fsdp2x.runtime import torch_private
+from fsdp2x.optim.local import cut_like, local_tensors, number, refuse_sparse
 from fsdp2x.runtime.native import _C
 
 
@@ -65,23 +58,18 @@ class SGD(EngineStep, torch.optim.SGD):
         self._prepare({"differentiable": differentiable}, max_grad_norm)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
-        loss = loss_of(closure)
+    def step_scaled(self, grad_scale: Tensor | None) -> None:
         settings = [_settings(group) for group in self.param_groups]
-        grad_scale = measure_in_step(self._name, self)
         left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device, grad_scale)
         for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, grad_scale)
-        return loss
 
     def _make_buffer(self, group: int, index: int) -> None:
         param = self.param_groups[group]["params"][index]
         self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor], grad_scale: Tensor | None) -> None:
-        targets, grads, buffers, specs = [], [], [], []
+        targets, grads, buffers = [], [], []
         for param in params:
             refuse_sparse("optim.SGD", param.grad)
             buffer = self.state[param].get("momentum_buffer") if group["momentum"] != 0 else None
@@ -89,7 +77,6 @@ class SGD(EngineStep, torch.optim.SGD):
             targets.append(target)
             grads.append(grad)
             buffers.append(local)
-            specs.append(torch_private.spec_of(param) if target is not param and isinstance(param, DTensor) else None)
         had = [buffer is not None for buffer in buffers]
         torch_sgd(
             targets,
@@ -104,9 +91,9 @@ class SGD(EngineStep, torch.optim.SGD):
         )
         if group["momentum"] == 0:
             return
-        for param, buffer, spec, existed in zip(params, buffers, specs, had, strict=True):
+        for param, target, buffer, existed in zip(params, targets, buffers, had, strict=True):
             if not existed:  # torch made it from the gradient
-                self.state[param]["momentum_buffer"] = buffer if spec is None else torch_private.dtensor(buffer, spec)
+                self.state[param]["momentum_buffer"] = buffer if target is param else cut_like(param, buffer)
 
 
 def _settings(group: dict[str, Any]) -> tuple:

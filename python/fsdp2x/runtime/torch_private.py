@@ -118,6 +118,11 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
+def dtensor_like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over ``local``, of its dtype, that is cut like ``whole``."""
+    return dtensor(local, spec_with_dtype(whole._spec, local.dtype))
+
+
 def dtensor_spec(mesh: DeviceMesh, placements: tuple, shape, stride, dtype: torch.dtype) -> DTensorSpec:
     """Spec of a tensor of global ``shape`` and ``stride``."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))

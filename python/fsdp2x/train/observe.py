@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.agree import exchange
+from ..optim.local import local_tensor
 from .config import LoggingConfig
 from .metrics import memory_bytes
 
@@ -22,9 +23,8 @@ def shard_report(model: torch.nn.Module) -> str:
 
     Ranks with the same shape stand together: `0-2: (3, 8)  3: (1, 8)`.
     """
-    mine = {name: tuple(_local(parameter).shape) for name, parameter in model.named_parameters()}
-    shapes: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(shapes, mine)
+    mine = {name: tuple(local_tensor(parameter).shape) for name, parameter in model.named_parameters()}
+    shapes = exchange(mine)
     rows = [("parameter", "dtype", "placement", "global", "local (by rank)")]
     for name, parameter in model.named_parameters():
         placed = ", ".join(map(str, parameter.placements)) if isinstance(parameter, DTensor) else "whole"
@@ -35,10 +35,6 @@ def shard_report(model: torch.nn.Module) -> str:
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from ..optim.local import local_tensor
 from .config import ScalerConfig
 
 # Below it even gradients of 1 vanish in float16's sums; a run whose scale falls so low will not recover.
@@ -34,7 +34,7 @@ class GradScaler:
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor]) -> bool:
         """Divides all gradients by the scale, in place; returns whether the step is good. Collective."""
-        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         grads = [grad for grad in grads if grad.numel()]
         device = grads[0].device if grads else torch.device("cpu")
         largest = torch.zeros((), device=device)
@@ -78,7 +78,3 @@ class GradScaler:
         """Takes the scale and how long it has been good; the factors stay as configured."""
         self.scale = float(state["scale"])
         self.num_good_steps = min(int(state["_growth_tracker"]), self.growth_interval - 1)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
