@@ -17,6 +17,7 @@ from fsdp2x.memory.facts import ModelFacts, Ranks
 from fsdp2x.memory.report import trees_of
 from fsdp2x.memory.sources import facts_of_model, facts_of_plan
 from fsdp2x.memory.steps import Replay
+from fsdp2x.runtime.transport import Transport
 from fsdp2x.simulate import schedules
 from fsdp2x.simulate.machines import MACHINES
 from fsdp2x.simulate.schedules import PEERS, Pacing
@@ -146,7 +147,7 @@ def of_stock(ctx, case, policy) -> None:
     units = units_of(case, model)
     replicas = 2 if case == "hsdp" else 1
     world = ctx.world // replicas
-    ranks = Ranks("shards", world, ctx.rank % world, "process_group", replicas, has_streams=True)
+    ranks = Ranks("shards", world, ctx.rank % world, Transport.PROCESS_GROUP, replicas, has_streams=True)
     wrap = ["ListLayer"] if case == "listed" else True
     facts = facts_of_plan(model, ranks, auto_wrap=wrap, mp_policy=POLICIES[policy])
     expected, _ = foretold(facts, lambda *arguments: schedules.theirs(PEERS["fsdp2"], *arguments))

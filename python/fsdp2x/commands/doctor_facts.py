@@ -143,7 +143,7 @@ def _choices() -> Iterator[Finding]:
     """What `fully_shard(model)` would use here, and why."""
     import torch.distributed as dist
 
-    from fsdp2x.runtime.transport import check_transport
+    from fsdp2x.runtime.transport import Transport, check_transport
 
     topic = "would be used"
     has_gpu = _has_gpu()
@@ -156,7 +156,7 @@ def _choices() -> Iterator[Finding]:
         return
     if has_gpu:
         yield _nccl(topic)
-    elif name == "process_group":
+    elif name == Transport.PROCESS_GROUP:
         yield Finding(topic, "transport", "process group: FSDP2X_TRANSPORT says so")
     else:
         fault = shared_memory_fault()
@@ -164,7 +164,9 @@ def _choices() -> Iterator[Finding]:
             yield Finding(topic, "transport", "shared memory, between ranks of this host and user; gloo across hosts")
         else:
             advice = 'a limit of the system; transport="process_group" chooses gloo without the warning'
-            yield Finding(topic, "transport", f"process group: {fault}", "wrong" if name == "shm" else "note", advice)
+            yield Finding(
+                topic, "transport", f"process group: {fault}", "wrong" if name == Transport.SHM else "note", advice
+            )
     if not dist.is_gloo_available():
         yield Finding(topic, "gloo", "missing in this torch", "wrong", "install a torch that has it")
     yield Finding(topic, "kernels", _kernels(has_gpu))

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
 from fsdp2x.commands.plan_words import bar, explanation, remark_on_dtype
-from fsdp2x.memory.plan import PlanError, planned_facts, planned_report
+from fsdp2x.memory.plan import PlanError, planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
+from fsdp2x.runtime.transport import Transport
 from fsdp2x.simulate.step import Simulation
 
 _DEFAULTS = {
@@ -168,8 +169,8 @@ def make_plan(request: Request) -> MemoryPlan:
         training = read_training(path, request.overrides, request.world_size, request.local_world_size, given)
         model, stages_saves = training.model, training.stages_saves
         request = _filled(request, training.asked)
-    request = _filled(request, {"transport": "shm" if request.device == "cpu" else "process_group"})
-    request = _filled(request, {"device": "cpu" if request.transport == "shm" else "cuda", **_DEFAULTS})
+    request = _filled(request, {"transport": Transport.SHM if request.device == "cpu" else Transport.PROCESS_GROUP})
+    request = _filled(request, {"device": usual_device(request.transport), **_DEFAULTS})
     names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
              "expert_fsdp_size", "local_world_size", "wire_weights", "wire_gradients")  # fmt: skip
     options = {

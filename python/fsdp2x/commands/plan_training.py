@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.runtime.transport import Transport
 from fsdp2x.train import ConfigError, TrainConfig, parse_config
-from fsdp2x.train.config import OptimizerConfig
 from fsdp2x.train.dialects import translate_file
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.resolve import resolve_batching
@@ -45,7 +45,7 @@ def read_training(
     _refuse_unforeseen(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
-    shares_memory = "shm" in (given.get("transport"), parallel.transport)
+    shares_memory = Transport.SHM in (given.get("transport"), parallel.transport)
     device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
@@ -55,14 +55,14 @@ def read_training(
         "reduce_dtype": parallel.reduce_dtype,
         "replicas": mesh.num_replicas,
         "reshard_after_forward": mesh.reshard_after_forward,
-        "transport": ("shm" if on_one_host and not in_few_bits else "process_group")
+        "transport": (Transport.SHM if on_one_host and not in_few_bits else Transport.PROCESS_GROUP)
         if parallel.transport == "auto"
         else parallel.transport,
         "wire_weights": parallel.wire_weights,
         "wire_gradients": parallel.wire_gradients,
         "device": device,
         "offload": offload_mode(parallel.offload),
-        "optimizer": _optimizer(optimizer),
+        "optimizer": optimizer.planned_name,
         "expert_parallel": parallel.expert_parallel,
         "expert_fsdp_size": parallel.expert_fsdp_size,
         "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
@@ -92,13 +92,6 @@ def _refuse_unforeseen(config: TrainConfig) -> None:
             f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
             "foretold; plan with auto, fsdp2x or fused"
         )
-
-
-def _optimizer(config: OptimizerConfig) -> str:
-    """By the name that plans have for it."""
-    if config.name == "sgd":
-        return "sgd_momentum" if config.momentum else "sgd"
-    return config.name if config.moments_dtype is None else f"{config.name}_{config.moments_dtype}"
 
 
 def _param_dtype(setting: str | None, device: str) -> str | None:

@@ -35,6 +35,7 @@ from fsdp2x.runtime.memory_file import MemoryFile, whole_pages
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import UnitParams
 from fsdp2x.runtime.sharing import Introductions, introduce
+from fsdp2x.runtime.transport import Transport
 
 # What is given each shard.
 Seen = Callable[[Entry, torch.Tensor], None]
@@ -94,12 +95,12 @@ def make_ring(
     if known is not None:
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
-    if transport != "process_group" and device.type == "cpu" and known is not None:
+    if transport != Transport.PROCESS_GROUP and device.type == "cpu" and known is not None:
         num_bytes = ring_bytes([whole_pages(size) for size in sizes], in_order)
         ring, reason = _shared_ring(known, num_bytes, transport, keep_file)
         if ring is not None:
             return ring
-    if transport == "shm":
+    if transport == Transport.SHM:
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
     return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file)
 

@@ -6,7 +6,7 @@ Where it comes from, a model that runs or one that is only planned, is the busin
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding
 from fsdp2x.runtime.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
+from fsdp2x.runtime.transport import Transport
 from fsdp2x.runtime.wire_formats import GRADIENTS, WEIGHTS
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who shares a group. Groups with equal ``key`` share a transport, named as the engine names it."""
+    """Who shares a group. Groups with equal ``key`` share a transport."""
 
     key: Hashable
     world: int
     rank: int
-    transport: str  # "local", "shm" or "process_group"
+    transport: Transport
     replicas: int = 1
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
@@ -132,6 +133,7 @@ class Wire:
 
 
 def _count(
+    params: Sequence[ParamFacts],
     shapes: list[tuple],
     trains: Sequence[bool],
     ranks: Ranks,
@@ -146,7 +148,7 @@ def _count(
     training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
     # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
-    staged = training if ranks.transport == "process_group" else layout
+    staged = training if ranks.transport.is_collective else layout
     owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
     offloads = offload.of_shards and ranks.has_streams
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
@@ -186,10 +188,13 @@ def _count(
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
-        rests=ranks.transport == "shm" and ranks.world > 1 and layout.can_rest_in_slot and may_rest,
+        rests=ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and may_rest,
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
         reduces_unused=reduces_unused,
         small=small,
+        params=tuple(params),
+        shapes=tuple(shapes),
+        trains=tuple(trains),
         direct_chunk_bytes=() if gathers_coded else tuple(_C.direct_chunk_bytes(layout, pack_below)),
     )
 
@@ -228,10 +233,5 @@ def group_facts(
     trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
-        small = replace(_of(params, kept_shapes(shapes), [False] * len(shapes), small_ranks), rests=False)
-    return _of(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire, may_rest)
-
-
-def _of(params: Sequence[ParamFacts], shapes: list[tuple], trains: list[bool], *counted_with: object) -> GroupFacts:
-    counted = _count(shapes, trains, *counted_with)
-    return replace(counted, params=tuple(params), shapes=tuple(shapes), trains=tuple(trains))
+        small = _count(params, kept_shapes(shapes), [False] * len(shapes), small_ranks, may_rest=False)
+    return _count(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire, may_rest)

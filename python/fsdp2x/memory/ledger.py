@@ -363,6 +363,6 @@ class DeviceLedger(Ledger):
 
 def make_ledger(ranks: Ranks, whole: _C.MemoryTally) -> Ledger:
     """The ledger of the transport that these ranks share; ``whole``: see ``DeviceLedger``."""
-    if ranks.transport != "process_group":
+    if not ranks.transport.is_collective:
         return HostLedger(ranks)
     return DeviceLedger(ranks, whole) if ranks.has_streams else GroupLedger(ranks)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from fsdp2x.memory.facts import GroupFacts, ModelFacts
+from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.host_moments import buffer_bytes
 from fsdp2x.optim.lion import Lion
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.optim.moments import INT8, moment_bytes, moments_dtype_of
 from fsdp2x.optim.muon import Muon
-from fsdp2x.optim.muon_groups import muon_param_groups
+from fsdp2x.optim.muon_groups import named_matrices
 from fsdp2x.runtime.native import _C
 
 # A float32 scalar that counts the steps, one for each parameter.
@@ -27,26 +27,34 @@ class _Kept:
     """What an optimizer keeps of a parameter that it trains."""
 
     num_moments: int = 0
-    num_counters: int = 0  # of steps
+    counts_steps: bool = False
     moments_dtype: torch.dtype | str | None = None  # None: that of the parameter
-    steps_matrices: bool = False  # as Muon: one moment of each in its own dtype; the numbers are those of the others
+    on_host: bool = False  # its moments may be there while the model is on an accelerator
+
+    def moments(self, numel: int, dtype: torch.dtype) -> list[int]:
+        """Bytes of the tensors of all moments of so many elements."""
+        return moment_bytes(numel, moments_dtype_of(dtype, self.moments_dtype)) * self.num_moments
+
+    def total(self, numel: int, dtype: torch.dtype) -> int:
+        return sum(self.moments(numel, dtype)) + _STEP_BYTES * self.counts_steps
 
 
-# The optimizers that can be planned for.
+_MATRIX = _Kept(1)  # of Muon, which steps it, in its own dtype
+_WITH_MOMENTS_DTYPE = {"": None, "_float32": torch.float32, "_bfloat16": torch.bfloat16, "_int8": INT8}
+# The optimizers that can be planned for; of Muon what is no matrix.
 PLANNED = {
-    "adamw": _Kept(2, 1),
-    "adamw_float32": _Kept(2, 1, torch.float32),
-    "adamw_bfloat16": _Kept(2, 1, torch.bfloat16),
-    "adamw_int8": _Kept(2, 1, INT8),
+    **{f"adamw{end}": _Kept(2, True, dtype, AdamW.keeps_host_state) for end, dtype in _WITH_MOMENTS_DTYPE.items()},
     "lion": _Kept(1),
-    "muon": _Kept(2, 1, steps_matrices=True),
-    "muon_float32": _Kept(2, 1, torch.float32, steps_matrices=True),
-    "muon_bfloat16": _Kept(2, 1, torch.bfloat16, steps_matrices=True),
-    "muon_int8": _Kept(2, 1, INT8, steps_matrices=True),
+    **{f"muon{end}": _Kept(2, True, dtype) for end, dtype in _WITH_MOMENTS_DTYPE.items()},
     "sgd": _Kept(),
     "sgd_momentum": _Kept(1),
     "none": _Kept(),
 }
+
+
+def may_be_on_host(name: str) -> bool:
+    """Whether one of ``PLANNED`` goes with ``HostOffloadPolicy(mode="optimizer")``: it knows it, or keeps nothing."""
+    return PLANNED[name].on_host or not PLANNED[name].num_moments
 
 
 @dataclass(frozen=True)
@@ -66,38 +74,25 @@ def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
     """
     planned = PLANNED[name]
     groups = [group for unit in facts.units for group in unit.groups]
-    matrices = _matrices(facts.model) if planned.steps_matrices else frozenset()
+    matrices = {found for found, _ in named_matrices(facts.model)} if name.startswith("muon") else frozenset()
 
-    def moments(group: GroupFacts) -> Iterator[list[int]]:
-        """Bytes of the tensors of all moments of each parameter."""
-        for name, (numel, dtype) in zip(_trained(group), group.trained, strict=True):
-            if name in matrices:
-                yield [numel * dtype.itemsize]
-            else:
-                yield moment_bytes(numel, moments_dtype_of(dtype, planned.moments_dtype)) * planned.num_moments
+    def trained(group: GroupFacts) -> Iterator[tuple[_Kept, int, torch.dtype]]:
+        """What is kept of each parameter, its elements on this rank and its dtype."""
+        names = [param.fqn for param, trains in zip(group.params, group.trains, strict=True) if trains]
+        for found, (numel, dtype) in zip(names, group.trained, strict=True):
+            yield _MATRIX if found in matrices else planned, numel, dtype
 
-    def kept(of: list[GroupFacts]) -> int:
-        num_counted = sum(name not in matrices for group in of for name in _trained(group))
-        counters = planned.num_counters * _STEP_BYTES * num_counted
-        return counters + sum(sum(sizes) for group in of for sizes in moments(group))
+    def total(of: list[GroupFacts]) -> int:
+        return sum(kept.total(numel, dtype) for group in of for kept, numel, dtype in trained(group))
 
-    brought = [group for group in groups if group.keeps_host_state and group.is_trainable]
+    def block(group: GroupFacts) -> int:
+        return sum(_C.align_up(size) for kept, numel, dtype in trained(group) for size in kept.moments(numel, dtype))
+
     return StateBytes(
-        kept(groups),
-        kept([group for group in groups if group.offloads or group.keeps_host_state]),
-        buffer_bytes([sum(_C.align_up(size) for sizes in moments(group) for size in sizes) for group in brought]),
+        total(groups),
+        total([group for group in groups if group.offloads or group.keeps_host_state]),
+        buffer_bytes([block(group) for group in groups if group.keeps_host_state and group.is_trainable]),
     )
-
-
-def _trained(group: GroupFacts) -> list[str]:
-    """Names of what ``group.trained`` has."""
-    return [param.fqn for param, trains in zip(group.params, group.trains, strict=True) if trains]
-
-
-def _matrices(model: nn.Module) -> frozenset[str]:
-    """Names of what Muon steps."""
-    groups = muon_param_groups(model)
-    return frozenset(name for group in groups if group["use_muon"] for name, _ in group["params"])
 
 
 def optimizer_bytes(
@@ -118,7 +113,7 @@ def optimizer_bytes(
             if state:
                 kept = sum(_local_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
             elif param.requires_grad:
-                kept = _first_state_bytes(optimizer, group, param)
+                kept = _kept_by(optimizer, group).total(local_tensor(param).numel(), param.dtype)
             total += kept
             on_host += kept if is_on_host(param) else 0
     return StateBytes(total, on_host, getattr(optimizer, "host_step_bytes", 0))
@@ -129,15 +124,13 @@ def _local_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.itemsize
 
 
-def _first_state_bytes(optimizer: torch.optim.Optimizer, group: dict, param: torch.Tensor) -> int:
-    local = local_tensor(param)
+def _kept_by(optimizer: torch.optim.Optimizer, group: dict) -> _Kept:
     if isinstance(optimizer, Lion) or isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
-        return local.numel() * local.itemsize
+        return _Kept(1)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):
-        dtype = moments_dtype_of(param.dtype, getattr(optimizer, "moments_dtype", None))
-        return (3 if group["amsgrad"] else 2) * sum(moment_bytes(local.numel(), dtype)) + _STEP_BYTES
+        return _Kept(3 if group["amsgrad"] else 2, True, getattr(optimizer, "moments_dtype", None))
     if isinstance(optimizer, torch.optim.SGD):
-        return local.numel() * local.itemsize if group["momentum"] else 0
+        return _Kept(1 if group["momentum"] else 0)
     raise ValueError(
         f"fsdp2x.memory_report: {type(optimizer).__name__} has no state yet, and what it will keep is unknown; take "
         "one step first, or leave the optimizer out"

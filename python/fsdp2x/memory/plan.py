@@ -13,12 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.arguments import checked
 from fsdp2x.memory.facts import ModelFacts, Ranks, Wire
-from fsdp2x.memory.optimizers import PLANNED, planned_bytes
+from fsdp2x.memory.optimizers import PLANNED, may_be_on_host, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.memory.sources import ExpertRanks, facts_of_plan
 from fsdp2x.memory.steps import MicroBatches
 from fsdp2x.runtime import torch_private, wire_formats
 from fsdp2x.runtime.offload import OFFLOAD_MODES, Offload
+from fsdp2x.runtime.transport import Transport
 from fsdp2x.units.wrap import AutoWrap
 
 
@@ -85,6 +86,11 @@ def plan_memory(
     return planned_report(facts, optimizer, accumulation)
 
 
+def usual_device(transport: str) -> str:
+    """Where a model is when only its transport is known."""
+    return "cpu" if transport == Transport.SHM else "cuda"
+
+
 def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatches) -> MemoryReport:
     """What ``plan_memory`` says of units that ``planned_facts`` counted.
 
@@ -94,7 +100,7 @@ def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatche
     if optimizer not in PLANNED:
         raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
     keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
-    if keeps_state and optimizer.partition("_")[0] != "adamw" and PLANNED[optimizer].num_moments:
+    if keeps_state and not may_be_on_host(optimizer):
         raise PlanError(f"offload: got optimizer, which AdamW alone can do; expected gradients or all with {optimizer}")
     try:
         state = planned_bytes(optimizer, facts)
@@ -130,27 +136,28 @@ def planned_facts(
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
-    if transport not in ("process_group", "shm"):
+    if transport not in (Transport.PROCESS_GROUP, Transport.SHM):
         raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
     if offload not in OFFLOAD_MODES:
         raise PlanError(f"offload: got {offload!r}, expected one of {', '.join(OFFLOAD_MODES)}")
-    device = device or ("cpu" if transport == "shm" else "cuda")
+    device = device or usual_device(transport)
     if device not in ("cuda", "cpu"):
         raise PlanError(f"device: got {device!r}, expected cuda or cpu")
-    if device == "cuda" and transport == "shm":
+    if device == "cuda" and transport == Transport.SHM:
         raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
     wire = Wire(wire_weights, wire_gradients)
     _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
-    on_one_host = transport == "shm" and world_size <= (local_world_size or world_size)
+    on_one_host = transport == Transport.SHM and world_size <= (local_world_size or world_size)
 
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
         if device == "cuda":
             how = gathers or torch_private.gathers_of_nccl()
-            return Ranks(
-                key, world, 0, "process_group", copies, has_streams=True, gathers=how, reduces_unpacked=reduces_unpacked
-            )
+            options = {"has_streams": True, "gathers": how, "reduces_unpacked": reduces_unpacked}
+            return Ranks(key, world, 0, Transport.PROCESS_GROUP, copies, **options)
         share = copies > 1 and on_one_host
-        return Ranks(key, world, 0, "local" if world == 1 else transport, copies, replicas_share=share)
+        return Ranks(
+            key, world, 0, Transport.LOCAL if world == 1 else Transport(transport), copies, replicas_share=share
+        )
 
     experts = None
     if expert_parallel > 1:
@@ -181,7 +188,7 @@ def _check_wire(
     if wire == Wire():
         return
     wire_formats.formats_of("plan", wire.weights, wire.gradients)
-    if transport != "process_group":
+    if transport != Transport.PROCESS_GROUP:
         raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
     if wire.weights is not None and reshard not in (None, True, False):
         raise PlanError(

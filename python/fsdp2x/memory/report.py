@@ -14,11 +14,11 @@ from fsdp2x.memory.facts import GroupFacts, ModelFacts, UnitFacts
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.memory.sources import facts_of_model
-from fsdp2x.memory.steps import MicroBatches, Replay, StepCounts
+from fsdp2x.memory.steps import HELD, MicroBatches, Replay, Traffic
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState
-from fsdp2x.runtime.transport import has_streams
+from fsdp2x.runtime.transport import Transport, has_streams
 from fsdp2x.runtime.tree import unit_states
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
@@ -37,25 +37,6 @@ class UnitMemory:
     slot_bytes: int
     scratch_bytes: int
     reshard_after_forward: bool
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one steady training step moves on this rank, forward, backward and reduction.
-
-    Over a process group the bytes a rank sends when collectives go around a ring; over shared memory the bytes it
-    writes for others to read: its rows at each gather, its packed gradients at each reduction.
-    """
-
-    gathers: int
-    reductions: int
-    gather_bytes: int
-    reduce_bytes: int
-    all_reduce_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
 
 
 @dataclass(frozen=True)
@@ -194,7 +175,7 @@ class MemoryReport:
         ]
 
     def _is_pooled(self) -> bool:
-        return "process_group" in self.transport
+        return Transport.PROCESS_GROUP in self.transport
 
     def _sharing(self) -> str:
         shared = 0 < self.own_gather_slot_bytes != self.gather_slot_bytes
@@ -268,19 +249,15 @@ def report_of(
 ) -> MemoryReport:
     """The report of a running or planned model."""
     replays = [Replay(root, units, micro_batches) for root, units in trees_of(facts)]
-    counts = [replay.run() for replay in replays]
+    traffic = sum((replay.run() for replay in replays), Traffic())
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
     offloaded = [group for group in groups if group.offloads]
-    landing_bytes = sum(replay.landing_bytes for replay in replays)
     in_pools = sum(group.shard_pool_bytes + group.is_trainable * group.gradient_pool_bytes for group in offloaded)
     replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
 
-    def total(of: Callable[[Replay], int]) -> int:
-        return sum(map(of, replays))
-
-    def moved(of: Callable[[StepCounts], int]) -> int:
-        return sum(map(of, counts))
+    def total(name: str) -> int:
+        return sum(replay.held(name) for replay in replays)
 
     return MemoryReport(
         units=tuple(_unit_memory(unit) for unit in facts.units),
@@ -294,25 +271,14 @@ def report_of(
         optimizer_bytes=None if state is None else state.total,
         unsharded_bytes=facts.unsharded_bytes,
         after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
-        gather_slot_bytes=total(lambda replay: replay.gather_slot_bytes),
-        own_gather_slot_bytes=total(lambda replay: replay.own_gather_slot_bytes),
-        peak_gather_bytes=total(lambda replay: replay.peak_gather_bytes),
-        scratch_bytes=total(lambda replay: replay.scratch_bytes),
+        **{name: total(name) for name in HELD},
         replica_bytes=sum(group.replica_segment_bytes for group in replicated) + all_reduce_scratch_bytes(replicated),
         autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
-        resident_shard_bytes=total(lambda replay: replay.resident_shard_bytes),
-        landing_bytes=landing_bytes,
         wire_bytes=sum(group.wire_bytes for group in groups),
         optimizer_step_bytes=0 if state is None else state.step,
         step_bytes=_step_bytes(replays, groups),
-        host_bytes=in_pools + landing_bytes + (0 if state is None else state.on_host),
-        traffic=Traffic(
-            gathers=moved(lambda one: one.gathers),
-            reductions=moved(lambda one: one.reductions),
-            gather_bytes=moved(lambda one: one.gather_sent_bytes),
-            reduce_bytes=moved(lambda one: one.reduce_sent_bytes),
-            all_reduce_bytes=moved(lambda one: one.all_reduce_sent_bytes),
-        ),
+        host_bytes=in_pools + total("landing_bytes") + (0 if state is None else state.on_host),
+        traffic=traffic,
         advice=tuple(advice(facts.padded)),
         measured=measured,
     )
@@ -350,7 +316,7 @@ def _unit_memory(unit: UnitFacts) -> UnitMemory:
         slot_bytes=sum(group.slot_bytes for group in unit.groups),
         scratch_bytes=sum(
             group.reduce_segment_bytes * group.ranks.world
-            if group.ranks.transport == "process_group"
+            if group.ranks.transport.is_collective
             else group.scratch_bytes
             for group in unit.groups
         ),

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.memory.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
 from fsdp2x.moe.parallel import cuts_columns, spreadable
-from fsdp2x.runtime import collect, torch_private, transport, wire_formats
+from fsdp2x.runtime import collect, torch_private, wire_formats
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
@@ -20,6 +20,7 @@ from fsdp2x.runtime.padding import Padding, even_placement, padding_in, padding_
 from fsdp2x.runtime.params import GroupParams
 from fsdp2x.runtime.shapes import ParamFacts, keeps_dtype
 from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.transport import Transport, has_streams
 from fsdp2x.runtime.tree import unit_states
 from fsdp2x.units.wrap import AutoWrap, plan_units, should_auto_wrap
 
@@ -125,18 +126,23 @@ def _ranks(
 
 
 def _has_streams(group: GroupParams) -> bool:
-    return group.engine.has_streams if group.engine is not None else transport.has_streams(group.ranks.device)
+    return group.engine.has_streams if group.engine is not None else has_streams(group.ranks.device)
 
 
-def _transport_of(state: UnitState, group: GroupParams) -> str:
+def _transport_of(state: UnitState, group: GroupParams) -> Transport:
     """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
     if group.engine is not None:
-        return group.engine.transport_name
+        return group.transport
     if _has_streams(group):
-        return "process_group"
-    if state.transport == "process_group" or state.needs_group or group.ranks.device.type != "cpu":
-        return "process_group" if group.ranks.group is not None else "local"
-    return "local" if group.ranks.world == 1 else "shm"
+        return Transport.PROCESS_GROUP
+    if not _may_share(state, group):
+        return Transport.PROCESS_GROUP if group.ranks.group is not None else Transport.LOCAL
+    return Transport.LOCAL if group.ranks.world == 1 else Transport.SHM
+
+
+def _may_share(state: UnitState, group: GroupParams) -> bool:
+    on_cpu = group.ranks.device.type == "cpu"
+    return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
 
 
 def _replicas_share(state: UnitState, group: GroupParams) -> bool:
@@ -145,7 +151,7 @@ def _replicas_share(state: UnitState, group: GroupParams) -> bool:
         return False
     if group.engine is not None:
         return isinstance(group.engine.all_reduce, _C.HostAllReduce)
-    return state.transport != "process_group" and not state.needs_group and group.ranks.device.type == "cpu"
+    return _may_share(state, group)
 
 
 # ---- from a model that is only planned

@@ -8,7 +8,7 @@ numbers are those of ``Root.stats()``.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -20,6 +20,14 @@ from fsdp2x.runtime.native import _C
 
 # The first step prefetches nothing in forward; after a few no ledger grows any more.
 _MAX_STEPS = 8
+
+
+# What ledgers hold, and a replay of all of them. Of this rank's own slots: a part where ranks share them, nothing where
+# they are out of the memory of the scratches.
+HELD = (
+    "gather_slot_bytes", "own_gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes",
+    "landing_bytes",
+)  # fmt: skip
 
 
 class Event(Enum):
@@ -47,14 +55,25 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepCounts:
-    """One steady step of one root: how often what is moved, and the bytes a rank sends for it."""
+class Traffic:
+    """What one steady training step moves on this rank, forward, backward and reduction.
 
-    gathers: int
-    reductions: int
-    gather_sent_bytes: int
-    reduce_sent_bytes: int
-    all_reduce_sent_bytes: int
+    Over a process group the bytes a rank sends when collectives go around a ring; over shared memory the bytes it
+    writes for others to read: its rows at each gather, its packed gradients at each reduction.
+    """
+
+    gathers: int = 0
+    reductions: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    all_reduce_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(eq=False)
@@ -116,7 +135,7 @@ class Replay:
         self._pending: list[tuple[_Unit, GroupFacts]] = []
         self._pools: set[GroupFacts] = set()  # whose gradient pool has memory, on the device
 
-    def run(self) -> StepCounts:
+    def run(self) -> Traffic:
         """Plays steps; returns what the last one moved."""
         before = None
         for _ in range(_MAX_STEPS):
@@ -137,43 +156,17 @@ class Replay:
             if now == before:
                 break
             before = now
-        return StepCounts(
+        return Traffic(
             gathers=sum(times * len(gathers) for times, gathers, _ in moved),
             reductions=sum(times * len(reductions) for times, _, reductions in moved),
-            gather_sent_bytes=sum(times * sum(map(_gather_sent_bytes, gathers)) for times, gathers, _ in moved),
-            reduce_sent_bytes=sum(times * sum(map(_reduce_sent_bytes, groups)) for times, _, groups in moved),
-            all_reduce_sent_bytes=sum(map(_all_reduce_sent_bytes, moved[-1][2])),
+            gather_bytes=sum(times * sum(map(_gather_sent_bytes, gathers)) for times, gathers, _ in moved),
+            reduce_bytes=sum(times * sum(map(_reduce_sent_bytes, groups)) for times, _, groups in moved),
+            all_reduce_bytes=sum(map(_all_reduce_sent_bytes, moved[-1][2])),
         )
 
-    @property
-    def gather_slot_bytes(self) -> int:
-        """All gather slots that exist."""
-        return sum(ledger.gather_slot_bytes for ledger in self._ledgers.values())
-
-    @property
-    def peak_gather_bytes(self) -> int:
-        """The gather slots that are owned at once."""
-        return sum(ledger.peak_gather_bytes for ledger in self._ledgers.values())
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Reduce scratches; over a process group all memory of slots, gathers and reductions."""
-        return sum(ledger.scratch_bytes for ledger in self._ledgers.values())
-
-    @property
-    def own_gather_slot_bytes(self) -> int:
-        """This rank's memory for them: a part where ranks share it, none where it is out of the scratches' memory."""
-        return sum(ledger.own_gather_slot_bytes for ledger in self._ledgers.values())
-
-    @property
-    def resident_shard_bytes(self) -> int:
-        """Copies on a device of shards that are the host's."""
-        return sum(ledger.resident_shard_bytes for ledger in self._ledgers.values())
-
-    @property
-    def landing_bytes(self) -> int:
-        """Host memory in which reduced rows arrive."""
-        return sum(ledger.landing_bytes for ledger in self._ledgers.values())
+    def held(self, name: str) -> int:
+        """One of ``HELD``."""
+        return sum(getattr(ledger, name) for ledger in self._ledgers.values())
 
     @property
     def device_bytes(self) -> int:
@@ -415,13 +408,13 @@ class Replay:
 
 
 def _gather_sent_bytes(group: GroupFacts) -> int:
-    if group.ranks.transport == "process_group":  # around a ring everybody's segment but the next one's is passed on
+    if group.ranks.transport.is_collective:  # around a ring everybody's segment but the next one's is passed on
         return (group.ranks.world - 1) * group.gather_segment_bytes
     return group.row_bytes if group.ranks.world > 1 else 0
 
 
 def _reduce_sent_bytes(group: GroupFacts) -> int:
-    if group.ranks.transport == "process_group":
+    if group.ranks.transport.is_collective:
         return (group.ranks.world - 1) * (group.coded_reduce_bytes or group.reduce_segment_bytes)
     return group.packed_bytes if group.ranks.world > 1 else 0
 

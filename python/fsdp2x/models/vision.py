@@ -117,7 +117,7 @@ class _Absent:
 def _reduces_in_order(root: FSDPModule) -> bool:
     """Whether the root's reduction is a collective among those of the other units, instead of keyed by unit."""
     groups = root._get_fsdp_state().groups
-    return any(group.ranks.has_replicate_axis or group.engine.transport_name != "shm" for group in groups)
+    return any(group.ranks.has_replicate_axis or not group.transport.shares_memory for group in groups)
 
 
 class _ZerosWhereAbsent(torch.autograd.Function):

@@ -66,8 +66,7 @@ class _SlowGathers:
         """Before the engine reads its pool."""
         group = self._group()
         group.refresh_aliases()
-        engine = group.engine
-        if not (engine.transport_name == "process_group" and group.ranks.world > 1 and engine.slot_bytes > 0):
+        if not (group.transport.is_collective and group.ranks.world > 1 and group.engine.slot_bytes > 0):
             self._begin(functools.partial(all_gather, group.ranks.group), [])
         return True
 

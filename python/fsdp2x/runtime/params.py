@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp2x.runtime import mesh as meshes
-from fsdp2x.runtime import shard_writes, torch_private, transport
+from fsdp2x.runtime import shard_writes, torch_private
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.cut import cut, parameter_over
@@ -28,6 +28,7 @@ from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, la
 from fsdp2x.runtime.sharded_param import ShardedParam, unsharded_parameter, user_attributes
 from fsdp2x.runtime.stale import mark_original
 from fsdp2x.runtime.tied import is_sharded, tie_again
+from fsdp2x.runtime.transport import Transport, has_streams
 from fsdp2x.runtime.upstream_names import GroupNames
 
 
@@ -86,7 +87,7 @@ class GroupParams(GroupNames):
         self.offload = offload
         self.offloads = offload.of_shards  # they are in host memory, whatever the mesh's device
         # What tells optimizers that the state of our parameters is to be in host memory.
-        keeps_state = offload.mode == "optimizer" and transport.has_streams(self.ranks.device)
+        keeps_state = offload.mode == "optimizer" and has_streams(self.ranks.device)
         self._mark = new_mark(offload.pin_memory) if keeps_state else None
         self._mp_policy = mp_policy
         self._pin_memory = offload.pin_memory and offload.of_shards
@@ -163,6 +164,11 @@ class GroupParams(GroupNames):
         A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
         """
         return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
+
+    @property
+    def transport(self) -> Transport:
+        """The one that runs, from lazy initialization on."""
+        return Transport(self.engine.transport_name)
 
     @property
     def pool(self) -> torch.Tensor | None:

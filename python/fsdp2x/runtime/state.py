@@ -317,7 +317,7 @@ class UnitState(StateNames, torch_private.State):
         for state in root_state.tree:
             state.reshard()
         self.root.release_idle()
-        if any(group.engine.transport_name == "shm" for state in root_state.tree for group in state.groups):
+        if any(group.transport.shares_memory for state in root_state.tree for group in state.groups):
             root_state._make_root()
 
     def apply_reduce_buffers(self) -> None:
@@ -343,7 +343,7 @@ class UnitState(StateNames, torch_private.State):
         """
         if self.unit is None:
             return
-        shares_memory = any(group.engine.transport_name == "shm" for group in self.groups)
+        shares_memory = any(group.transport.shares_memory for group in self.groups)
         if not (self.needs_group and shares_memory):
             self.comms.apply(self)
             return

@@ -5,6 +5,7 @@ Collective over the shard group; runs once per root at lazy initialization. The 
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import warnings
@@ -29,7 +30,28 @@ if TYPE_CHECKING:
 
 # Of one collective, or of several.
 Tensors = torch.Tensor | list[torch.Tensor]
-TRANSPORTS = ("auto", "shm", "process_group")
+
+
+class Transport(enum.StrEnum):
+    """How the ranks of a group hand each other bytes, as the engine names it, and what follows from that."""
+
+    LOCAL = "local"  # a rank alone on a CPU
+    SHM = "shm"  # ranks of one host, which read each other's memory
+    PROCESS_GROUP = "process_group"
+
+    @property
+    def is_collective(self) -> bool:
+        """All ranks come to everything in one order, train the same parameters, and send what others are to have."""
+        return self is Transport.PROCESS_GROUP
+
+    @property
+    def shares_memory(self) -> bool:
+        """Slots are one copy for all ranks, in which shards may rest, and units are reduced in any order."""
+        return self is Transport.SHM
+
+
+# What may be asked for.
+TRANSPORTS = ("auto", Transport.SHM, Transport.PROCESS_GROUP)
 
 
 def check_transport(name: str) -> str:
@@ -60,12 +82,12 @@ class TransportChoice:
         ``needs_group``: what of the user's settings runs over a process group alone.
         """
 
-        if needs_group and name == "shm":
+        if needs_group and name == Transport.SHM:
             raise ValueError(
                 f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
                 'transport="process_group" or "auto"'
             )
-        self._name = "process_group" if needs_group else name
+        self._name = Transport.PROCESS_GROUP if needs_group else name
         self._timeout = timeout
         self._comm_memory = comm_memory
         self._reduces_unpacked = reduces_unpacked
@@ -106,12 +128,12 @@ class TransportChoice:
 
     def _make(self, ranks: ShardGroup):
         on_cpu = ranks.device.type == "cpu"
-        if ranks.world == 1 and on_cpu and (self._name != "process_group" or ranks.group is None):
+        if ranks.world == 1 and on_cpu and (self._name != Transport.PROCESS_GROUP or ranks.group is None):
             return _C.local_transport()
         shared, reason = self._shared(ranks.group, ranks.device)
         if shared is not None:
             return _C.shm_transport(shared)
-        if self._name == "shm":
+        if self._name == Transport.SHM:
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
         known = self._introductions(ranks.group)
         if known is not None:
@@ -159,7 +181,7 @@ class TransportChoice:
         """
         if device.type != "cpu":
             return None, "the mesh is not on the CPU"
-        if self._name == "process_group":
+        if self._name == Transport.PROCESS_GROUP:
             return None, "a process group was asked for"
         known = self._introductions(group)
         if known is None:

@@ -120,7 +120,7 @@ def gathered_bytes(group: GroupFacts) -> tuple[int, ...]:
     if ranks.world == 1 or group.gather_segment_bytes == 0:
         return ()
     if not ranks.has_streams:
-        return (group.row_bytes,) if ranks.transport != "process_group" else (group.gather_segment_bytes,)
+        return (group.gather_segment_bytes,) if ranks.transport.is_collective else (group.row_bytes,)
     packed = (group.staging_bytes // ranks.world,) if group.staging_bytes else ()
     return (*group.direct_chunk_bytes, *packed)
 

@@ -12,6 +12,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..memory.optimizers import may_be_on_host
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names its dotted path, what was got and what is expected."""
@@ -180,6 +182,18 @@ class OptimizerConfig:
         "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
     )
 
+    @property
+    def is_ours(self) -> bool:
+        """Of `fsdp2x.optim`."""
+        return self.implementation in ("auto", "fsdp2x")
+
+    @property
+    def planned_name(self) -> str:
+        """What `plan_memory` calls it."""
+        if self.name == "sgd":
+            return "sgd_momentum" if self.momentum else "sgd"
+        return self.name if self.moments_dtype is None else f"{self.name}_{self.moments_dtype}"
+
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
         require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
@@ -201,7 +215,7 @@ class OptimizerConfig:
             f"0, since optimizer.name is {self.name}",
         )
         require(
-            self.name not in ("lion", "muon") or self.implementation in ("auto", "fsdp2x"),
+            self.name not in ("lion", "muon") or self.is_ours,
             "optimizer.implementation",
             self.implementation,
             "auto or fsdp2x, since torch has no Lion, and its Muon steps matrices alone",
@@ -213,7 +227,7 @@ class OptimizerConfig:
             f"null, since optimizer.name is {self.name}",
         )
         require(
-            self.moments_dtype is None or self.implementation in ("auto", "fsdp2x"),
+            self.moments_dtype is None or self.is_ours,
             "optimizer.moments_dtype",
             self.moments_dtype,
             f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's",
@@ -444,10 +458,11 @@ class TrainConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        ours = self.optimizer.implementation in ("auto", "fsdp2x")
-        keeps_nothing = self.optimizer.name == "sgd" and not self.optimizer.momentum
+        optimizer = self.optimizer
         require(
-            self.parallel.offload != "optimizer" or keeps_nothing or ours and self.optimizer.name == "adamw",
+            self.parallel.offload != "optimizer"
+            or may_be_on_host(optimizer.planned_name)
+            and (optimizer.is_ours or optimizer.name == "sgd"),
             "parallel.offload",
             self.parallel.offload,
             "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..optim.muon_groups import named_matrices
 from .config import ConfigError, OptimizerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}
@@ -139,7 +140,7 @@ def make_optimizer(
     """
     import fsdp2x
 
-    matrices = _matrices(model) if config.name == "muon" else []
+    matrices = [parameter for _, parameter in named_matrices(model)] if config.name == "muon" else []
     those = {id(parameter) for parameter in matrices}
 
     groups: list[dict[str, Any]] = [
@@ -152,7 +153,7 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups and not matrices:
         raise ValueError("the model has no parameter with requires_grad=True: nothing to train")
-    ours = config.implementation in ("auto", "fsdp2x")
+    ours = config.is_ours
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
         make = fsdp2x.optim.SGD if ours else torch.optim.SGD
@@ -174,14 +175,6 @@ def make_optimizer(
         )
     make = fsdp2x.optim.AdamW if ours else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
-
-
-def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What Muon steps."""
-    import fsdp2x
-
-    groups = fsdp2x.optim.muon_param_groups(model)
-    return [parameter for group in groups if group["use_muon"] for _, parameter in group["params"]]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> list[str]:
