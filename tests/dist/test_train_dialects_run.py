@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import snippets
+from checkpoints import on_first
 from harness import distributed
-from training import MODEL, shared_folder
+from training import MODEL, shared_folder, write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = f"model.config={MODEL}"
@@ -35,18 +36,11 @@ def losses(lines):
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
-def save_model(folder: Path, config: dict = MODEL) -> Path:
+def save_model(folder: Path) -> Path:
     """A folder as `from_pretrained` takes it, written by rank 0."""
-    if dist.get_rank() == 0:
-        import transformers
+    from fsdp2x.train.tokenizer import ByteTokenizer
 
-        from fsdp2x.train.tokenizer import ByteTokenizer
-
-        torch.manual_seed(5)
-        made = transformers.AutoConfig.for_model(**config, vocab_size=257)
-        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(str(folder))
-        ByteTokenizer().save(folder)
-    dist.barrier()
+    on_first(lambda: ByteTokenizer().save(write_model(folder, 257, tokenizer=False)))
     return folder
 
 

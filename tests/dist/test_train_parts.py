@@ -31,8 +31,45 @@ def numbers(folder, output, **sections):
     train = {**STEPS, "eval_every": 3, **sections.pop("train", {})}
     trainer = run(settings(folder / "text", folder / output, train=train, **sections))
     dist.barrier()
-    (held_out,) = [x["loss"] for x in read_metrics(folder / output / "metrics.jsonl") if x["event"] == "eval"]
-    return trainer, [float.fromhex(value) for value in losses(folder / output).values()] + [held_out]
+    evaluated = {x["step"]: x["loss"] for x in read_metrics(folder / output / "metrics.jsonl") if x["event"] == "eval"}
+    assert list(evaluated) == ([2, 3] if train["eval_every"] == 2 else [3])
+    return trainer, [float.fromhex(value) for value in losses(folder / output).values()] + [evaluated[3]]
+
+
+DENSE = (
+    {"model": {"tiled_mlp": 3}},
+    {"optimizer": {"implementation": "for_loop"}},
+    {"parallel": {"accumulate": "reduce_scatter"}},
+    {"parallel": {"auto_wrap": ["Qwen3DecoderLayer"]}},
+    {"parallel": {"expert_units": ["Qwen3MLP"]}},
+    {"parallel": {"offload": True}},
+    {"train": {"activation_checkpointing": True}},
+    {"train": {"clip": None}},
+    {"train": {"eval_every": 2}},
+)
+EXPERTS = (
+    {"model": {"expert_patch": True}},
+    {"model": {"grouped_gemm": True}},
+    {"parallel": {"expert_parallel": 2}},
+    {"parallel": {"expert_units": ["Qwen3MoeExperts"]}},
+)
+
+
+@distributed
+@pytest.mark.parametrize(("model", "changes"), [(MODEL, DENSE), (MOE, EXPERTS)], ids=["dense", "experts"])
+def test_settings_that_leave_the_numbers_alone(ctx, model, changes):
+    with shared_folder(ctx) as folder:
+
+        def seen(output, change):
+            train = {"batch_size": 2, "accumulation": 2, "clip": 100.0, **change.get("train", {})}
+            _, found = numbers(
+                folder, output, **{**change, "train": train, "model": {"config": model, **change.get("model", {})}}
+            )
+            return found
+
+        plain = seen("plain", {})
+        for number, change in enumerate(changes):
+            assert seen(str(number), change) == pytest.approx(plain, abs=1e-5), change
 
 
 @distributed(world_sizes=(2, 4))
@@ -77,33 +114,6 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
         held_out = trainer.evaluate()
         trainer.close()
         assert 3 < held_out < 7
-
-
-@distributed
-def test_tiled_mlp(ctx):
-    with shared_folder(ctx) as folder:
-        _, plain = numbers(folder, "plain")
-        _, tiled = numbers(folder, "tiled", model={"tiled_mlp": 3})
-        assert tiled == pytest.approx(plain, abs=1e-5)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": {"grouped_gemm": True}},
-        {"model": {"expert_patch": True}},
-        {"parallel": {"expert_units": ["Qwen3MoeExperts"]}},
-        {"parallel": {"expert_parallel": 2}},
-    ],
-    ids=str,
-)
-def test_mixture_of_experts(ctx, change):
-    with shared_folder(ctx) as folder:
-        _, plain = numbers(folder, "plain", model={"config": MOE})
-        changed = {**change, "model": {"config": MOE, **change.get("model", {})}}
-        _, got = numbers(folder, "changed", **changed)
-        assert got == pytest.approx(plain, abs=2e-5)
 
 
 @distributed

@@ -88,31 +88,6 @@ def test_accumulation_averages_over_micro_batches(ctx):
 
 
 @distributed
-def test_options_of_the_loop_leave_the_losses_alone(ctx):
-    from fsdp2x.train.metrics import read_metrics
-
-    changes = {
-        "recomputed": {"activation_checkpointing": True},
-        "unclipped": {"clip": None},
-        "evaluated": {"eval_every": 2},
-    }
-    with shared_folder(ctx) as folder:
-        base = {"steps": 3, "clip": 100.0}
-        run(settings(folder / "text", folder / "base", train=base))
-        for name, change in changes.items():
-            run(settings(folder / "text", folder / name, train={**base, **change}))
-        dist.barrier()
-        expected = {step: float.fromhex(loss) for step, loss in losses(folder / "base").items()}
-        for name in changes:
-            got = {step: float.fromhex(loss) for step, loss in losses(folder / name).items()}
-            assert got == pytest.approx(expected, abs=1e-6)
-        lines = read_metrics(folder / "evaluated" / "metrics.jsonl")
-        assert [line["step"] for line in lines if line["event"] == "eval"] == [2, 3]
-        assert all(3 < line["loss"] < 7 for line in lines if line["event"] == "eval")
-        assert not any(line["event"] == "eval" for line in read_metrics(folder / "base" / "metrics.jsonl"))
-
-
-@distributed
 def test_evaluation_is_the_mean_over_all_held_out_tokens(ctx):
     from fsdp2x.train import Trainer, parse_config
 

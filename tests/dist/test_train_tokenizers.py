@@ -1,28 +1,17 @@
 """Which tokenizer a run trains with, and that checkpoints and exports carry that one and no other."""
 
 import json
-import logging
 
 import pytest
 
 from harness import dist_run
-from training import MODEL, WORDS, make_words, settings, write_model, write_text
+from training import MODEL, WORDS, Said, make_words, run, settings, write_model, write_text
 
 
 def train(ctx, config):
     """The tokens that a run sees first, and what it warns of."""
-    from fsdp2x.train import Trainer, parse_config
-
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("fsdp2x").addHandler(handler)
-    trainer = Trainer(parse_config(config))
-    try:
-        trainer.run()
-        return trainer.blocks.train.tolist(), said
-    finally:
-        trainer.close()
+    with Said() as said:
+        return run(config).blocks.train.tolist(), said
 
 
 def config_for(tmp_path, model, **data):
