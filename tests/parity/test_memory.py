@@ -16,19 +16,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import memory
 from harness import distributed
+from memory import POLICIES
 from models import Stack
 from reference import TRANSPORTS, only_fsdp2x, shard, shard_stock
 
 NUM_BLOCKS = 4
 UNITS = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
 PAGE = 4096
 # Rings, records and states of the ranks: the pages of them that were touched.
 CONTROL_BYTES = 131072

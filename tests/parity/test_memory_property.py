@@ -18,7 +18,7 @@ from trees import WIDTH, Case
 # Ranks -> examples; more ranks than cores are slow.
 NUM_EXAMPLES = {1: 3, 2: 4, 3: 2, 4: 2}
 # After as many steps no ledger grows any more.
-NUM_STEPS = 5
+NUM_STEPS = 4
 
 
 def plain(node: trees.Node) -> trees.Node:

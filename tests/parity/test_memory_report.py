@@ -14,9 +14,9 @@ import streams
 from harness import distributed
 from memory import LEDGER, POLICIES, run_stack
 from models import STACK_UNITS, Stack
-from reference import both_transports, only_fsdp2x, shard, shard_auto
+from reference import both_transports, mesh_of, only_fsdp2x, shard, shard_auto
 
-NUM_STEPS = 5
+NUM_STEPS = 4
 # Step counters, flags of gradients, activations that autograd still holds: small tensors of the step itself.
 SLACK_BYTES = 8192
 
@@ -127,9 +127,7 @@ def test_rows_in_a_smaller_world_after_forward(ctx, transport):
 @both_transports
 def test_replicas(ctx, transport):
     only_fsdp2x(ctx)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(ctx, Stack(), STACK_UNITS, transport=transport, mesh=mesh)
-    check(model, run_stack)
+    check(shard(ctx, Stack(), STACK_UNITS, transport=transport, mesh=mesh_of("2d", ctx.world)), run_stack)
 
 
 @distributed(world_sizes=(1, 3))
@@ -271,20 +269,20 @@ def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
 
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("mode", ["none", "gradients"])
-def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode):
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"reshard_after_forward": 2}])
+@pytest.mark.each_value
+def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=3000)
     model = Stack(num=4, width=48, hidden=80)
+    mesh = mesh_of("2d" if "replicas" in options else "1d", ctx.world)
 
     def wrapped(**given):
         given.pop("auto_wrap")
-        return shard(ctx, copy.deepcopy(model), [f"blocks.{i}" for i in range(4)], transport="streams", **given)
+        units = [f"blocks.{i}" for i in range(4)]
+        return shard(ctx, copy.deepcopy(model), units, transport="streams", mesh=mesh, **given)
 
-    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, reshard_after_forward=2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check_plan(
-        ctx, model, lambda **given: wrapped(mesh=mesh, **given), run_stack, mode=mode, auto_wrap=True, replicas=2
-    )
+    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
 
 
 @distributed(world_sizes=(2,))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
+from memory import POLICIES
 from models import STACK_UNITS, Stack, inputs
 from reference import (
     TRANSPORTS,
@@ -24,11 +24,6 @@ from reference import (
     shard,
     tolerance,
 )
-
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
 
 
 class Tied(Stack):
@@ -60,7 +55,7 @@ ACCUMULATIONS = {
 
 def accumulate(ctx, model, how):
     """Two optimizer steps of three micro-batches each."""
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     results = []
     for step in range(2):
         for number, (sync, all_reduce) in enumerate(ACCUMULATIONS[how]):

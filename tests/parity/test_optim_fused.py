@@ -45,7 +45,7 @@ def loss_of(model, ctx, step=0):
     return model(inputs(ctx.rank, step)).square().mean()
 
 
-def train(ctx, model, optimizer, steps=5, first=0):
+def train(ctx, model, optimizer, steps=3, first=0):
     for step in range(first, first + steps):
         loss_of(model, ctx, step).backward()
         optimizer.step()
@@ -62,13 +62,13 @@ def twins_of(ctx, model=None, **options):
     return shard(ctx, copy.deepcopy(model), STACK_UNITS, **options), shard(ctx, model, STACK_UNITS, **options)
 
 
-def compare(ctx, ours_class, torch_class, options, exact, steps=5):
+def compare(ctx, ours_class, torch_class, options, exact):
     ours, theirs = twins_of(ctx)
     optimizer = ours_class(ours.parameters(), **options_of(options))
     reference = torch_class(theirs.parameters(), **options_of(options))
     before = params(ours)
-    train(ctx, ours, optimizer, steps)
-    train(ctx, theirs, reference, steps)
+    train(ctx, ours, optimizer)
+    train(ctx, theirs, reference)
     same(snapshot(ours, optimizer), snapshot(theirs, reference), **exact)
     assert all(not torch.equal(before[name], value) for name, value in params(ours).items())
 
@@ -144,8 +144,8 @@ def test_states_load_both_ways(ctx, kind, way):
     theirs.load_state_dict(ours.state_dict())
     reader.load_state_dict(copy.deepcopy(writer.state_dict()))  # loading shares tensors
     assert reader.param_groups[0]["lr"] == 1e-2
-    train(ctx, ours, writer, first=5)
-    train(ctx, theirs, reader, first=5)
+    train(ctx, ours, writer, first=3)
+    train(ctx, theirs, reader, first=3)
     same(snapshot(theirs, reader), snapshot(ours, writer), **(CLOSE if kind == "AdamW" else EXACT))
 
 
@@ -166,8 +166,8 @@ def test_checkpoint_utilities(ctx, full_state):
     dcp.set_optimizer_state_dict(theirs, reader, saved, options=options)
     theirs.load_state_dict(ours.state_dict())
     same(snapshot(theirs, reader)[1]["state"], expected[1]["state"])
-    train(ctx, ours, writer, first=5)
-    train(ctx, theirs, reader, first=5)
+    train(ctx, ours, writer, first=3)
+    train(ctx, theirs, reader, first=3)
     same(params(theirs), params(ours))
 
 
@@ -353,6 +353,7 @@ def check_gathered(model, norm_type, max_norm):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
 @pytest.mark.parametrize("max_norm", [0.05, 1e4])
+@pytest.mark.each_value
 def test_clipping_is_torchs(ctx, norm_type, max_norm):
     ours, theirs = twins_of(ctx)
     assert clip_parity(ctx, ours, theirs, norm_type, max_norm) > 0.05
