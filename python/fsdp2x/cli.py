@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from fsdp2x.commands import config, convert, doctor, export, plan, rollout, selftest, train
 
@@ -25,9 +26,17 @@ examples:
 `fsdp2x COMMAND --help` has the options of a command."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Options with dashes may be spelt with underscores, too, as torchrun's may; those of subcommands likewise."""
+
+    def add_argument(self, *names: str, **more: Any) -> argparse.Action:
+        both = [spelt for name in names for spelt in (name, "--" + name[2:].replace("-", "_")) if name[:2] == "--"]
+        return super().add_argument(*(dict.fromkeys([*names, *both])), **more)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fsdp2x",
         description="Sharded training of HuggingFace models.",
         epilog=EXAMPLES,

@@ -164,8 +164,8 @@ def test_resume_from_replaces_the_setting(tmp_path):
 def test_every_setting_has_a_help_text():
     keys = known_keys()
     assert "train.steps" in keys and "optimizer.lr" in keys
-    for name, field in keys.items():
-        assert field.metadata.get("help"), name
+    for name, setting in keys.items():
+        assert setting.help, name
 
 
 def test_config_survives_a_round_trip():

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2x.runtime.memory_file import whole_pages
 from fsdp2x.runtime.native import _C
 
 from .agree import CheckpointError, LostRanks, exchange, rank_and_size
@@ -169,7 +170,10 @@ class Staging:
             self._positions = []
             self.views = []
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = _pinned(form.num_bytes) if on_cuda else page_aligned(form.num_bytes)
+            pinned = {"dtype": torch.uint8, "pin_memory": True}
+            self._buffer = (
+                torch.empty(whole_pages(form.num_bytes), **pinned) if on_cuda else page_aligned(form.num_bytes)
+            )
         sizes = [source.numel() for source in data]
         if self._positions != form.positions or self._sizes != sizes:
             self._positions, self._sizes = list(form.positions), sizes
@@ -182,11 +186,6 @@ class Staging:
         if on_cuda:
             torch.cuda.synchronize()
         return self._buffer
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    whole = -(-max(num_bytes, 1) // 4096) * 4096
-    return torch.empty(whole, dtype=torch.uint8, pin_memory=True)
 
 
 _savers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()

@@ -81,7 +81,9 @@ def resolve(path: str | Path) -> Path:
         nested = path / "checkpoints"
         if (nested / LATEST).is_file():
             return resolve(nested)
-        raise CheckpointError(f"{path}: neither a checkpoint (no {MANIFEST}) nor a folder of them (no file '{LATEST}')")
+        raise CheckpointError(
+            f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
+        )
     name = _pointed(pointer)
     if step_of(name) is None:
         raise CheckpointError(

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from fsdp2x.runtime.memory_file import advise_large_pages, whole_pages
+
 from .crc import combine
 
 BLOCK_BYTES = 8 << 20
@@ -25,13 +27,9 @@ _PAGE = 4096
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
     """Zeroed bytes that start and end at a page, in large pages where the system has them."""
-    memory = mmap.mmap(-1, max(-(-num_bytes // _PAGE) * _PAGE, _PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    memory = torch.frombuffer(mmap.mmap(-1, whole_pages(num_bytes)), dtype=torch.uint8)
+    advise_large_pages(memory)
+    return memory
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     explain.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     explain.add_argument(
         "--world-size",
-        "--world_size",
         type=_positive,
         metavar="N",
         help="number of ranks; default what the config says",
     )
     explain.add_argument(
         "--local-world-size",
-        "--local_world_size",
         type=_positive,
         metavar="N",
         help="ranks of one node; default all, or 8 if there are more and 8 divides them",
@@ -68,12 +66,14 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from fsdp2x.train.dialects.rules import show as shown
     from fsdp2x.train.listing import list_keys
 
     rows = list_keys(args.dialect)
     if args.json:
-        described = {row.key: {"type": row.type, "default": row.default, "help": row.help} for row in rows}
-        show(json.dumps(described, indent=1))
-    else:
-        show("\n".join(f"{row.key}: {row.type}{row.shown_default}\n    {row.help}" for row in rows))
+        show(json.dumps({key: {"default": None, **row} for key, row in rows.items()}, indent=1))
+        return 0
+    for key, row in rows.items():
+        default = f" = {shown(row['default'])}" if "default" in row else ""
+        show(f"{key}: {row['type']}{default}\n    {row['help']}")
     return 0

@@ -26,22 +26,19 @@ def add(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def option(name: str, **more) -> None:
-        command.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **more)
-
-    option("input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
-    option("output-dir", metavar="OUT", help="folder to write")
-    option("origin-hf-dir", metavar="HF", help="whose names, files and dtypes the output gets")
-    option("hf-dir", metavar="HF", help="the same, for files of ranks")
-    option("ckpt-dir", metavar="DIR", help="folder of the iterations")
-    option("save-dir", metavar="OUT", help="folder to write, for files of ranks")
-    option("iter", type=int, metavar="N", help="which iteration: the folder CKPT_DIR/N")
-    option(
-        "groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
+    command.add_argument("--input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
+    command.add_argument("--output-dir", metavar="OUT", help="folder to write")
+    command.add_argument("--origin-hf-dir", metavar="HF", help="whose names, files and dtypes the output gets")
+    command.add_argument("--hf-dir", metavar="HF", help="the same, for files of ranks")
+    command.add_argument("--ckpt-dir", metavar="DIR", help="folder of the iterations")
+    command.add_argument("--save-dir", metavar="OUT", help="folder to write, for files of ranks")
+    command.add_argument("--iter", type=int, metavar="N", help="which iteration: the folder CKPT_DIR/N")
+    command.add_argument(
+        "--groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
     )
-    option("to", choices=("hf", "dcp"), default="hf", help="default hf")
-    option("dtype", **DTYPE, help="of floating-point weights; default the origin's")
-    option("prefix", help="of the model's keys in the checkpoint; default the one that fits")
+    command.add_argument("--to", choices=("hf", "dcp"), default="hf", help="default hf")
+    command.add_argument("--dtype", **DTYPE, help="of floating-point weights; default the origin's")
+    command.add_argument("--prefix", help="of the model's keys in the checkpoint; default the one that fits")
     command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
     command.set_defaults(run=_convert)
 

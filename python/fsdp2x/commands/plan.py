@@ -21,28 +21,25 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
-    command.add_argument("--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     command.add_argument("--replicas", type=int, metavar="R", help="copies of the shards (HSDP); divides N")
     command.add_argument(
         "--local-world-size",
-        "--local_world_size",
         type=int,
         metavar="N",
         help="ranks of one node; default all, or 8 if there are more and 8 divides them",
     )
     command.add_argument("--dtype", **DTYPE, help="of the parameters, also fp32, bf16 or fp16; default the config's")
-    command.add_argument("--param-dtype", "--param_dtype", **DTYPE, help="of computation; default --dtype")
-    command.add_argument("--reduce-dtype", "--reduce_dtype", **DTYPE, help="in which gradients are summed")
+    command.add_argument("--param-dtype", **DTYPE, help="of computation; default --dtype")
+    command.add_argument("--reduce-dtype", **DTYPE, help="in which gradients are summed")
     command.add_argument(
         "--reshard-after-forward",
-        "--reshard_after_forward",
         type=_bool_or_int,
         metavar="true|false|M",
         help="free parameters after forward, or keep them sharded over M ranks; default: all but the last unit",
     )
     command.add_argument(
         "--auto-wrap",
-        "--auto_wrap",
         type=_auto_wrap,
         metavar="false|CLASS,..",
         help="modules that form units; default: the model's own plan",
@@ -66,12 +63,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         ),
         help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
     )
-    command.add_argument(
-        "--expert-parallel", "--expert_parallel", type=int, metavar="E", help="ranks that share the experts of a block"
-    )
-    command.add_argument(
-        "--micro-batches", "--micro_batches", type=int, metavar="M", help="backwards of a step, whose gradients add up"
-    )
+    command.add_argument("--expert-parallel", type=int, metavar="E", help="ranks that share the experts of a block")
+    command.add_argument("--micro-batches", type=int, metavar="M", help="backwards of a step, whose gradients add up")
     command.add_argument(
         "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
     )
@@ -84,7 +77,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--sequence-length",
-        "--sequence_length",
         type=int,
         metavar="S",
         help="of a sample; default all of a micro-batch",
@@ -93,7 +85,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--recompute", action="store_true", help="activations are computed again in backward")
     command.add_argument(
         "--reduce-unpacked",
-        "--reduce_unpacked",
         action="store_true",
         help="large gradients are reduced from where autograd made them (set_reduce_scatter_unpacked)",
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp2x.memory.report import MemoryReport, columns, readable
+from fsdp2x.memory.report import MemoryReport, readable
+from fsdp2x.tools.describe import columns
 
 WORDS = {
     "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates; its share of everything",
@@ -55,7 +56,7 @@ def explanation(report: MemoryReport) -> str:
     names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]
     rows = [(name, WORDS[name]) for name in names]
     heads = list(COLUMNS.items())
-    return "\n".join(["columns of units", *columns(heads, 2), "", "rows", *columns(rows, 2)])
+    return "\n".join(["columns of units", *columns(heads, {0, 1}), "", "rows", *columns(rows, {0, 1})])
 
 
 def parts(report: MemoryReport, peak_bytes: int) -> list[tuple[str, str, int]]:

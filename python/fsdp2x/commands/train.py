@@ -18,7 +18,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: train.steps=100"
     )
     command.add_argument(
-        "--resume_from", "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
+        "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
     )
     command.add_argument(
         "--report", action="store_true", help="list every parameter with its placement, global and local shape"

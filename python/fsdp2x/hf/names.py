@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,19 +195,27 @@ class _Reverse:
             return Family(fqns, (TensorSpec(name, spec.shape, spec.dtype),), list)
         patterns = [self._patterns[spec.name] for spec in specs]
         converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
+        names = [spec.name for spec in specs]
 
         def run(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-            fresh = copy.deepcopy(converter)
-            for spec, pattern, tensor in zip(specs, patterns, tensors, strict=True):
-                fresh.add_tensor(layer, spec.name, pattern, tensor)
-            made = fresh.convert(layer, model=self._model, config=self._model.config)
-            return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            return run_converter(converter, self._model, layer, zip(names, patterns, tensors, strict=True))
 
         outputs = [
             TensorSpec(_renamed_by(self._renamings, name), value.shape, value.dtype)
             for name, value in run([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs]).items()
         ]
         return Family(fqns, tuple(outputs), lambda tensors: list(run(tensors).values()), is_renamed_only=False)
+
+
+def run_converter(
+    converter: Any, model: nn.Module, layer: str, tensors: Iterable[tuple[str, str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What transformers' ``converter`` makes for ``layer`` of (name, pattern, tensor), by the names of the results."""
+    fresh = copy.deepcopy(converter)
+    for name, pattern, tensor in tensors:
+        fresh.add_tensor(layer, name, pattern, tensor)
+    made = fresh.convert(layer, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _first_match(name: str, converters: list) -> tuple[str, str | None]:

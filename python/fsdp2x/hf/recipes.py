@@ -7,7 +7,6 @@ tensors by transformers itself.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2x.hf.names import is_transformers, original_classes
+from fsdp2x.hf.names import is_transformers, original_classes, run_converter
 from fsdp2x.hf.sources import Computed, Joined, Piece, Stacked, Turned
 from fsdp2x.reading.errors import CheckpointError, first_line
 from fsdp2x.reading.tensors import Source
@@ -112,11 +111,8 @@ class _Conversion:
         )
 
     def _run(self, tensor_of) -> dict[str, torch.Tensor]:
-        fresh = copy.deepcopy(self._converter)
-        for pattern, key in self._members:
-            fresh.add_tensor(self._name, key, pattern, tensor_of(key))
-        made = fresh.convert(self._name, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        tensors = ((key, pattern, tensor_of(key)) for pattern, key in self._members)
+        return run_converter(self._converter, self._model, self._name, tensors)
 
     def _take(self, name: str) -> torch.Tensor:
         if name not in self._made:

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.hf.names import hf_base
-from fsdp2x.hf.pages import advise_large_pages
 from fsdp2x.hf.sources import differ
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.memory_file import advise_large_pages
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.sharded_param import ShardedParam

@@ -19,7 +19,8 @@ from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import Transport, has_streams
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import roots_of, unit_states
+from fsdp2x.tools.describe import columns
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 
@@ -141,13 +142,19 @@ class MemoryReport:
             )
             for unit in self.units
         ]
-        lines = columns([head, *_folded(rows)], left=1)
+        lines = columns([head, *_folded(rows)])
         shown = [
             (name, readable(size or 0), note) for name, size, note in self.sizes() if size or note or name == "at rest"
         ]
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
         return "\n".join(
-            [*lines, "", f"rank {self.rank} of {ranks}, transport {self.transport}", *columns(shown, 1), *self.advice]
+            [
+                *lines,
+                "",
+                f"rank {self.rank} of {ranks}, transport {self.transport}",
+                *columns(shown, {0, 2}),
+                *self.advice,
+            ]
         )
 
     def sizes(self) -> list[tuple[str, int | None, str]]:
@@ -214,8 +221,7 @@ def memory_report(
     states = unit_states(model)
     if not states:
         raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
-    roots = {id(state.root): state.root for state in states if state.root is not None}
-    stats = [root.stats() for root in roots.values()]
+    stats = [root.stats() for root in roots_of(states)]
     measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
     state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None
     return report_of(facts_of_model(model), state_bytes, measured, accumulation)
@@ -353,15 +359,3 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
             folded.append((f"{rows[row][0]} .. {last[0]} ({times} units, each)", *rows[row][1:]))
         start += times * period
     return folded
-
-
-def columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(widths[i]) if i < left or (i == last and left == 1 and len(row) == 3) else cell.rjust(widths[i])
-            for i, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]

@@ -81,16 +81,19 @@ class Introductions:
             return "several ranks are threads of one process"
         return None
 
+    def _exchange(self, mine: str) -> list[str]:
+        return all_gather_object(self.group, mine)
+
     def shm_group(self, timeout: timedelta):
         """(the engine's group, "") or (None, why a rank could not enter it). Collective."""
-        return _C.shm_group(*self._place, timeout.total_seconds(), _exchange_of(self.group))
+        return _C.shm_group(*self._place, timeout.total_seconds(), self._exchange)
 
     def memory_file(self, num_bytes: int, use: Callable[[int], None]) -> str:
         """Calls ``use`` with the descriptor of a file of the same anonymous memory on every rank. Collective.
 
         Returns "", or why a rank could not have the file or use it. The descriptor is closed afterwards.
         """
-        return _C.share_memory_file(*self._place, _exchange_of(self.group), num_bytes, use)
+        return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
 
     def require_same_units(self, caller: str = "fully_shard") -> None:
         """Raises ValueError, the same on every rank, when the ranks do not have the same parameters."""
@@ -152,13 +155,6 @@ def all_gather_object(group: dist.ProcessGroup, mine) -> list:
     with torch_private.unobserved(), explained(group, "meeting of the ranks"):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
-
-
-def _exchange_of(group: dist.ProcessGroup) -> Callable[[str], list[str]]:
-    def exchange(mine: str) -> list[str]:
-        return all_gather_object(group, mine)
-
-    return exchange
 
 
 def _host_identity() -> str:

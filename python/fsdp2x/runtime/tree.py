@@ -41,6 +41,11 @@ def unit_states(model: nn.Module) -> list[UnitState]:
     return list(found.values())
 
 
+def roots_of(states: Iterable[UnitState]) -> list:
+    """The engine's roots of ``states``, each once; of those that have run."""
+    return list({id(state.root): state.root for state in states if state.root is not None}.values())
+
+
 def units_of_root(state: UnitState) -> list[UnitState]:
     """``state`` and all units under its root; before that is made, ``state`` alone."""
     root = state.root_state()

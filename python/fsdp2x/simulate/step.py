@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from torch import nn
 
 from fsdp2x.memory.facts import ModelFacts
-from fsdp2x.memory.report import columns, readable, trees_of
+from fsdp2x.memory.report import readable, trees_of
 from fsdp2x.memory.steps import MicroBatches, Operation, Replay
 from fsdp2x.simulate.lanes import Task, Times, play
 from fsdp2x.simulate.machines import Machine
 from fsdp2x.simulate.schedules import PEERS, Pacing, ours, theirs
 from fsdp2x.simulate.work import work_of
+from fsdp2x.tools.describe import columns
 
 # An element of AdamW in fp32: weight, gradient and two moments are read, three of them are written.
 _ADAMW_PASSES = 7
@@ -72,7 +73,7 @@ class Simulation:
             counts = (str(one.collectives), str(launches), readable(one.sent_bytes))
             rows.append((one.name, *(f"{1e3 * seconds:.1f} ms" for seconds in times), rate, share, *counts))
         title = f"a step on {self.world} rank(s) of {self.machine}: foretold, not measured"
-        return "\n".join([title, *columns(rows, left=1), *(f"- {one}" for one in self.assumptions)])
+        return "\n".join([title, *columns(rows), *(f"- {one}" for one in self.assumptions)])
 
     def to_dict(self) -> dict:
         """Everything as numbers, strings and lists, with tokens per second of a rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,7 +11,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.padding import advice, padding_in
 from fsdp2x.runtime.state import UnitState
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import roots_of, unit_states
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,25 @@ class ModelReport:
             "",
             "",
         )
-        widths = [max(len(row[i]) for row in (head, *rows, total)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(line))
-            for line in (list(zip(row, widths, strict=True)) for row in (head, *rows, total))
-        ]
         tail = f"{self.world} rank(s), transport {self.transport}"
         if self.stats:
             tail += (
                 f", gather slots owned {self.stats['gather_slots_owned']} "
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
-        return "\n".join([*lines, tail, *self.advice])
+        return "\n".join([*columns([head, *rows, total]), tail, *self.advice])
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table, whose columns ``left`` are flush left, the others flush right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @checked
@@ -86,7 +94,7 @@ def describe(model: nn.Module) -> ModelReport:
         raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
     names = {id(module): name for name, module in model.named_modules()}
     fqns = {id(param): name for name, param in model.named_parameters(remove_duplicate=True)}
-    root = next((state.root for state in states if state.root is not None), None)
+    root = next(iter(roots_of(states)), None)
     return ModelReport(
         units=tuple(_report(state, names, fqns) for state in states),
         world=states[0].ranks.world,

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import roots_of, unit_states
 
 
 @checked
@@ -63,14 +63,10 @@ def profile(
     folder.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank() if dist.is_initialized() else 0
     on_cuda = torch.cuda.is_available()
-    if activities is None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if on_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
     if memory and on_cuda:
         torch_private.start_memory_history()
     profiler = torch.profiler.profile(
-        activities=list(activities), schedule=schedule, record_shapes=record_shapes, with_stack=with_stack
+        activities=activities, schedule=schedule, record_shapes=record_shapes, with_stack=with_stack
     )
     try:
         with profiler:
@@ -92,16 +88,14 @@ def memory_of(model: nn.Module) -> list[dict]:
     unit: "slot", "staging", "reduce buffer", "segment", "uploaded shards", "resident shards", "free". Nothing of what
     shared memory lends, which is no allocator's; of a device only what is in use, between steps hardly anything.
     """
-    found, roots = [], {}
+    found = []
     for state in unit_states(model):
-        if state.root is not None:
-            roots[id(state.root)] = state.root
         for group in state.groups:
             name = state.name
             found.append(_entry("shard pool", name, group.pool.data_ptr(), group.pool.nbytes))
             if group.engine is not None and (num_bytes := group.engine.gradient_pool_bytes):
                 found.append(_entry("gradient pool", name, group.engine.gradient_pool_address, num_bytes))
-    for root in roots.values():
+    for root in roots_of(unit_states(model)):
         found += [_entry(*loan) for loan in root.loans()]
     return sorted(found, key=lambda entry: -entry["bytes"])
 

@@ -20,7 +20,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.state import UnitState
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import roots_of, unit_states
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
 
@@ -117,7 +117,7 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
     freed = 0
     for state in states:
         state.reshard()
-    for root in _roots(states):
+    for root in roots_of(states):
         root.release_idle()
     with torch.no_grad():
         for state in states:
@@ -185,10 +185,6 @@ def _check(model: nn.Module, states: list[UnitState]) -> None:
                 f"fsdp2x.sleep: parameter {name!r} has a gradient, which would be lost; run the optimizer and "
                 "zero_grad(set_to_none=True) first"
             )
-
-
-def _roots(states: list[UnitState]) -> list:
-    return list({id(state.root): state.root for state in states if state.root is not None}.values())
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[torch.Tensor]:

@@ -53,10 +53,7 @@ _IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
 
 def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]:
     """A sentence for each of ``settings``, a mapping of our sections, that has no part in the run of ``config``."""
-    defaults = {
-        key: field.default_factory() if callable(field.default_factory) else field.default
-        for key, field in known_keys().items()
-    }
+    defaults = {key: setting.default for key, setting in known_keys().items()}
     given = [
         (f"{section}.{name}", value)
         for section, values in settings.items()

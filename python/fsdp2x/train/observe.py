@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.agree import exchange
 from ..optim.local import local_tensor
+from ..runtime import torch_private
+from ..tools.describe import columns
 from .config import LoggingConfig
 from .metrics import memory_bytes
 
@@ -31,10 +33,7 @@ def shard_report(model: torch.nn.Module) -> str:
         local = "  ".join(f"{ranks}: {shape}" for ranks, shape in _runs([rank[name] for rank in shapes]))
         dtype = str(parameter.dtype).removeprefix("torch.")
         rows.append((name, dtype, placed, str(tuple(parameter.shape)), local))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    )
+    return "\n".join(columns(rows, left=range(len(rows[0]))))
 
 
 def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
@@ -63,16 +62,13 @@ class Observer:
         self.snapshot_step = config.memory_snapshot
         self._profiler: Any = None
         if self.snapshot_step is not None and device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
+            torch_private.start_memory_history()
 
     def before_step(self, step: int) -> None:
         # A run that was resumed inside the window records the rest of it.
         if self.first is not None and self.first <= step <= self.last and self._profiler is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
             self.first = step
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler = torch.profiler.profile(record_shapes=True)
             self._profiler.start()
 
     def after_step(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -94,8 +90,7 @@ class Observer:
         folder = self.output / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank-{self.rank}-step-{step}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch_private.stop_memory_history(str(folder / f"rank-{self.rank}-step-{step}.pickle"))
             return
         from ..memory import memory_report
 

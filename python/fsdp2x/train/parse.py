@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from .config import ConfigError, TrainConfig
 from .safe_yaml import load_yaml, load_yaml_file
@@ -148,17 +148,24 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     raise ConfigError(_mismatch(path, value, kind))
 
 
+class Setting(NamedTuple):
+    kind: Any
+    default: Any
+    help: str
+
+
 @functools.cache
-def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, dataclasses.Field]:
-    """Dotted path of every setting -> its dataclass field (type, default and `metadata['help']`)."""
-    keys: dict[str, dataclasses.Field] = {}
+def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, Setting]:
+    """Every setting by its dotted path."""
+    keys: dict[str, Setting] = {}
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        name = _join(path, field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            keys.update(known_keys(hints[field.name], name))
+        name, kind = _join(path, field.name), hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            keys.update(known_keys(kind, name))
         else:
-            keys[name] = field
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            keys[name] = Setting(kind, default, field.metadata["help"])
     return keys
 
 
