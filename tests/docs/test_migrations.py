@@ -81,7 +81,7 @@ def meshes() -> dict:
     }
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(4,))
 def test_strategies_of_fsdp1_train_the_same(ctx):
     only_fsdp2x(ctx)
     rows, of = tables_of("fsdp1")["strategy | `reshard_after_forward`"], meshes()

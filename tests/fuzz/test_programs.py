@@ -8,7 +8,7 @@ from fuzz.search import Ranks, search
 from harness.session import current_session
 
 # Ranks -> programs; more ranks than cores are slow.
-NUM_PROGRAMS = {1: 4, 2: 8, 3: 3, 4: 2}
+NUM_PROGRAMS = {1: 4, 2: 8, 3: 2, 4: 1}
 NUM_FULL = {1: 500, 2: 3000, 3: 500, 4: 800}
 
 

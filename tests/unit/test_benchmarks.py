@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,7 @@ step = merged["comm"]["fsdp2x"]["step"]
 alone = runs[0]["comm"]["fsdp2x"]["step"]
 print(json.dumps([merged["world"], step, harness.spread(step, 1), harness.spread(alone, 1)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=60)
+    done = programs.run("-c", code, cwd=FOLDER)
     assert done.returncode == 0, done.stderr
     merged = {"median_ms": 2, "min_ms": 1, "max_ms": 3, "runs": 3}
     assert json.loads(done.stdout) == [2, merged, "2.0 (1.0-3.0)", "3.0"]

@@ -1,6 +1,7 @@
 """Every argument of every command, given wrong in every way of its kind: one sentence, a status, no traceback."""
 
 import argparse
+import functools
 import json
 import shutil
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from fsdp2x.cli import main, make_parser
+from fsdp2x import cli
+from fsdp2x.cli import main
 from training import settings, write_model, write_text
 
 PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "HF", "MODEL", "PATH")
@@ -63,6 +65,15 @@ def right(folder):
 
 COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list", "plan",
             "plan json", "rollout", "doctor", "selftest")  # fmt: skip
+
+
+make_parser = functools.cache(cli.make_parser)
+
+
+@pytest.fixture(autouse=True)
+def one_parser(monkeypatch):
+    """Half of a short command is the making of its parser."""
+    monkeypatch.setattr(cli, "make_parser", make_parser)
 
 
 def parser_of(words):

@@ -152,10 +152,11 @@ def test_parameters_that_round_differently_alternate():
 
 def test_more_hyperparameters_than_a_launch_can_name():
     """Parameters that skipped different numbers of steps have corrections of their own: more than 32 of them."""
-    on_cpu, on_device, _ = pair(AdamW, parameters(torch.float32, [(3,)] * 700))
+    on_cpu, on_device, _ = pair(AdamW, parameters(torch.float32, [(3,)] * 80))
     for number in range(40):
-        step(number, on_cpu, on_device, skip=range(0, 10 * number, 2))
+        step(number, on_cpu, on_device, skip=range(0, 2 * number, 2))
     step(40, on_cpu, on_device)
+    assert on_device._on_device.num_plans > 1
     same_bits(on_cpu, on_device)
     rates = [0.5 / (1 + i) for i in range(70)]
     params = parameters(torch.float32, [(5,)] * len(rates))

@@ -23,6 +23,9 @@ CODE = {".cpp", ".hpp", ".cu", ".cuh"}
 # ---- imports
 
 
+parse = functools.cache(ast.parse)
+
+
 @functools.cache
 def modules() -> dict[str, str]:
     """Text of every module by its name."""
@@ -52,7 +55,7 @@ def imports_of(name: str, text: str, known: Collection[str]) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(text))
+    visit(parse(text))
     return (found & set(known)) - {name}
 
 
@@ -144,6 +147,23 @@ def test_a_planted_circle_is_found():
     assert circles(planted(name, f"if TYPE_CHECKING:\n    import {target}")) == []
 
 
+def private_imports(text: str) -> list[str]:
+    """Parts of names of torch that begin with an underscore."""
+    found = []
+    for node in ast.walk(parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found += [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found += [part for name in node.names if name.name.startswith("torch.") for part in name.name.split(".")]
+    return [part for part in found if part.startswith("_")]
+
+
+def test_only_one_file_imports_private_names_of_torch():
+    culprits = {name: private_imports(text) for name, text in modules().items()}
+    assert [name for name, found in culprits.items() if found] == ["fsdp2x.runtime.torch_private"]
+    assert private_imports("import torch._C\nfrom torch.utils import _pytree") == ["_C", "_pytree"]
+
+
 # ---- includes
 
 
@@ -233,7 +253,7 @@ def classes(sources: dict[str, str]) -> list[tuple[str, str]]:
     return [
         (node.name, name)
         for name, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parse(text))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
 

@@ -1,5 +1,6 @@
 """The simulator: what must hold of any schedule on any machine, published figures, and mistakes in what is asked."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 H100 = MACHINES["h100"]
 
 
+@functools.cache
 def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,

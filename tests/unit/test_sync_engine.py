@@ -117,7 +117,7 @@ def test_nobody_generates_during_a_push():
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_trainer_that_goes_away(silent):
     address = new_address()
-    with Served(address, Store(), timeout_s=2 if silent else 20) as served:
+    with Served(address, Store(), timeout_s=0.5 if silent else 20) as served:
         with Client(address) as client:
             client.introduce()
             assert client.push(1, 1, 2, 3, 4, 5) == [True] * 4

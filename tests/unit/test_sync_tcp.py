@@ -160,7 +160,7 @@ def test_a_door_that_nobody_answers_behind():
             thread.start()
             target = Peer(f"tcp://127.0.0.1:{listener.getsockname()[1]}", secret=SECRET)
             with pytest.raises(TargetError, match="no receiver answers at .tcp://127.0.0.1:"):
-                target.open(layout, 2.0)
+                target.open(layout, 0.5)
             ended.set()
             thread.join(60)
 

@@ -1,40 +1,12 @@
 """Every private name of torch that the package leans on exists in the installed torch and means what we think."""
 
-import ast
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp2x.runtime import torch_private
-
-PACKAGE = Path(torch_private.__file__).resolve().parents[1]
-# Underscored names that users of nn.Module and DTensor are expected to know, or that are ours.
-COMMON = {"_parameters", "_buffers", "_modules", "_local_tensor", "_spec"}
-
-
-def private_imports(path: Path) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            parts = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
-        else:
-            continue
-        found += [part for part in parts if part.startswith("_")]
-    return found
-
-
-def test_only_one_file_imports_private_names():
-    culprits = {
-        str(path.relative_to(PACKAGE)): names
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "torch_private.py" and (names := private_imports(path))
-    }
-    assert culprits == {}
 
 
 @pytest.mark.parametrize("name", torch_private.__all__)

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import damage
-from fsdp2x.train import ConfigError, load_config
+from fsdp2x.train import ConfigError, load_config, safe_yaml
 from fsdp2x.train.dialects.interpolate import interpolate
 from fsdp2x.train.parse import apply_overrides, read_yaml
-from fsdp2x.train.safe_yaml import MOST_BYTES, MOST_VALUES, load_yaml
+from fsdp2x.train.safe_yaml import MOST_BYTES, load_yaml
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 LIST = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
@@ -59,14 +59,17 @@ def test_mistakes_are_one_sentence_and_soon(tmp_path, text, reason):
             apply_overrides({}, [f"train.x={text}"])
 
 
-def test_aliases_that_end_are_followed():
+def test_aliases_that_end_are_followed(monkeypatch):
     assert load_yaml("a: &a {x: [1, 2]}\nb: *a\nc: {<<: *a, y: 3}", "here") == {
         "a": {"x": [1, 2]},
         "b": {"x": [1, 2]},
         "c": {"x": [1, 2], "y": 3},
     }
     assert load_yaml("", "here") is None
-    assert len(load_yaml("a: [" + "x, " * (MOST_VALUES - 10) + "]", "here")["a"]) == MOST_VALUES - 10
+    monkeypatch.setattr(safe_yaml, "MOST_VALUES", 300)
+    assert len(load_yaml("a: [" + "x, " * 290 + "]", "here")["a"]) == 290
+    with pytest.raises(ConfigError, match="more than 300 values"):
+        load_yaml(LIST + "b: [" + "*a0, " * 30 + "]", "here")
 
 
 def test_files_of_every_kind(tmp_path):

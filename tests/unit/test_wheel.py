@@ -44,13 +44,22 @@ def library(folder: Path, *, links=(*TORCH,), runpath: str | None = RUNPATH, tex
     if compiler is None or shutil.which("readelf") is None:
         pytest.skip("g++ or readelf is not installed")
     source = folder / "library.cpp"
-    for name in links:
-        source.write_text("")
-        command = [compiler, "-shared", "-fPIC", str(source), f"-Wl,-soname,{name}", "-o", str(folder / name)]
-        subprocess.run(command, check=True, timeout=60)
+    source.write_text("")
+    command = [compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "empty.so")]
+    subprocess.run(command, check=True, timeout=60)
+    for name in links:  # without a name of its own, a library is needed by the path that it was linked by
+        shutil.copy(folder / "empty.so", folder / name)
     source.write_text(f'extern "C" const char* text() {{ return "{text}"; }}\n')
     found = folder / "_C.cpython-311-x86_64-linux-gnu.so"
-    command = [compiler, "-shared", "-fPIC", str(source), "-Wl,--no-as-needed", *(str(folder / name) for name in links)]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-Wl,--no-as-needed",
+        f"-L{folder}",
+        *(f"-l:{name}" for name in links),
+    ]
     command += [f"-Wl,--enable-new-dtags,-rpath,{runpath}"] if runpath else []
     subprocess.run([*command, "-o", str(found)], check=True, timeout=60)
     return found
