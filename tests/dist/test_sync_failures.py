@@ -178,7 +178,7 @@ def test_an_engine_that_raises(ctx, over):
 
 
 # Silence in the other phases, and deaths of rank 1 and of engines, are those of test_sync_deaths.py.
-HANGS = [("memory", "bucket 2"), ("memory", "finish"), ("tcp", "bucket 2")]
+HANGS = [("memory", "bucket 2"), ("memory", "finish"), ("tcp", "bucket 2"), ("group", "bucket 2")]
 
 
 @pytest.mark.parametrize(
@@ -262,14 +262,14 @@ def fixed_address(over):
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def target_at(address):
-    return Peer(address, **OVER["tcp" if address.startswith("tcp:") else "memory"])
+def target_at(address, over="tcp"):
+    return Peer(address, **OVER[over])
 
 
-def push_until_an_end(ctx, address, death):
+def push_until_an_end(ctx, address, over, death):
     """Returns what the surviving ranks saw; `death`: (rank, bucket) that ends in mid-push."""
     model, expected = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, target_at(address), bucket_bytes=300, timeout_s=10)
+    sync = fsdp2x.sync.connect(model, target_at(address, over), bucket_bytes=300, timeout_s=10)
     sync.push(version=1)
     if death is not None:
         rank, bucket = death
@@ -292,12 +292,12 @@ def push_until_an_end(ctx, address, death):
 
 @pytest.mark.parametrize(
     ("rank", "over"),
-    [(0, "memory"), *(pytest.param(*way, marks=pytest.mark.full) for way in ((1, "memory"), (0, "tcp")))],
+    [(0, "memory"), *(pytest.param(*way, marks=pytest.mark.full) for way in ((1, "memory"), (0, "tcp"), (0, "group")))],
 )
 def test_a_trainer_that_dies(rank, over):
     address = fixed_address(over)
     with EngineProcess(address) as engine:
-        outcomes = dist_run(push_until_an_end, 3, address, (rank, 3), expect_exit={rank: 7})
+        outcomes = dist_run(push_until_an_end, 3, address, over, (rank, 3), expect_exit={rank: 7})
         for index, outcome in enumerate(outcomes):
             if index != rank:
                 kind, text, is_torn = outcome.value
@@ -306,13 +306,13 @@ def test_a_trainer_that_dies(rank, over):
         assert (status["state"], status["version"]) == ("torn", 1), status
         assert "the trainer is gone" in status["reason"] or "a trainer failed" in status["reason"]
         # The same engine, other trainers: healed by their first push.
-        assert [outcome.value[0] for outcome in dist_run(push_until_an_end, 2, address, None)] == ["", ""]
+        assert [outcome.value[0] for outcome in dist_run(push_until_an_end, 2, address, over, None)] == ["", ""]
         assert committed(engine) == ("clean", 2, digests(params(whole_model())))
 
 
-def push_to_mortals(ctx, address):
+def push_to_mortals(ctx, address, over):
     model, expected = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, target_at(address), bucket_bytes=300, timeout_s=20, deltas=True)
+    sync = fsdp2x.sync.connect(model, target_at(address, over), bucket_bytes=300, timeout_s=20, deltas=True)
     if ctx.rank == 0:
         engine = EngineProcess(address, last_bucket=3)
     dist.barrier()
@@ -337,9 +337,9 @@ def push_to_mortals(ctx, address):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("over", ["memory", "tcp"])
+@pytest.mark.parametrize("over", ["memory", "tcp", "group"])
 def test_an_engine_that_dies(over):
-    dist_run(push_to_mortals, 2, fixed_address(over), timeout=120)
+    dist_run(push_to_mortals, 2, fixed_address(over), over, timeout=120)
 
 
 def link_to(pid, ours):
@@ -368,8 +368,9 @@ def test_a_network_between_them():
     with contextlib.ExitStack() as stack:
         stack.callback(subprocess.run, ["ip", "link", "delete", link], check=True, timeout=60)
         stack.enter_context(engine)
-        for outcome in dist_run(push_until_an_end, 2, "tcp://10.213.77.2:7000", None, timeout=120):
-            assert outcome.value == ("", "", False)
+        for over in ("tcp", "group"):
+            for outcome in dist_run(push_until_an_end, 2, "tcp://10.213.77.2:7000", over, None, timeout=120):
+                assert outcome.value == ("", "", False)
         assert committed(engine) == ("clean", 2, digests(params(whole_model())))
         outcomes = dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
         for outcome in outcomes:

@@ -1,6 +1,7 @@
 """Pushes into SGLang: its sessions and its traps, with one worker and with several, before sessions and with them."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from sglang_engine import Server, serving
 @contextlib.contextmanager
 def engines(ctx, shapes, num=1, rank=0, **options):
     """(target, the engines on the rank that talks to them, none elsewhere)."""
-    said = {name: options.pop(name) for name in ("pause", "memory") if name in options}
+    said = {name: options.pop(name) for name in ("pause", "memory", "group") if name in options}
     with contextlib.ExitStack() as stack:
         servers, addresses = [], [None]
         if ctx.rank == rank:
@@ -64,6 +65,53 @@ def test_what_is_pushed_is_what_runs(ctx, num_workers, has_sessions):
                     assert server.num_post_loads == (number + 1 if has_sessions else 0)
                     assert server.flags == [(False, None)] * report.num_buckets, "a bucket flushes or labels"
                     server.flags.clear()
+
+
+@pytest.mark.parametrize("has_sessions", [True, pytest.param(False, marks=pytest.mark.full)])
+@distributed(world_sizes=(2,))
+def test_buckets_that_are_broadcast(ctx, has_sessions):
+    """Two servers of two workers, and a group for each push."""
+    model, shapes = stack_model(ctx)
+    options = {"num_workers": 2, "has_sessions": has_sessions}
+    with engines(ctx, shapes, 2, group="gloo", **options) as (target, servers):
+        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=20) as sync:
+            for version in range(2):
+                step(model)
+                report = sync.push(version=version)
+                holds(servers, wire(model))
+                for server in servers:
+                    assert server.generate() == (str(version), str(version))
+                    assert server.flags == [(False, None)] * report.num_buckets, "a bucket flushes or labels"
+                    server.flags.clear()
+                    assert not server.groups and "update_weights_from_tensor" not in server.events
+            # A server that was started anew knows no group of the pushes before.
+            for server in servers[:1]:
+                server.__init__(shapes, **options)
+            sync.push(version=2)
+            holds(servers, wire(model))
+
+
+GROUP_ROUTES = {"init_weights_update_group": "begin", "update_weights_from_distributed": "load"}
+
+
+@pytest.mark.parametrize("route", GROUP_ROUTES)
+@distributed(world_sizes=(2,))
+def test_a_broadcast_that_a_server_refuses(ctx, route):
+    """One of two does: nobody waits for it longer than the limit of time, and the next push heals both."""
+    model, shapes = stack_model(ctx)
+    with engines(ctx, shapes, 2, group="gloo") as (target, servers):
+        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=1.5) as sync:
+            for server in servers[1:]:
+                server.broken[route] = "out of order"
+            began = time.monotonic()
+            with pytest.raises(SyncError, match=f"answers /{route} with 400.*out of order") as caught:
+                sync.push(version=1)
+            assert time.monotonic() - began < 25 and caught.value.phase == GROUP_ROUTES[route]
+            for server in servers:
+                assert server.mode is not None and not server.groups, "it generates, or a group is left"
+            sync.push(version=2)
+            holds(servers, wire(model))
+            assert [server.generate() for server in servers] == [("2", "2")] * len(servers)
 
 
 @distributed(world_sizes=(2,))
@@ -211,6 +259,10 @@ def test_what_is_refused(ctx):
         Sglang("http://x", pause="in_place")
     with pytest.raises(ValueError, match='memory must be "host" or "device"'):
         Sglang("http://x", memory="gpu")
+    with pytest.raises(ValueError, match='group must be "gloo", "nccl" or None, got .mpi.'):
+        Sglang("http://x", group="mpi")
+    with pytest.raises(ValueError, match='a group takes the place of memory="device"'):
+        Sglang("http://x", group="gloo", memory="device")
     with pytest.raises(NotImplementedError, match="SGLang loads whole tensors"):
         fsdp2x.sync.connect(model, Sglang("http://x"), deltas=True)
     with engines(ctx, shapes, num_replicas=2) as (target, servers), fsdp2x.sync.connect(model, target) as sync:

@@ -43,7 +43,8 @@ def make_model(ctx):
 def engine(ctx, way, world=1, shapes=None, **options):
     """(target, the engine on rank 0, None elsewhere).
 
-    "far": a server whose workers are on another host; "one gpu": that reads buckets in memory of the trainer's GPU.
+    "far": a server whose workers are on another host; "group": that are members of a process group with the trainer;
+    "one gpu": that read buckets in memory of the trainer's GPU.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(installed())
@@ -53,6 +54,8 @@ def engine(ctx, way, world=1, shapes=None, **options):
         if way == "one gpu":
             stack.enter_context(device_handles.installed())
             options["memory"] = "device"
+        if way == "group":
+            options["group"] = "gloo"
         core, given = None, [None]
         if ctx.rank == 0:
             core = Core(world, shapes=shapes)
@@ -87,7 +90,7 @@ AFTER = [("reset_prefix_cache", True), ("reset_encoder_cache",), ("set_weight_ve
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("way", ["server", "llm", "far", "one gpu"])
+@pytest.mark.parametrize("way", ["server", "llm", "far", "group", "one gpu"])
 @distributed(world_sizes=(2,))
 def test_what_is_pushed_is_what_runs(ctx, way, num_workers):
     """Kept tensors, fused and padded layers, prepacked ones, experts, at every cut into buckets."""
@@ -305,7 +308,7 @@ def test_a_cache_that_is_not_reset(ctx):
             sync.push(version=0)
 
 
-@pytest.mark.parametrize("way", ["server", "far"])
+@pytest.mark.parametrize("way", ["server", "far", "group"])
 @distributed(world_sizes=(2,))
 def test_a_session_ends_and_another_begins(ctx, way):
     """A trainer that is gone in the middle of a push leaves a paused, torn engine, which the next one heals."""
@@ -325,7 +328,7 @@ def test_a_session_ends_and_another_begins(ctx, way):
             holds(model, core)
 
 
-@pytest.mark.parametrize("way", ["server", "far"])
+@pytest.mark.parametrize("way", ["server", "far", "group"])
 @distributed(world_sizes=(2,))
 def test_a_server_that_another_session_holds(ctx, way):
     """It is refused in time; what was paused for it is not lost for the session that holds the workers."""
@@ -400,6 +403,10 @@ def test_what_vllm_does_not_take(ctx):
         Vllm(8000)
     with pytest.raises(ValueError, match="addresses such as"):
         Vllm(["localhost:8000"])
+    with pytest.raises(ValueError, match='a group is for servers, and takes the place of memory="device"'):
+        Vllm(None, group="gloo")
+    with pytest.raises(ValueError, match='group must be "gloo", "nccl" or None, got \'mpi\''):
+        Vllm("http://127.0.0.1:8000", group="mpi")
     adapter = nn.Module()
     adapter.lora_A = nn.Linear(4, 4)
     with engine(ctx, "llm") as (target, _):

@@ -21,6 +21,7 @@ from fsdp2x.sync.engine_tcp import TcpReceiver
 # How receivers are reached: their address, and what else a target is told.
 SECRET = "of the engines of the tests"
 OVER = {"memory": {}, "tcp": {"secret": SECRET}, "device": {"memory": "device"}}
+OVER["group"] = {"secret": SECRET, "group": "gloo"}
 
 
 def wire(model, **options) -> dict[str, torch.Tensor]:
@@ -110,7 +111,7 @@ class Served:
 
 
 def new_address(over="memory"):
-    return "tcp://127.0.0.1:0" if over == "tcp" else f"@fsdp2x-test-{secrets.token_hex(8)}"
+    return "tcp://127.0.0.1:0" if "secret" in OVER[over] else f"@fsdp2x-test-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager

@@ -8,13 +8,17 @@ memory that only an idle engine releases, and that keeps no weights.
 """
 
 import base64
+import datetime
 import io
 import json
+import math
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+import torch.distributed as dist
 
 import device_handles
 from http_server import http_server
@@ -41,6 +45,38 @@ class Refused(Exception):
     """An answer with the status 400."""
 
 
+class Member:
+    """A worker in a weights-update group, by a thread of its own.
+
+    It is where torch's functions would put it, which SGLang calls and a thread beside the trainer's cannot
+    (`test_sync_group.py` calls them). A bucket has no gaps, as SGLang lays out its own.
+    """
+
+    def __init__(self, about, rank):
+        self._thread = ThreadPoolExecutor(1)
+        self.answer = self._thread.submit(self._join, about, rank)
+
+    def _join(self, about, rank):
+        limit, name = datetime.timedelta(seconds=20), about["group_name"]
+        store = dist.TCPStore(about["master_address"], about["master_port"], about["world_size"], timeout=limit)
+        store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        self._group = dist.ProcessGroupGloo(store, rank, about["world_size"], timeout=limit)
+
+    def take(self, dtypes, shapes):
+        self.answer = self._thread.submit(self._take, [getattr(torch, dtype) for dtype in dtypes], shapes)
+
+    def _take(self, dtypes, shapes):
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
+        bucket = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._group.broadcast(bucket, 0).wait()
+        parts = zip(bucket.split(sizes), dtypes, shapes, strict=True)
+        return [part.view(dtype).view(shape) for part, dtype, shape in parts]
+
+    def end(self):
+        self._group = None
+        self._thread.shutdown()
+
+
 class Server:
     """One engine. `shapes`: the parameters that it has; `weights` is what it runs with, None while it cannot."""
 
@@ -51,7 +87,7 @@ class Server:
         self.queued, self.num_post_loads = [], 0
         self.weights, self.version, self.cache_of = None, "default", None
         self.mode, self.asleep, self.running, self.events = None, set(), [], []
-        self.broken, self.bad, self.flags = {}, None, []
+        self.broken, self.bad, self.flags, self.groups = {}, None, [], {}
 
     # requests
 
@@ -90,6 +126,35 @@ class Server:
             raise Refused("Weights were updated, but the cache was not flushed")
         if not self.has_sessions:
             self.settle()
+
+    def on_init_weights_update_group(self, body):
+        assert body["group_name"] not in self.groups and body["backend"] == "gloo"
+        members = [Member(body, body["rank_offset"] + worker) for worker in range(self.num_workers)]
+        self.groups[body["group_name"]] = members
+        for member in members:
+            member.answer.result()
+
+    def on_update_weights_from_distributed(self, body):
+        assert body["load_format"] == "flattened_bucket"
+        self.flags.append((body["flush_cache"], body.get("weight_version")))
+        if self.has_sessions and not self.is_open:
+            raise Refused("update_weights_from_distributed must run between begin_weight_update() and end_...()")
+        if body["group_name"] not in self.groups:
+            self.is_dead = True
+            raise ConnectionError("an assertion ends the scheduler")
+        for member in self.groups[body["group_name"]]:
+            member.take(body["dtypes"], body["shapes"])
+        for worker, member in enumerate(self.groups[body["group_name"]]):
+            for name, tensor in zip(body["names"], member.answer.result(), strict=True):
+                self.load(worker, name, tensor)
+        if not self.has_sessions:
+            self.settle()
+
+    def on_destroy_weights_update_group(self, body):
+        if body["group_name"] not in self.groups:
+            raise Refused("The group to be destroyed does not exist.")
+        for member in self.groups.pop(body["group_name"]):
+            member.end()
 
     def load(self, worker, name, tensor):
         if name == self.bad:

@@ -42,7 +42,6 @@ WIRE = "fsdp2x-1"
 _HEAD = struct.Struct("<8s8sIQ")  # magic, kind, number of descriptors, bytes of JSON
 _MAX_BODY_BYTES, _MAX_FILES = 1 << 28, 64
 _ANSWER = "answer"
-_FIRST = {"hello", "layout", "begin", "bucket", "finish", "commit", "abort"}
 POSITION_BYTES = _ALIGN_BYTES = 8
 
 
@@ -389,9 +388,10 @@ class Receiver:
 
     def _handle(self, kind: str, body: dict[str, Any], files: list[int]) -> dict[str, Any]:
         try:
-            if kind not in _FIRST:
+            handle = getattr(self, f"_on_{kind}", None)
+            if handle is None:
                 raise WireError(f"an unknown request {kind!r}")
-            return {"ok": True, **(getattr(self, f"_on_{kind}")(body, files) or {})}
+            return {"ok": True, **(handle(body, files) or {})}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._state == "open":

@@ -1,7 +1,13 @@
 """The engine's side of ``Peer("tcp://...")``: a ``TcpReceiver`` takes weights from trainers on other hosts.
 
 This file needs ``engine.py`` beside it, torch and the standard library. The dialogue is that of ``engine.py``, with one
-memory that is the receiver's own: the bytes of a bucket follow its request. Before the first request both sides prove
+memory that is the receiver's own: the bytes of a bucket follow its request, or are broadcast after it in a process
+group (``engine_group.py``) that the receiver was invited to and then joined:
+
+    invite  {backend, port, size, name}  the store at the trainer's address where members meet
+    join    {}                           all do, at the same time
+
+Before the first request both sides prove
 that they know the same secret, in three messages of fixed size:
 
     receiver -> trainer    the wire's name, a nonce
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import importlib
 import queue
 import secrets
 import socket
@@ -27,9 +34,9 @@ from typing import Any
 import torch
 
 if __package__:
-    from .engine import WIRE, MappedFile, Receiver, WireError
+    from .engine import WIRE, MappedFile, Receiver, WireError, is_closed
 else:
-    from engine import WIRE, MappedFile, Receiver, WireError
+    from engine import WIRE, MappedFile, Receiver, WireError, is_closed
 
 SCHEME = "tcp://"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -158,6 +165,7 @@ class Landing(MappedFile):
     """Memory of this process, which the bytes of each bucket fill from the start on."""
 
     def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         self._memory = memoryview(self._bytes.numpy())
 
@@ -174,6 +182,24 @@ class Landing(MappedFile):
 
     def forget_writes(self) -> None:
         """The next bucket overwrites them."""
+
+
+class GroupLanding(MappedFile):
+    """Memory of this process, which each bucket is broadcast into, on the device of the group's backend."""
+
+    def __init__(self, group: Any, num_bytes: int) -> None:
+        self._group = group
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
+
+    def fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
+        if not 0 <= num_bytes <= len(self._bytes):
+            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {len(self._bytes)}")
+        self._group.broadcast(self._bytes[:num_bytes], deadline, lambda: is_closed(connection))
+
+    def forget_writes(self) -> None:
+        """What was enqueued to read it has run: the next bucket overwrites them."""
+        if self._bytes.is_cuda:
+            torch.cuda.current_stream(self._bytes.device).synchronize()
 
 
 class TcpReceiver(Receiver):
@@ -206,6 +232,7 @@ class TcpReceiver(Receiver):
         """
         self._host, self._port = split_address(address)
         self._secret = check_secret(secret)
+        self._group: Any = None  # a `engine_group.BroadcastGroup`
         super().__init__(address, sink, timeout_s=timeout_s)
         if held is not None:
             self._state, self._version, self._reason = held["state"], held["version"], held["reason"]
@@ -250,6 +277,24 @@ class TcpReceiver(Receiver):
     def _map(self, sizes: list[int], files: list[int]) -> list[MappedFile]:
         (num_bytes,) = sizes
         return [Landing(num_bytes)]
+
+    def _on_invite(self, body: dict[str, Any], files: list[int]) -> None:
+        module = importlib.import_module(".engine_group" if __package__ else "engine_group", __package__)
+        host, trainer = self._connection.getsockname()[0], self._connection.getpeername()[0]
+        self._group = module.BroadcastGroup.invited(body, trainer, host, self._timeout_s)
+
+    def _on_join(self, body: dict[str, Any], files: list[int]) -> None:
+        deadline, connection = time.monotonic() + self._timeout_s, self._connection
+        self._group.join(False, deadline)
+        self._group.meet(deadline, lambda: is_closed(connection))
+        self._files = [GroupLanding(self._group, file.num_bytes) for file in self._files]
+
+    def release(self, reason: str) -> None:
+        """Lets go of the trainer, its memory, and its group; a push that is under way is torn."""
+        super().release(reason)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
         (landing,) = self._files

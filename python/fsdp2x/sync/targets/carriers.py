@@ -1,25 +1,27 @@
-"""How the bytes of a push get to receivers: in memory files of this host, in a GPU's memory, or in a TCP connection."""
+"""How the bytes of a push get to receivers: in memory files, in a GPU's memory, in a TCP connection, by a broadcast."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
 from fsdp2x.runtime.memory_file import MemoryFile
 from fsdp2x.runtime.native import _C
-from fsdp2x.sync import engine, engine_ipc, engine_tcp
+from fsdp2x.sync import engine, engine_group, engine_ipc, engine_tcp
 from fsdp2x.sync.targets.base import Parcel, WireLayout
 from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu
 
 Places = list[list[int]]
 
 
-class Carrier(Protocol):
-    """What ``Peer`` asks of either."""
+class Carrier:
+    """What ``Peer`` asks of each."""
+
+    is_group = False  # receivers are members of one: when one is lost, all begin anew
 
     def prepare(self, layout: WireLayout) -> None:
         """Before each push."""
@@ -30,18 +32,42 @@ class Carrier(Protocol):
         Raises:
             OSError: there is none.
         """
+        raise NotImplementedError
+
+    def invite(self, receiver: socket.socket, timeout_s: float) -> dict[str, Any] | None:
+        """What all receivers are told before they ``join`` a group, None where there is none, or they are in it.
+
+        Raises:
+            engine.WireError: there can be none.
+        """
+
+    def join(self, receivers: Collection[socket.socket], deadline: float) -> None:
+        """Meets them in that group.
+
+        Raises:
+            engine.WireError: they did not come in time.
+        """
 
     def memory(self) -> tuple[dict[str, Any], list[int]]:
         """What one receiver is told of the memory that buckets lie in, and the descriptors to send along."""
+        raise NotImplementedError
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
         """The body of a bucket's request, and the bytes that follow it. ``indices``: of names in the layout."""
+        raise NotImplementedError
+
+    def deliver(self, receivers: Collection[socket.socket], deadline: float) -> None:
+        """What was placed and neither lies in memory nor follows the requests, which all receivers have been sent.
+
+        Raises:
+            engine.WireError: it did not reach all of them.
+        """
 
     def close(self) -> None:
         """Lets go of memory."""
 
 
-class MemoryCarrier:
+class MemoryCarrier(Carrier):
     """Engines map the ring that buckets are gathered into.
 
     What is not in it (un-fused experts, merged adapters, parameters over several axes, weights on a device) is copied
@@ -98,7 +124,7 @@ class MemoryCarrier:
         self._spare = None
 
 
-class DeviceCarrier:
+class DeviceCarrier(Carrier):
     """Engines on this host read a buffer of this rank's GPU, which holds one parcel.
 
     That is enough, because a parcel is made only after the one before was answered for. It lives as long as the layout:
@@ -121,29 +147,15 @@ class DeviceCarrier:
         return {"files": [], "device": engine_ipc.describe_handle(self._memory.device_handle())}, []
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
-        tensors: Places = []
-        deltas: Places = []
-        end = 0
-
-        def add(tensor: torch.Tensor, begin: int) -> int:
-            part = self._memory.bytes[begin : begin + tensor.nbytes]
-            part.view(tensor.dtype).copy_(tensor.reshape(-1))
-            return begin + tensor.nbytes
-
-        for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
-            tensors.append([indices[spec.name], 0, end])
-            end = _C.align_up(add(tensor, end))
-        for delta in parcel.deltas:
-            deltas.append([indices[delta.spec.name], 0, end, delta.positions.numel()])
-            end = _C.align_up(add(delta.values, add(delta.positions, end)))
+        body = packed(parcel, indices, self._memory.bytes)
         self._memory.settle()
-        return {"bucket": parcel.index, "tensors": tensors, "deltas": deltas}, []
+        return body, []
 
     def close(self) -> None:
         self._memory = None
 
 
-class StreamCarrier:
+class StreamCarrier(Carrier):
     """Bytes follow a bucket's request, aligned as in memory; each engine is sent its own."""
 
     def __init__(self, secret: str) -> None:
@@ -194,6 +206,64 @@ class StreamCarrier:
 
     def close(self) -> None:
         """It holds no memory."""
+
+
+class GroupCarrier(StreamCarrier):
+    """Bytes are broadcast to all engines at once, from a buffer for one parcel, in a group of these engines."""
+
+    is_group = True
+
+    def __init__(self, secret: str, backend: str, num_engines: int) -> None:
+        super().__init__(secret)
+        self._backend, self._num_engines = backend, num_engines
+        self._group: engine_group.BroadcastGroup | None = None
+        self._num_bytes = 0
+
+    def invite(self, receiver: socket.socket, timeout_s: float) -> dict[str, Any] | None:
+        host = receiver.getsockname()[0]
+        if self._group is not None:
+            return None
+        self._group, invitation = engine_group.BroadcastGroup.opened(self._backend, self._num_engines, host, timeout_s)
+        self._bytes = torch.empty(self._room, dtype=torch.uint8, device=self._group.device)
+        return invitation
+
+    def join(self, receivers: Collection[socket.socket], deadline: float) -> None:
+        self._group.join(True, deadline)
+        self._group.meet(deadline, lambda: any(map(engine.is_closed, receivers)))
+
+    def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
+        body = packed(parcel, indices, self._bytes)
+        self._num_bytes = body["bytes"]
+        return body, []
+
+    def deliver(self, receivers: Collection[socket.socket], deadline: float) -> None:
+        data = self._bytes[: self._num_bytes]
+        self._group.broadcast(data, deadline, lambda: any(map(engine.is_closed, receivers)))
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = self._bytes = None
+
+
+def packed(parcel: Parcel, indices: Mapping[str, int], memory: torch.Tensor) -> dict[str, Any]:
+    """The body of a bucket's request whose parts were copied into ``memory``, one behind the other."""
+    tensors: Places = []
+    deltas: Places = []
+    end = 0
+
+    def add(tensor: torch.Tensor, begin: int) -> int:
+        part = memory[begin : begin + tensor.nbytes]
+        part.view(tensor.dtype).copy_(tensor.reshape(-1))
+        return begin + tensor.nbytes
+
+    for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
+        tensors.append([indices[spec.name], 0, end])
+        end = _C.align_up(add(tensor, end))
+    for delta in parcel.deltas:
+        deltas.append([indices[delta.spec.name], 0, end, delta.positions.numel()])
+        end = _C.align_up(add(delta.values, add(delta.positions, end)))
+    return {"bucket": parcel.index, "bytes": end, "tensors": tensors, "deltas": deltas}
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:

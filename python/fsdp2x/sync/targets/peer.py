@@ -1,7 +1,7 @@
 """``Peer``: engines in other processes, which run a ``Receiver`` of ``fsdp2x.sync.engine`` or a ``TcpReceiver``.
 
 One rank talks to them, by one connection each. On its host they are given the memory file of the ranks' shared ring,
-and read there what the ranks write; on others the bytes follow each request.
+and read there what the ranks write; on others the bytes follow each request, or are broadcast to all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.sync import engine, engine_tcp
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.carriers import Carrier, DeviceCarrier, MemoryCarrier, StreamCarrier
+from fsdp2x.sync.targets.carriers import Carrier, DeviceCarrier, GroupCarrier, MemoryCarrier, StreamCarrier
 
 
 class Peer(EngineTarget):
@@ -25,6 +25,8 @@ class Peer(EngineTarget):
 
         Peer("@engine")                                    on the host of the rank that talks to it; also a list of them
         Peer("tcp://10.0.0.7:7000", secret=secret)         on any host, where a ``TcpReceiver`` knows the same secret
+
+        Peer(["tcp://10.0.0.7:7000", "tcp://10.0.0.8:7000"], secret=secret, group="nccl")    by one broadcast to all
 
     Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
     push, which connects anew and must be a full one.
@@ -38,6 +40,7 @@ class Peer(EngineTarget):
         rank: int = 0,
         secret: str | None = None,
         memory: Literal["host", "device"] = "host",
+        group: Literal["gloo", "nccl"] | None = None,
     ) -> None:
         """
         Args:
@@ -48,16 +51,23 @@ class Peer(EngineTarget):
             memory: which one carries buckets on this host. ``"device"``: that of the rank's current GPU, by CUDA IPC:
                 engines see that GPU, have ``engine_ipc.py`` beside ``engine.py``, and do not write to what they are
                 given without a copy. Takes one bucket there.
+            group: over TCP: each bucket goes to all engines at once, by a broadcast in a process group of this backend,
+                which the talking rank makes and engines, with ``engine_group.py`` beside ``engine_tcp.py``, join.
+                Requests go by TCP as before. One bucket more on the rank and on each engine, ``"nccl"``: on its current
+                GPU, which no other member may share. None: each engine is sent its own bytes.
 
         Raises:
-            ValueError: no address, addresses of both kinds, or no secret where it is needed or one where it is not.
+            ValueError: no address, addresses of both kinds, no secret where it is needed or one where it is not, or a
+                group where nothing goes by TCP.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
         if memory not in ("host", "device"):
             raise ValueError(f'fsdp2x.sync.Peer: memory must be "host" or "device", got {memory!r}')
-        self._carrier = _carrier_of(self._addresses, secret, memory)
+        if group not in (None, "gloo", "nccl"):
+            raise ValueError(f'fsdp2x.sync.Peer: group must be "gloo", "nccl" or None, got {group!r}')
+        self._carrier = _carrier_of(self._addresses, secret, memory, group)
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know
         self._session, self._has_begun = "", False
@@ -79,11 +89,16 @@ class Peer(EngineTarget):
             self._told, self._session = layout, secrets.token_hex(8)
         self._carrier.prepare(layout)
         self._indices = {spec.name: index for index, spec in enumerate(layout.specs)}
-        for address in self._addresses:
-            if address in self._connections and engine.is_closed(self._connections[address]):
-                self._disconnect(address)  # that engine ended; there may be another one at its address
-            if address not in self._connections:
-                self._connect(address, layout)
+        known = self._connections
+        lost = [address for address in self._addresses if address not in known or engine.is_closed(known[address])]
+        if lost and self._carrier.is_group:
+            lost = self._addresses
+            self._carrier.close()
+        for address in lost:
+            self._disconnect(address)  # that engine ended; there may be another one at its address
+        for address in lost:
+            self._connect(address, layout)
+        self._gather_group()
 
     def _connect(self, address: str, layout: WireLayout) -> None:
         try:
@@ -100,6 +115,21 @@ class Peer(EngineTarget):
         except (TargetError, ValueError):
             self._disconnect(address)
             raise
+
+    def _gather_group(self) -> None:
+        """Engines and this rank join the carrier's group, where it has one and they have not."""
+        try:
+            invitation = self._carrier.invite(self._connections[self._addresses[0]], self._timeout_s)
+            if invitation is not None:
+                self._ask(self._addresses, "begin", "invite", invitation)
+                self._tell(self._addresses, "begin", "join", {})
+                self._carrier.join(self._connections.values(), time.monotonic() + self._timeout_s)
+                self._hear(self._addresses, "begin")
+        except (TargetError, engine.WireError) as error:
+            self.close()  # whoever waits in the group hears of it
+            if isinstance(error, TargetError):
+                raise
+            raise TargetError(Failure("begin", str(error))) from error
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._failure, self._taken, self._has_begun = None, None, True
@@ -118,9 +148,17 @@ class Peer(EngineTarget):
         try:
             body, parts = self._carrier.place(parcel, self._indices)
             self._tell(self._addresses, "load", "bucket", body, parts=parts)
+            self._deliver()
             self._taken, parcel.wait = parcel, self._answered
         except Exception as error:
             self._failure = Failure("load", str(error), parcel.index, span(parcel.names))
+
+    def _deliver(self) -> None:
+        try:
+            self._carrier.deliver(self._connections.values(), time.monotonic() + self._timeout_s)
+        except engine.WireError:
+            self.close()  # no engine knows what it got
+            raise
 
     def _answered(self) -> None:
         """All engines are done with the parcel that was sent last, or it is known why not."""
@@ -210,11 +248,13 @@ class Peer(EngineTarget):
             connection.close()
 
 
-def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str) -> Carrier:
+def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str, group: str | None) -> Carrier:
     over_tcp = [address.startswith(engine_tcp.SCHEME) for address in addresses]
     if not any(over_tcp):
         if secret is not None:
             raise ValueError("fsdp2x.sync.Peer: a secret is for addresses such as tcp://host:port; leave it out")
+        if group is not None:
+            raise ValueError("fsdp2x.sync.Peer: a group is for addresses such as tcp://host:port; leave it out")
         return MemoryCarrier() if memory == "host" else DeviceCarrier()
     if memory != "host":
         raise ValueError('fsdp2x.sync.Peer: memory="device" is for engines on this host, not for addresses of TCP')
@@ -223,6 +263,7 @@ def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str) -> Ca
     try:
         for address in addresses:
             engine_tcp.split_address(address)
-        return StreamCarrier(engine_tcp.check_secret(secret))
+        known = engine_tcp.check_secret(secret)
+        return StreamCarrier(known) if group is None else GroupCarrier(known, group, len(addresses))
     except ValueError as error:
         raise ValueError(f"fsdp2x.sync.Peer: {error}") from None

@@ -18,6 +18,16 @@ class ControlError(RuntimeError):
         self.status = status
 
 
+def require_success(server: Routes, answer: dict[str, Any] | None) -> None:
+    """Some releases of engines say in a value, with a status of success, that they failed.
+
+    Raises:
+        ControlError: this answer does.
+    """
+    if answer and not answer.get("success", True):
+        raise ControlError(f"{server.name}: {answer.get('message')}")
+
+
 class Routes:
     """The routes of one server. ``timeout_s`` is how long it may take to answer; ``missing``: why it may lack one."""
 

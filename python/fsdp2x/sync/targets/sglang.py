@@ -19,7 +19,8 @@ from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 from fsdp2x.sync.targets.handed_memory import HandedMemory
-from fsdp2x.sync.targets.routes import ControlError, Routes
+from fsdp2x.sync.targets.routes import ControlError, Routes, require_success
+from fsdp2x.sync.targets.sglang_group import UpdateGroup
 from fsdp2x.sync.targets.sglang_payload import flattened_bucket, handed_bucket
 
 _MISSING = "start SGLang 0.5.10 or newer"
@@ -31,10 +32,10 @@ class Sglang(EngineTarget):
 
         Sglang("http://127.0.0.1:30000")                   also a list of them
 
-    Weights are in the requests, once per tensor-parallel worker, in base64, or in memory of the GPU. Each worker is
-    given whole tensors, of which it takes its part. A commit is labelled ``str(version)``. A push that fails leaves
-    servers paused until a full push succeeds. SGLang ignores tensors whose names it does not know, with a line in its
-    log and an answer of success.
+    Weights are in the requests, once per tensor-parallel worker, in base64; in memory of the GPU; or broadcast to all
+    workers. Each worker is given whole tensors, of which it takes its part. A commit is labelled ``str(version)``. A
+    push that fails leaves servers paused until a full push succeeds. SGLang ignores tensors whose names it does not
+    know, with a line in its log and an answer of success.
 
     Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
     log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
@@ -48,6 +49,7 @@ class Sglang(EngineTarget):
         rank: int = 0,
         pause: Literal["retract", "abort"] = "retract",
         memory: Literal["host", "device"] = "host",
+        group: Literal["gloo", "nccl"] | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +60,9 @@ class Sglang(EngineTarget):
             memory: how buckets get there. ``"host"``: in the requests. ``"device"``: servers run on this host, and see
                 the GPU of the rank that talks to them; they are sent handles of its memory, which holds all buckets
                 until the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire.
+            group: buckets are broadcast to all workers of all servers at once, in SGLang's weights-update group of this
+                backend, which lasts as long as a push. ``"nccl"``: no worker shares a GPU with the rank that talks to
+                them, whose current GPU a bucket is copied to. None: they go as ``memory`` says.
         """
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
@@ -69,10 +74,15 @@ class Sglang(EngineTarget):
             )
         if memory not in ("host", "device"):
             raise ValueError(f'fsdp2x.sync.Sglang: memory must be "host" or "device", got {memory!r}')
+        if group not in (None, "gloo", "nccl"):
+            raise ValueError(f'fsdp2x.sync.Sglang: group must be "gloo", "nccl" or None, got {group!r}')
+        if group is not None and memory == "device":
+            raise ValueError('fsdp2x.sync.Sglang: a group takes the place of memory="device"; leave one of them out')
         self._servers = [Routes(one, _MISSING) for one in addresses]
         self._rank, self._pause, self._acts = rank, pause, False
         self._num_workers: dict[str, int] = {}
-        self._on_device = memory == "device"
+        self._on_device, self._backend = memory == "device", group
+        self._group: UpdateGroup | None = None  # of the push that is under way
         self._handed: list[HandedMemory] = []  # what workers may still read
         self._open: set[str] = set()  # servers with a session of ours
         self._has_begun = False
@@ -138,6 +148,9 @@ class Sglang(EngineTarget):
             self._wake("weights")
             for server in self._servers:
                 self._begin_session(server)
+            if self._backend is not None:
+                counts = [self._num_workers[server.name] for server in self._servers]
+                self._group = UpdateGroup(self._servers, counts, self._backend, self._pool)
 
     def _begin_session(self, server: Routes) -> None:
         try:
@@ -156,12 +169,15 @@ class Sglang(EngineTarget):
         for parcel in parcels:
             self._answered()
             if self._failure is None and parcel.tensors:
-                payloads = self._payloads(parcel)
-                self._sent = parcel, [self._pool.submit(self._load, s, payloads.pop()) for s in self._servers]
+                self._sent = parcel, self._group.send(parcel) if self._group is not None else self._send(parcel)
                 parcel.wait = self._answered
         self._answered()
         if self._failure is not None:
             raise TargetError(self._failure)
+
+    def _send(self, parcel: Parcel) -> list[Future]:
+        payloads = self._payloads(parcel)
+        return [self._pool.submit(self._load, server, payloads.pop()) for server in self._servers]
 
     def _payloads(self, parcel: Parcel) -> list[list[str]]:
         """Of each server, one for each of its workers; the last server comes first."""
@@ -176,7 +192,7 @@ class Sglang(EngineTarget):
     def _load(self, server: Routes, payloads: list[str]) -> None:
         body = {"serialized_named_tensors": payloads}
         flags = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
-        _require_success(server, server.ask("POST", "/update_weights_from_tensor", body={**body, **flags}))
+        require_success(server, server.ask("POST", "/update_weights_from_tensor", body={**body, **flags}))
 
     def _answered(self) -> None:
         """All servers have loaded the bucket that was sent last, or it is known why not."""
@@ -188,10 +204,11 @@ class Sglang(EngineTarget):
             self._failure = Failure("load", "; ".join(reasons), parcel.index, span(parcel.names))
 
     def finish(self, version: int | str) -> None:
+        self._leave_group()
         with _phase("finish"):
             for server in self._servers:
                 if server.name in self._open:
-                    _require_success(server, server.ask("POST", "/end_weight_update", body={}))
+                    require_success(server, server.ask("POST", "/end_weight_update", body={}))
                     self._open.discard(server.name)
 
     def commit(self, version: int | str) -> None:
@@ -201,12 +218,13 @@ class Sglang(EngineTarget):
                 self._flush(server)
             for server in self._servers:
                 body = {"new_version": str(version), "abort_all_requests": False}
-                _require_success(server, server.ask("POST", "/update_weight_version", body=body))
+                require_success(server, server.ask("POST", "/update_weight_version", body=body))
             for server in self._servers:
                 server.ask("POST", "/continue_generation", body={})
         self._handed.clear()
 
     def abort(self, reason: str) -> None:
+        self._leave_group()
         self._answered()
         for server in self._servers if self._has_begun else ():
             # Some may have gone on already, when another one failed at its commit.
@@ -217,12 +235,18 @@ class Sglang(EngineTarget):
         self._handed.clear()
 
     def close(self) -> None:
+        self._leave_group()
         self._handed.clear()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
     # ---- parts
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
@@ -238,12 +262,6 @@ class Sglang(EngineTarget):
     def _flush(self, server: Routes) -> None:
         """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
         server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
-
-
-def _require_success(server: Routes, answer: dict[str, Any] | None) -> None:
-    # Some releases say so in a value, with a status of success.
-    if answer and not answer.get("success", True):
-        raise ControlError(f"{server.name}: {answer.get('message')}")
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ class Vllm(EngineTarget):
         pause: Literal["keep", "wait", "abort"] = "keep",
         partial: bool = False,
         memory: Literal["host", "device"] = "host",
+        group: Literal["gloo", "nccl"] | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +66,8 @@ class Vllm(EngineTarget):
             partial: parameters that a push leaves out (``connect(params=...)``) keep what the engine holds. False: an
                 error. After ``sleep(2)`` they are one in any case.
             memory: as for ``Peer``: ``"device"`` hands workers that see this rank's GPU a buffer there, by CUDA IPC.
+            group: as for ``Peer``: the workers of all servers, wherever they run, and the rank that talks to them are
+                one process group, in which buckets are broadcast. ``"nccl"``: none shares a GPU with another.
         """
         if pause not in ("keep", "wait", "abort"):
             raise ValueError(f'fsdp2x.sync.Vllm: pause must be "keep", "wait" or "abort", got {pause!r}')
@@ -80,7 +83,11 @@ class Vllm(EngineTarget):
             raise TypeError(f"fsdp2x.sync.Vllm: an address, a vllm.LLM or None, got a {type(engine).__name__}")
         if memory not in ("host", "device"):
             raise ValueError(f'fsdp2x.sync.Vllm: memory must be "host" or "device", got {memory!r}')
-        self._pause, self._partial, self._memory = pause, partial, memory
+        if group not in (None, "gloo", "nccl"):
+            raise ValueError(f'fsdp2x.sync.Vllm: group must be "gloo", "nccl" or None, got {group!r}')
+        if group is not None and (self._rank is None or memory == "device"):
+            raise ValueError('fsdp2x.sync.Vllm: a group is for servers, and takes the place of memory="device"')
+        self._pause, self._partial, self._memory, self._group = pause, partial, memory, group
         self._asleep: set[str] = set()  # what `sleep` took, and nobody brought back
         self._dropped = self._stopped = self._torn = False  # weights; requests; by a push that failed
         self._acts: bool | None = None  # whether this rank talks to engines, known when a session begins
@@ -238,7 +245,9 @@ class Vllm(EngineTarget):
         states = {name: {answer["state"] for answer in said} for name, said in answers.items()}
         here = place_of_process()
         everyone = [answer for said in answers.values() for answer in said]
-        by_tcp = any(answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone)
+        by_tcp = self._group is not None or any(
+            answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone
+        )
         if by_tcp and self._memory == "device":
             raise ControlError('a worker runs on another host, which reaches no memory of this GPU; say memory="host"')
         if by_tcp:
@@ -247,7 +256,8 @@ class Vllm(EngineTarget):
         if addresses != self._addresses:
             if self._peer is not None:
                 self._peer.close()
-            self._peer = Peer(addresses, secret=self._secret if by_tcp else None, memory=self._memory)
+            secret = self._secret if by_tcp else None
+            self._peer = Peer(addresses, secret=secret, memory=self._memory, group=self._group)
             self._addresses = addresses
         return states
 

@@ -1,0 +1,190 @@
+"""Buckets that are broadcast: trainers' rank and engines in a process group of their own, beside the trainers'.
+
+What every way of the bytes has to do is tested with this one by `OVER` of `engines.py`; here is what only it does.
+"""
+
+import contextlib
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_sync_deaths import digests, engines, held_by
+from test_sync_failures import make_model
+
+import fsdp2x
+from engines import OVER, Store, peer
+from fsdp2x.sync import Peer, SyncError, engine_tcp
+from fsdp2x.sync.engine_group import BroadcastGroup
+from fsdp2x.sync.engine_tcp import TcpReceiver
+from harness import dist_run, distributed
+from reference import same
+
+GROUP = OVER["group"]
+
+
+def push_to_three(ctx, addresses, pids):
+    """Engines in processes of their own: all hold every version; a stopped one is told by every rank, and forgotten."""
+    model, expected = make_model(ctx)
+    default = dist.group.WORLD
+    broadcasts, streamed = [], []
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        broadcast, send = BroadcastGroup.broadcast, engine_tcp.send_bytes
+
+        def count(self, data, *rest):
+            broadcasts.append(len(data))
+            broadcast(self, data, *rest)
+
+        def note(connection, parts, deadline):
+            streamed.extend(parts)
+            send(connection, parts, deadline)
+
+        patch.setattr(BroadcastGroup, "broadcast", count)
+        patch.setattr(engine_tcp, "send_bytes", note)
+        sync = stack.enter_context(fsdp2x.sync.connect(model, Peer(addresses, **GROUP), bucket_bytes=300, timeout_s=2))
+        sync.push(version=1)
+        if ctx.rank == 0:
+            num_bytes = sum(tensor.nbytes for tensor in expected.values())
+            meeting, *buckets = broadcasts
+            assert meeting == 1 and len(buckets) > 2 and num_bytes <= sum(buckets) < 2 * num_bytes
+        assert not streamed and (ctx.rank == 0 or not broadcasts)
+        dist.barrier()
+        if ctx.rank == 0:
+            os.kill(pids[1], signal.SIGSTOP)
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(SyncError, match="rank 0 in phase '(begin|load)'.*hangs or is busy"):
+            sync.push(version=2)
+        assert time.monotonic() - began < 30 and sync.is_torn
+        if ctx.rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        dist.barrier()
+        for attempt in range(20):  # it takes its time to notice that it was given up
+            try:
+                sync.push(version=3)
+                break
+            except SyncError:
+                assert attempt < 19
+    assert dist.group.WORLD is default
+    return digests(expected)
+
+
+def test_engines_of_their_own():
+    with engines("tcp", 3) as found:
+        addresses, pids = [engine.address for engine in found], [engine.pid for engine in found]
+        for outcome in dist_run(push_to_three, 2, addresses, pids, timeout=120):
+            for held in map(held_by, found):
+                assert (held["state"], held["version"], held["digests"]) == ("clean", 3, outcome.value)
+
+
+@distributed(world_sizes=(2,))
+def test_a_group_that_cannot_be(ctx):
+    """By value, before anything is torn, in a time that nobody waited out."""
+    model, expected = make_model(ctx)
+
+    def fails(target, match):
+        with fsdp2x.sync.connect(model, target, timeout_s=60) as sync:
+            began = time.monotonic()
+            with pytest.raises(SyncError, match="rank 0 in phase 'begin'.*" + match):
+                sync.push(version=1)
+            assert time.monotonic() - began < 30
+
+    sinks = [Store(), Store()]
+    with peer(ctx, *sinks, over="group") as (target, served):
+        addresses = target._addresses
+        if not torch.cuda.is_available():
+            fails(Peer(addresses, secret=GROUP["secret"], group="nccl"), "no process group of 'nccl' is possible here")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TcpReceiver, "_on_invite", property(lambda self: None))  # an older file
+            fails(target, "an unknown request 'invite'")
+        with pytest.MonkeyPatch.context() as patch:
+
+            def raises(*_):
+                raise ModuleNotFoundError("No module named 'engine_group'")
+
+            patch.setattr(TcpReceiver, "_on_invite", raises)
+            fails(target, "says: ModuleNotFoundError: No module named 'engine_group'")
+        for one in served or ():
+            assert one.receiver.status["state"] == "initial"
+        # The same target, and engines that were free again.
+        with fsdp2x.sync.connect(model, target) as sync:
+            sync.push(version=7)
+        for one, sink in zip(served or (), sinks, strict=bool(served)):
+            assert one.receiver.status["version"] == 7
+            same(sink.weights, expected)
+
+
+@distributed(world_sizes=(2,))
+def test_members_that_leave_before_they_meet(ctx):
+    """An engine is gone between its invitation and the meeting: the others are not left waiting there."""
+    model, expected = make_model(ctx)
+    sinks = [Store(), Store()]
+    with peer(ctx, *sinks, over="group") as (target, served):
+        with fsdp2x.sync.connect(model, target, timeout_s=2) as sync:
+            with pytest.MonkeyPatch.context() as patch:
+                join = TcpReceiver._on_join
+
+                def leave(self, body, files):
+                    if self is served[0].receiver:
+                        raise OSError("out of sockets")
+                    return join(self, body, files)
+
+                patch.setattr(TcpReceiver, "_on_join", leave)
+                with pytest.raises(SyncError, match="rank 0 in phase 'begin'.*(no group of 3 members|out of sockets)"):
+                    sync.push(version=1)
+            for attempt in range(20):
+                try:
+                    sync.push(version=2)
+                    break
+                except SyncError:
+                    assert attempt < 19
+        for one, sink in zip(served or (), sinks, strict=bool(served)):
+            assert one.receiver.status["version"] == 2
+            same(sink.weights, expected)
+
+
+@distributed(world_sizes=(3,))
+def test_groups_that_torch_makes(ctx):
+    """Engines that call torch's own functions, as SGLang's do, meet the trainer's rank, which calls none of them."""
+    invitation = [None]
+    deadline = time.monotonic() + 30
+    if ctx.rank == 0:
+        group, invitation[0] = BroadcastGroup.opened("gloo", 2, "127.0.0.1", 30)
+    dist.broadcast_object_list(invitation)
+    name, size = invitation[0]["name"], invitation[0]["size"]
+    data = torch.arange(1000).to(torch.uint8)
+    if ctx.rank == 0:
+        group.join(True, deadline)
+        group.broadcast(data, deadline, lambda: False)
+        group.close()
+    else:
+        limit = datetime.timedelta(seconds=30)
+        c10d = dist.distributed_c10d
+        store, rank, size = next(
+            c10d.rendezvous(f"tcp://127.0.0.1:{invitation[0]['port']}", ctx.rank, size, timeout=limit)
+        )
+        made, _ = c10d._new_process_group_helper(
+            size, rank, [], "gloo", dist.PrefixStore(name, store), group_name=name, timeout=limit
+        )
+        c10d._world.pg_group_ranks[made] = {index: index for index in range(size)}
+        got = torch.zeros_like(data)
+        dist.broadcast(got, src=0, group=made)
+        dist.destroy_process_group(made)
+        assert torch.equal(got, data)
+    dist.barrier()
+
+
+def test_arguments():
+    for arguments, match in [
+        ({"group": "mpi"}, 'group must be "gloo", "nccl" or None, got \'mpi\''),
+        ({"group": "gloo", "address": "@engine"}, "a group is for addresses such as tcp://host:port"),
+        ({"group": "gloo", "secret": None}, "need the same secret"),
+        ({"group": "gloo", "memory": "device"}, 'memory="device" is for engines on this host'),
+    ]:
+        address = arguments.pop("address", "tcp://127.0.0.1:7000")
+        given = {"secret": GROUP["secret"] if address.startswith("tcp") else None, **arguments}
+        with pytest.raises(ValueError, match=match):
+            Peer(address, **given)
