@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp2x
 from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.agree import exchange
 from fsdp2x.selftest.checks import CHECKS, CheckFailed, Setting, print_on_first
@@ -18,8 +19,6 @@ _LINE = "=" * 60
 @checked
 def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
     """One unit per layer and one for the rest: what the checks shard with."""
-    import fsdp2x
-
     options = {"mp_policy": mp_policy} if mp_policy is not None else {}
     for layer in model.layers:
         fsdp2x.fully_shard(layer, transport=transport, **options)

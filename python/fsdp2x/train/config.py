@@ -7,8 +7,10 @@ depends on the number of ranks is worked out by `resolve.py` when the run begins
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +32,17 @@ DTYPE_NAMES = {
     "fp32": "float32", "float32": "float32", "float": "float32",
 }  # fmt: skip
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+
+@contextlib.contextmanager
+def said_of(setting: str) -> Iterator[None]:
+    """What the model refuses becomes a `ConfigError` that names the setting."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise ConfigError(f"{setting}: {' '.join(str(error).split())}") from None
 
 
 def dtype_name(name: str) -> str:

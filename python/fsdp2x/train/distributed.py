@@ -1,10 +1,12 @@
-"""Process group and device of this process: under torchrun, inside a group that exists, or alone."""
+"""Process group and device of this process: under torchrun, inside a group that exists, or alone; determinism."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,6 @@ class World:
     local_size: int
     device: torch.device
     backend: str
-    pids: list[int]
     lost_ranks: LostRanks
     owns_group: bool
 
@@ -79,10 +80,35 @@ def open_world(device: str, timeout_s: float) -> World:
         local_size=local_size,
         device=chosen,
         backend=dist.get_backend(),
-        pids=lost_ranks.pids,
         lost_ranks=lost_ranks,
         owns_group=owns_group,
     )
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Deterministic kernels only, inside the block; an operation that has none raises.
+
+    Shared memory adds in rank order anyway. NCCL is held to one algorithm, for which it reads the environment when its
+    first group is made: enter before the process group begins.
+    """
+    if not enabled:
+        yield
+        return
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def mean_over_ranks(value_sum: float, weight: float, device: torch.device) -> float:

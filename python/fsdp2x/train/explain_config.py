@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .config import ParallelConfig, TrainConfig, TrainSection
+from ..units.wrap import plan_units
+from .config import ParallelConfig, TrainConfig, TrainSection, said_of
 from .dialects import OWN, TITLES, Translation, translate_file
 from .dialects.rules import show
 from .idle import idle_settings
 from .model import build_on_meta, idle_expert_units, prepare, unit_policy
-from .optional import said_of
 from .parse import build, parse_config
 from .resolve import resolve_batching
 from .strategy import MeshPlan, plan_mesh, usual_node
@@ -133,8 +133,6 @@ def _sections() -> dict[str, type]:
 
 
 def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
-    from ..units.wrap import plan_units
-
     model_settings = settings.get("model") or {}
     if not (model_settings.get("config") or model_settings.get("path")):
         found.no_units = "they follow from the model, which is missing"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import DataConfig
+from ..sequence import apply_ulysses, count_label_tokens, micro_batches, token_mean_loss, use_varlen_attention
+from .config import DataConfig, said_of
 from .data import Blocks, BlockStream, Samples, held_out_batches
 from .distributed import mean_over_ranks
 from .resolve import Batching
@@ -55,12 +56,8 @@ class BlockFeed:
         return mean_over_ranks(loss_sum, weight_sum, self.device)
 
     def _held_out(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
-        return held_out_batches(
-            blocks,
-            batch_size=self.batching.eval_batch_size,
-            rank=self.stream.rank,
-            world_size=self.stream.world_size,
-        )
+        rank, world_size = self.stream.rank, self.stream.world_size
+        return held_out_batches(blocks, batch_size=self.batching.eval_batch_size, rank=rank, world_size=world_size)
 
 
 @dataclass
@@ -93,14 +90,10 @@ class SequenceFeed(BlockFeed):
         return mean_over_ranks(sum(float(share()) for share in shares), 1.0, self.device)
 
     def _packed(self, samples: list[torch.Tensor]) -> Iterator[Any]:
-        from ..sequence import micro_batches
-
         budget = self.data.max_tokens or self.data.block_size
         return micro_batches([{"input_ids": s} for s in samples], budget)
 
     def _shares(self, batches: Iterable[Any]) -> tuple[list[Share], int]:
-        from ..sequence import count_label_tokens
-
         inputs, labels = [], []
         for batch in batches:
             if isinstance(batch, dict):
@@ -111,13 +104,10 @@ class SequenceFeed(BlockFeed):
             inputs.append(part.inputs)
             labels.append(part.next_labels)
         num_tokens = count_label_tokens(labels)
-        return [partial(self._share_of, *pair, num_tokens) for pair in zip(inputs, labels, strict=True)], int(
-            num_tokens
-        )
+        shares: list[Share] = [partial(self._share_of, *pair, num_tokens) for pair in zip(inputs, labels, strict=True)]
+        return shares, int(num_tokens)
 
     def _share_of(self, inputs: dict[str, Any], labels: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        from ..sequence import token_mean_loss
-
         return token_mean_loss(self.model(**inputs).logits, labels, num_tokens)
 
 
@@ -132,21 +122,17 @@ def make_feed(
     device: torch.device,
 ) -> BlockFeed:
     """The feed that a config asks for; changes the sharded model's attention where it must. Collective."""
-    from .optional import part, said_of
-
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
     if sequence_parallel > 1:
-        sequence = part("sequence", "parallel.sequence_parallel")
         with said_of("parallel.sequence_parallel"):
             # Consecutive ranks share their sequences; every rank makes every group.
             ranks = range(dist.get_world_size())
             groups = [list(ranks[i : i + sequence_parallel]) for i in ranks[::sequence_parallel]]
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            context = sequence.apply_ulysses(model, group)
+            context = apply_ulysses(model, group)
         return SequenceFeed(**common, data=data, context=context)
     if data.packing:
-        sequence = part("sequence", "data.packing")
         with said_of("data.packing"):
-            sequence.use_varlen_attention(model)
+            use_varlen_attention(model)
         return SequenceFeed(**common, data=data)
     return BlockFeed(**common)

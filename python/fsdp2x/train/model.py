@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import difflib
 import logging
@@ -14,13 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fsdp2x
+
 from ..hf.config import plain_config, read_config
 from ..hf.empty import build_empty, read_hf_config
 from ..hf.files import Checkpoint
+from ..models.freeze import freeze_module_prefix
+from ..models.lora import add_lora
+from ..models.tiled_mlp import apply_tiled_mlp
+from ..moe import apply_expert_patch, expert_parallel, find_experts, use_grouped_gemm
 from ..reading.errors import CheckpointError
-from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
-from .optional import part, said_of
-from .resolve import DTYPES
+from ..units.wrap import AutoWrap, plan_units
+from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, said_of
 from .schedule import decay_groups
 from .strategy import MeshPlan, plan_expert_mesh
 from .tokenizer import Tokenizer
@@ -186,8 +192,6 @@ def make_sharded(
     Raises:
         ConfigError: settings that do not fit the model.
     """
-    import fsdp2x
-
     parallel = config.parallel
     options = sharding(parallel, plan, device, param_dtype)
     noted: dict[str, Any] = {}
@@ -245,22 +249,19 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
         with said_of("model.tiled_mlp"):
-            part("models.tiled_mlp", "model.tiled_mlp").apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
+            apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
     if wanted.expert_patch:
         with said_of("model.expert_patch"):
-            part("moe", "model.expert_patch").apply_expert_patch(model)
+            apply_expert_patch(model)
     if wanted.grouped_gemm:
         with said_of("model.grouped_gemm"):
-            part("moe", "model.grouped_gemm").use_grouped_gemm(model)
+            use_grouped_gemm(model)
     if lora.rank:
-        arguments = {
-            "rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules,
-        }  # fmt: skip
         with said_of("lora"):
-            model = part("models.lora", "lora.rank").add_lora(model, arguments)
+            model = add_lora(model, dataclasses.asdict(lora))
     if wanted.freeze:
         with said_of("model.freeze"):
-            num_frozen = part("models.freeze", "model.freeze").freeze_module_prefix(model, wanted.freeze)
+            num_frozen = freeze_module_prefix(model, wanted.freeze)
         logger.info("%d parameters are frozen: %s", num_frozen, ", ".join(wanted.freeze))
     if config.train.mode == "evaluate":
         model.requires_grad_(False)
@@ -283,14 +284,7 @@ def recompute_activations(model: torch.nn.Module) -> None:
 
 def compile_blocks(model: torch.nn.Module, config: ParallelConfig, backend: str) -> int:
     """Compiles each repeated block that will be a unit, in place; returns how many there are."""
-    from ..units.wrap import plan_units
-
-    blocks = [
-        module
-        for unit in plan_units(model, unit_policy(model, config))
-        for module, name in zip(unit.modules, unit.names, strict=True)
-        if name.rpartition(".")[2].isdigit()
-    ]
+    blocks = _repeated_blocks(model, unit_policy(model, config))
     if not blocks:
         raise ConfigError("train.compile: the model has no repeated blocks among its units; set train.compile=false")
     for block in blocks:
@@ -308,15 +302,18 @@ def unit_policy(model: torch.nn.Module, config: ParallelConfig) -> bool | list[s
         return [*config.auto_wrap, *experts]
     if config.auto_wrap is False:
         return experts
-    from ..units.wrap import plan_units
+    blocks = _repeated_blocks(model, config.auto_wrap)
+    return [*dict.fromkeys(type(block).__name__ for block in blocks), *experts]
 
-    blocks = [
-        type(module).__name__
-        for unit in plan_units(model, config.auto_wrap)
+
+def _repeated_blocks(model: torch.nn.Module, policy: AutoWrap) -> list[torch.nn.Module]:
+    """Modules of units that are one of a numbered list."""
+    return [
+        module
+        for unit in plan_units(model, policy)
         for module, name in zip(unit.modules, unit.names, strict=True)
         if name.rpartition(".")[2].isdigit()
     ]
-    return [*dict.fromkeys(blocks), *experts]
 
 
 def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[str, str]:
@@ -324,7 +321,7 @@ def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[st
     if not config.expert_units:
         return {}
     present = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    fused = next((group for group in part("moe", "parallel.expert_units").find_experts(model) if group.is_fused), None)
+    fused = next((group for group in find_experts(model) if group.is_fused), None)
     if fused is None:
         return {}
     why = (
@@ -342,18 +339,16 @@ def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     allowed = ("mp_policy", "reshard_after_forward", "transport", "timeout")
     with said_of("parallel.expert_parallel"):
-        part("moe", "parallel.expert_parallel").expert_parallel(model, mesh, **{k: options[k] for k in allowed})
+        expert_parallel(model, mesh, **{k: options[k] for k in allowed})
 
 
 def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param_dtype: torch.dtype | None) -> dict:
     """Arguments of `fsdp2x.fully_shard` beside the model and `auto_wrap`; collective, for it makes the mesh."""
-    import fsdp2x
-
     policy = fsdp2x.HostOffloadPolicy(offload_mode(config.offload), pin_memory=device.type != "cpu")
     return {
         "mesh": plan.make(device.type),
         "mp_policy": fsdp2x.MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None
+            param_dtype=param_dtype, reduce_dtype=getattr(torch, config.reduce_dtype) if config.reduce_dtype else None
         ),
         "offload_policy": policy,
         "reshard_after_forward": plan.reshard_after_forward,

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.agree import exchange
+from ..memory import memory_report
 from ..optim.local import local_tensor
 from ..runtime import torch_private
 from ..tools.describe import columns
@@ -92,8 +93,6 @@ class Observer:
         if self.device.type == "cuda":
             torch_private.stop_memory_history(str(folder / f"rank-{self.rank}-step-{step}.pickle"))
             return
-        from ..memory import memory_report
-
         found = {
             "step": step,
             "memory_bytes": memory_bytes(self.device),

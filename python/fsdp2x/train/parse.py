@@ -148,16 +148,16 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     raise ConfigError(_mismatch(path, value, kind))
 
 
-class Setting(NamedTuple):
+class KnownKey(NamedTuple):
     kind: Any
     default: Any
     help: str
 
 
 @functools.cache
-def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, Setting]:
+def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, KnownKey]:
     """Every setting by its dotted path."""
-    keys: dict[str, Setting] = {}
+    keys: dict[str, KnownKey] = {}
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, kind = _join(path, field.name), hints[field.name]
@@ -165,7 +165,7 @@ def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, Setting]:
             keys.update(known_keys(kind, name))
         else:
             default = field.default_factory() if callable(field.default_factory) else field.default
-            keys[name] = Setting(kind, default, field.metadata["help"])
+            keys[name] = KnownKey(kind, default, field.metadata["help"])
     return keys
 
 

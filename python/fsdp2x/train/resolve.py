@@ -10,7 +10,6 @@ from .config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, Trai
 
 DEFAULT_STEPS = 1000
 DEFAULT_BATCH_SIZE = 8
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def resolve_param_dtype(model: ModelConfig, parallel: ParallelConfig, device: to
     if wanted is None:
         return None
     if wanted != "auto":
-        return DTYPES[wanted]
+        return getattr(torch, wanted)
     if device.type == "cpu":
         return None
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
@@ -83,7 +82,7 @@ def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch
     Raises:
         ConfigError: parameters in float16, whose gradients have no range left to be unscaled in.
     """
-    half = (param_dtype or DTYPES[model.dtype]) == torch.float16
+    half = (param_dtype or getattr(torch, model.dtype)) == torch.float16
     enabled = half if scaler.enabled is None else scaler.enabled
     if enabled and model.dtype == "float16":
         raise ConfigError(

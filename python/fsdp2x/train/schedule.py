@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import fsdp2x
+
 from ..optim.muon_groups import named_matrices
 from .config import ConfigError, OptimizerConfig, ScheduleConfig
 
@@ -138,8 +140,6 @@ def make_optimizer(
     Ours clips in its steps if there is a largest norm; torch's know nothing of it. Muon has its matrices in a group in
     front of those two, which are AdamW's.
     """
-    import fsdp2x
-
     matrices = [parameter for _, parameter in named_matrices(model)] if config.name == "muon" else []
     those = {id(parameter) for parameter in matrices}
 

@@ -13,22 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fsdp2x
+
 from .. import checkpoint
 from ..arguments import checked
 from ..checkpoint import CheckpointError
 from ..checkpoint.agree import on_rank_0, together
 from ..checkpoint.directory import find, repair
 from ..checkpoint.rng import seed_all
+from ..models.lora import save_adapter
 from .config import ConfigError, TrainConfig, TrainingError
 from .data import BlockStream, read_blocks
-from .determinism import deterministic_algorithms
-from .distributed import World, open_world, sums_over_ranks
+from .distributed import World, deterministic_algorithms, open_world, sums_over_ranks
 from .feeds import make_feed
 from .interrupt import Interrupt
 from .metrics import Logger, Metrics, WandbLogger, memory_bytes
 from .model import build_model, build_on_meta, check_folder, make_sharded
 from .observe import Observer, shard_report
-from .optional import part
 from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
 from .run_folder import RunFolder, check_writable
 from .scaler import GradScaler
@@ -279,7 +280,7 @@ class Trainer:
             self.save()
         checkpoint.wait(self.model)
         if config.lora.rank:
-            path = part("models.lora", "lora.rank").save_adapter(self.model, self.output / "adapter", force=True)
+            path = save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
         self.metrics.write("end", self.step)
 
@@ -315,8 +316,6 @@ class Trainer:
         With a scaled loss, a step whose gradients overflow on any rank changes no parameter on any: `skipped` is then
         True and the norm None.
         """
-        import fsdp2x
-
         config = self.config
         shares, self.num_tokens = self.feed.step()
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
@@ -344,8 +343,6 @@ class Trainer:
 
     def _update(self, parameters: list[torch.nn.Parameter]) -> float | None:
         """Steps with clipped gradients; returns their norm before, if they are clipped."""
-        import fsdp2x
-
         clip, norm = self.config.train.clip, None
         clips_itself = getattr(self.optimizer, "max_grad_norm", None) is not None
         if clip is not None and not clips_itself:
@@ -447,7 +444,7 @@ class Trainer:
         return {
             "num_parameters": self.num_parameters,
             "world_size": self.world.size,
-            "pids": self.world.pids,
+            "pids": self.world.lost_ranks.pids,
             "backend": self.world.backend,
             "device": str(self.world.device),
             "tokens_per_step": self.tokens_per_step,
