@@ -21,20 +21,6 @@ from typing import Any, Literal, TypeVar, Union
 F = TypeVar("F", bound=Callable)
 Accepts = Callable[[Any], bool]
 
-# Packages whose functions are called by their names in them.
-_PACKAGES = (
-    "checkpoint",
-    "convert",
-    "export",
-    "memory",
-    "moe",
-    "optim",
-    "rollout",
-    "selftest",
-    "sequence",
-    "sync",
-    "train",
-)
 # What is meant, where people often pass something near.
 _EXAMPLES = {
     "DeviceMesh": 'such as torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))',
@@ -83,13 +69,13 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
 
 
 def _name_of(function: Callable) -> str:
-    package = function.__module__.split(".")[1:2]
-    inner = f"{package[0]}." if package and package[0] in _PACKAGES and not _is_exported(function) else ""
-    return f"fsdp2x.{inner}{function.__qualname__.removesuffix('.__init__')}"
-
-
-def _is_exported(function: Callable) -> bool:
-    return function.__qualname__.partition(".")[0] in sys.modules["fsdp2x"].__all__
+    """As a user calls it: by its name in the package that exports it, the innermost one last."""
+    name = function.__qualname__.removesuffix(".__init__")
+    package = ".".join(function.__module__.split(".")[:2])
+    homes = [
+        home for home in ("fsdp2x", package) if name.partition(".")[0] in getattr(sys.modules[home], "__all__", ())
+    ]
+    return f"{homes[0] if homes else 'fsdp2x'}.{name}"
 
 
 # ---- kinds

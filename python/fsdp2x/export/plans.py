@@ -12,8 +12,8 @@ from torch import nn
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
-from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.sharing import all_gather_object
 from fsdp2x.units.lookup import named_params
 
 Choice = Callable[[str, nn.Parameter], bool]
@@ -126,9 +126,7 @@ def make_rings(
     rings = {}
     for key, members in buckets.items():
         group = members[0].group
-        receivers = [True] * dist.get_world_size(group)
-        with explained(group, "meeting of the ranks for an export"):
-            dist.all_gather_object(receivers, receive, group=group)
+        receivers = all_gather_object(group, receive, "meeting of the ranks for an export")
         gathered = [plan.gathered for plan in members]
         device = gathered[0][0].wire_device
         rings[key] = make_ring(group, device, gathered, transport, receivers, keep_files, in_order)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp2x.runtime.sharing import problems_of_all
+
 _SCALES = ("std", "batch", "none")
 
 
@@ -74,10 +76,7 @@ def _gather(
     dist.all_gather_into_tensor(found, own, group=group)
     lengths = found.tolist()
     if min(lengths) < 0:
-        problems: list[str | None] = [None] * len(ranks)
-        dist.all_gather_object(problems, problem, group=group)
-        said = "; ".join(f"rank {r}: {p}" for r, p in zip(ranks, problems, strict=True) if p is not None)
-        raise ValueError(f"group_advantages: {said}")
+        raise ValueError(f"group_advantages: {problems_of_all(group, problem)}")
     padded = torch.zeros(2, max(lengths), dtype=torch.int64, device=device)
     padded[0, : rewards.shape[0]] = rewards.double().view(torch.int64)  # bits, so that one collective carries both
     padded[1, : rewards.shape[0]] = ids

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from fsdp2x.arguments import checked
 from fsdp2x.rollout.sampling import Completion, Sampling
 from fsdp2x.rollout.server import ANSWER, weights_address
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.sharing import problems_of_all
 from fsdp2x.sync.engine import WireError, receive_frame, send_frame
 from fsdp2x.sync.targets.base import EngineTarget
 from fsdp2x.sync.targets.carriers import connected
@@ -150,16 +149,13 @@ class RolloutClient:
 
     def _settle(self, phase: str, problem: str | None) -> None:
         """Every rank learns what failed on any; all raise it."""
-        problems: list[str | None] = [problem]
+        said = "" if problem is None else f"rank 0: {problem}"
         if dist.is_initialized():
-            problems *= dist.get_world_size(self._group)
-            with torch_private.unobserved(), explained(self._group, f"rollout ({phase})"):
-                dist.all_gather_object(problems, problem, group=self._group)
-        said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+            said = problems_of_all(self._group, problem, f"rollout ({phase})")
         if said:
             if phase == "connect":
                 self.close()
-            raise RolloutError(f"fsdp2x.rollout: the engine at {self._address!r} failed in {phase}: {'; '.join(said)}")
+            raise RolloutError(f"fsdp2x.rollout: the engine at {self._address!r} failed in {phase}: {said}")
 
 
 class _Request:

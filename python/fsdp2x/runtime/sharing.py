@@ -150,11 +150,19 @@ def introduce(
     return Introductions(group, greetings, units, trained)
 
 
-def all_gather_object(group: dist.ProcessGroup, mine) -> list:
+def all_gather_object(group: dist.ProcessGroup | None, mine, what: str = "meeting of the ranks") -> list:
+    """What each rank says, in rank order; ``what`` is in the error that a rank which does not come causes."""
     everyone = [None] * dist.get_world_size(group)
-    with torch_private.unobserved(), explained(group, "meeting of the ranks"):
+    with torch_private.unobserved(), explained(group, what):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def problems_of_all(group: dist.ProcessGroup | None, problem: str | None, what: str = "meeting of the ranks") -> str:
+    """The problems of all ranks in a sentence, the same on each; empty where none has any. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    told = zip(ranks, all_gather_object(group, problem, what), strict=True)
+    return "; ".join(f"rank {rank}: {said}" for rank, said in told if said is not None)
 
 
 def _host_identity() -> str:

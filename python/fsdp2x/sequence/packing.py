@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.arguments import checked
+from fsdp2x.runtime.sharing import problems_of_all
 from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
 
 IGNORE = -100
@@ -89,10 +90,7 @@ def _agree(need: int, problem: str | None, group: dist.ProcessGroup) -> int:
     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
     most, failed = mine.tolist()
     if failed:
-        problems: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
-        ranks = dist.get_process_group_ranks(group)
-        raise ValueError("; ".join(f"rank {r}: {p}" for r, p in zip(ranks, problems, strict=True) if p is not None))
+        raise ValueError(problems_of_all(group, problem))
     return most
 
 
