@@ -53,7 +53,7 @@ def _own_memory(tensor):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    dist_run(save, 2, folder)
+    dist_run(save, 2, folder, fresh=False)
     build("llama").save_pretrained(folder / "origin", max_shard_size="6KB")
     return folder
 

@@ -48,7 +48,7 @@ def test_exports_load_and_compute_the_same(tmp_path, name):
     config = settings(
         write_text(tmp_path / "text"), tmp_path / "run", model={"config": MODELS[name]}, train={"steps": 2}
     )
-    outcomes = dist_run(train_and_compute, 2, config, str(tmp_path / "online"))
+    outcomes = dist_run(train_and_compute, 2, config, str(tmp_path / "online"), fresh=False)
     export_checkpoint(tmp_path / "run", tmp_path / "offline")
     for folder in ("online", "offline"):
         model = load(tmp_path / folder)
@@ -74,7 +74,7 @@ def test_ties_are_written_once_and_original_names_are_kept(tmp_path):
     ):
         run = tmp_path / name
         config = settings(write_text(tmp_path / "text"), run, model={"config": MODELS[name]}, train={"steps": 1})
-        dist_run(train_and_compute, 1, config, None)
+        dist_run(train_and_compute, 1, config, None, fresh=False)
         export_checkpoint(run, run / "hf")
         with safe_open(run / "hf" / "model.safetensors", "pt") as file:
             names = set(file.keys())
@@ -85,19 +85,25 @@ def test_an_exported_folder_trains_again(tmp_path):
     from fsdp2x.convert import export_checkpoint
 
     text = write_text(tmp_path / "text")
-    first = dist_run(train_and_compute, 2, settings(text, tmp_path / "a", train={"steps": 2}), None)
+    first = dist_run(train_and_compute, 2, settings(text, tmp_path / "a", train={"steps": 2}), None, fresh=False)
     out = export_checkpoint(tmp_path / "a", tmp_path / "hf")
     config = settings(text, tmp_path / "b", train={"steps": 1}, optimizer={"lr": 1e-12})
     config["model"] = {"path": str(out)}
     config["data"] = {**config["data"], "tokenizer": str(out)}
-    again = dist_run(train_and_compute, 2, config, None)
+    again = dist_run(train_and_compute, 2, config, None, fresh=False)
     torch.testing.assert_close(again[0].value, first[0].value, atol=1e-6, rtol=0)
 
 
 def test_an_existing_folder_is_kept_unless_forced(tmp_path):
     from fsdp2x.convert import export_checkpoint
 
-    dist_run(train_and_compute, 1, settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1}), None)
+    dist_run(
+        train_and_compute,
+        1,
+        settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1}),
+        None,
+        fresh=False,
+    )
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")

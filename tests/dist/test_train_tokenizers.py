@@ -29,7 +29,7 @@ def exported(tmp_path):
 
 def test_a_models_own_tokenizer_is_the_default_and_stays_with_it(tmp_path):
     path = write_model(tmp_path / "model")
-    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}))
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}), fresh=False)
     tokens, said = outcome.value
     assert {token for row in tokens for token in row} <= set(range(len(WORDS)))
     assert WORDS.index("line") in tokens[0] and WORDS.index("<|end|>") in {t for row in tokens for t in row}
@@ -44,7 +44,7 @@ def test_another_tokenizer_is_taken_by_word_and_told(tmp_path, tokenizer):
     path = write_model(tmp_path / "model", vocab_size=300)
     make_words(sorted(WORDS)).save_pretrained(str(tmp_path / "other"))
     asked = "bytes" if tokenizer == "bytes" else str(tmp_path / "other")
-    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}, tokenizer=asked))
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"path": str(path)}, tokenizer=asked), fresh=False)
     tokens, said = outcome.value
     assert any(sentence.startswith(f"data.tokenizer={asked} is not the tokenizer in model.path=") for sentence in said)
     assert (max(max(row) for row in tokens) > len(WORDS)) == (tokenizer == "bytes")
@@ -52,7 +52,7 @@ def test_another_tokenizer_is_taken_by_word_and_told(tmp_path, tokenizer):
 
 
 def test_a_new_model_has_bytes(tmp_path):
-    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"config": dict(MODEL)}))
+    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"config": dict(MODEL)}), fresh=False)
     assert bytes(token for token in outcome.value[0][0] if token < 256) in b"".join(
         path.read_bytes() for path in (tmp_path / "text").iterdir()
     )

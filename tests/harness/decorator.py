@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.context import Body
-from harness.pool import START_TIMEOUT_S, DistributedTestError, Outcome, RankPool, report
+from harness.pool import START_TIMEOUT_S, DistributedTestError, Outcome, RankPool, check, report
 from harness.session import current_session
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -63,15 +63,23 @@ def dist_run(
     timeout: float = DEFAULT_TIMEOUT_S,
     expect_exit: dict[int, int] | None = None,
     impl: str = "fsdp2x",
+    fresh: bool = True,
 ) -> list[Outcome]:
     """Runs `function(ctx, *arguments)` on `world` fresh processes and returns the outcome of each rank.
+
+    fresh=False: in the processes that tests share, where nobody dies and nothing depends on what ran before.
 
     `function` is at the top level of its file; `Outcome.value` is what it returned. A rank in `expect_exit` must end
     with that exit code (-9: killed by SIGKILL) before it returns; every other rank must succeed. Otherwise
     DistributedTestError. Skips under torchrun, whose processes all run the test.
     """
-    if current_session().under_torchrun:
+    session = current_session()
+    if session.under_torchrun:
         pytest.skip("starts its own processes, which torchrun's world cannot")
+    if not fresh:
+        outcomes = session.run(Body.of(function), world, arguments, {}, fresh=False, timeout=timeout)
+        check(outcomes, f"{function.__qualname__} on {world} ranks")
+        return outcomes
     expected = expect_exit or {}
     pool = RankPool(world)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.context import GROUP_TIMEOUT, Body, Context, run_body
-from harness.pool import DistributedTestError, RankPool, check
+from harness.pool import DistributedTestError, Outcome, RankPool, check
 
 # Idle ranks kept between tests, over all pools: worlds of 1 to 4. The least recently used pools go first.
 _MAX_IDLE_RANKS = 10
@@ -42,16 +42,21 @@ class Session:
 
     def run_test(self, body: Body, world: int, keywords: dict[str, Any], *, fresh: bool, timeout: float) -> str | None:
         """Returns None or the reason to skip; raises DistributedTestError."""
+        outcomes = self.run(body, world, (), keywords, fresh=fresh, timeout=timeout)
+        return check(outcomes, f"{body.qualname} on {world} ranks")
+
+    def run(
+        self, body: Body, world: int, arguments: tuple, keywords: dict[str, Any], *, fresh: bool, timeout: float
+    ) -> list[Outcome]:
         pool = RankPool(world) if fresh else self._pool(world)
         try:
-            outcomes = pool.run(body, self.impl, {}, (), keywords, timeout)
+            return pool.run(body, self.impl, {}, arguments, keywords, timeout)
         except BaseException:
             pool.broken = True
             raise
         finally:
             if fresh or pool.broken:
                 self._retire(pool)
-        return check(outcomes, f"{body.qualname} on {world} ranks")
 
     def _pool(self, world: int) -> RankPool:
         pool = next((pool for pool in self.pools if pool.world == world), None)
