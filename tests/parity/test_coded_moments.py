@@ -13,21 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
-from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.memory.plan import plan_memory
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs, step
-from reference import changes, full, only_fsdp2x, params, same, shard
-from training import shared_folder
+from models import STACK_UNITS, Stack, inputs, train
+from reference import changes, full, only_fsdp2x, same, shard
 
 INT8 = {"lr": 1e-2, "moments_dtype": "int8"}
-
-
-def train(ctx, model, optimizer, steps=range(3), dtype=torch.float32) -> None:
-    for number in steps:
-        model(inputs(ctx.rank, number).to(dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def make(ctx, dtype=torch.float32, **options):
@@ -75,28 +66,6 @@ def test_blocks_end_with_the_shard(ctx, options):
         assert state["exp_avg_sq_scales"].numel() == math.ceil(plain.numel() / 256)
 
 
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", HANDED_OVER_BY)
-@pytest.mark.each_value
-def test_training_goes_on_to_the_bit(ctx, form):
-    """From every form, which has float32; of a model in bf16, in which torch would round what it loads."""
-    only_fsdp2x(ctx)
-    first, second = make(ctx, torch.bfloat16), make(ctx, torch.bfloat16)
-    train(ctx, *first, dtype=torch.bfloat16)
-    state = first[1].state_dict()["state"][0]
-    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype is torch.float32
-    assert state["exp_avg"].placements == next(first[0].parameters()).placements
-    with shared_folder(ctx) as folder:
-        hand_over(first, second, folder, form, lambda: train(ctx, *second, range(1), torch.bfloat16))
-    fsdp2x.sleep(*first)
-    fsdp2x.wake(*first)
-    for pair in (first, second):
-        train(ctx, *pair, range(3, 6), torch.bfloat16)
-    same(params(second[0]), params(first[0]), "parameters")
-    for one, other in zip(*(pair[1].state_dict()["state"].values() for pair in (second, first)), strict=True):
-        same(full(dict(sorted(one.items()))), full(dict(sorted(other.items()))), "states")
-
-
 @distributed(world_sizes=(1, 2, 3))
 def test_states_go_to_other_worlds_and_dtypes(ctx):
     """Whole states, into a model that is not sharded, where blocks begin elsewhere; into float32 as they are."""
@@ -141,7 +110,7 @@ def test_an_optimizer_from_before_sharding(ctx):
         assert optimizer.state[param]["exp_avg_codes"].placements == param.placements
         value, expected = full(optimizer.state_dict()["state"][number]["exp_avg"]), before[number]["exp_avg"]
         assert ((value - expected).abs() <= step_of_code(expected, expected.abs().max().item())).all(), name
-    assert changes([step(ctx, model, optimizer, number) for number in range(3)])
+    assert changes(train(ctx, model, optimizer))
 
 
 @distributed(world_sizes=(2, 3))

@@ -8,12 +8,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2x
-from checkpoints import HANDED_OVER_BY, hand_over
+import models
 from fsdp2x.optim import EMA
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, train
 from reference import changes, full, only_fsdp2x, params, same, shard
-from training import shared_folder
 
 DECAY = 0.75
 OPTIMIZERS = {
@@ -28,13 +27,6 @@ def loss_of(model, rank, step=0):
     return model(inputs(rank, step)).square().mean()
 
 
-def train(ctx, model, optimizer, steps=range(3)) -> None:
-    for step in steps:
-        loss_of(model, ctx.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.each_value
@@ -47,56 +39,20 @@ def test_averages_are_torchs(ctx, name):
     ema = EMA(optimizer, decay=DECAY)
     averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     losses = []
-    for step in range(4):
-        loss_of(model, ctx.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(4):
+        models.step(ctx, model, optimizer, number)
         reference.load_state_dict(params(model))
         averaged.update_parameters(reference)
         before = params(model)
         with ema.swapped(model):
-            same(params(model), params(averaged.module), f"step {step}")
+            same(params(model), params(averaged.module), f"step {number}")
             with torch.no_grad():
                 losses.append(loss_of(model, ctx.rank))
-                same(losses[-1], loss_of(averaged.module, ctx.rank), f"loss {step}")
+                same(losses[-1], loss_of(averaged.module, ctx.rank), f"loss {number}")
         same(params(model), before)
-        same(loss_of(model, ctx.rank).detach(), loss_of(reference, ctx.rank).detach(), f"loss {step}, own weights")
+        same(loss_of(model, ctx.rank).detach(), loss_of(reference, ctx.rank).detach(), f"loss {number}, own weights")
         model.zero_grad()
     assert changes(losses)
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", HANDED_OVER_BY)
-@pytest.mark.each_value
-def test_checkpoints_have_them(ctx, form):
-    """With averages in fp32 of a model in bf16, which torch would round when it loads them."""
-    only_fsdp2x(ctx)
-
-    def make():
-        model = shard(ctx, Stack().bfloat16(), STACK_UNITS)
-        optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2)
-        return model, optimizer, EMA(optimizer, DECAY, dtype=torch.float32)
-
-    def batches(steps):
-        for step in steps:
-            yield inputs(ctx.rank, step).bfloat16()
-
-    def go_on(model, optimizer, steps):
-        for batch in batches(steps):
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    first, second = make(), make()
-    go_on(*first[:2], range(3))
-    kept = averages(first[1])
-    assert kept and all(average.dtype is torch.float32 for average in kept)
-    with shared_folder(ctx) as folder:
-        hand_over(first[:2], second[:2], folder, form, lambda: go_on(*second[:2], range(1)))
-    same(averages(second[1]), kept, "loaded")
-    for pair in (first, second):
-        go_on(*pair[:2], range(3, 5))
-    same(averages(second[1]), averages(first[1]), "two steps later")
 
 
 def averages(optimizer) -> list[torch.Tensor]:

@@ -8,12 +8,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2x
-from checkpoints import HANDED_OVER_BY, hand_over
-from fsdp2x.optim import EMA, Lion
+from fsdp2x.optim import Lion
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, changes, full, only_fsdp2x, params, same, shard
-from training import shared_folder
 
 SETTINGS = {
     "plain": {},
@@ -45,13 +43,6 @@ class PlainLion:
 
 def loss_of(model, rank, step=0):
     return model(inputs(rank, step).to(next(model.parameters()).dtype)).square().mean()
-
-
-def train(ctx, model, optimizer, steps) -> None:
-    for step in steps:
-        loss_of(model, ctx.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @distributed(world_sizes=(1, 2, 3, 4))
@@ -102,32 +93,6 @@ def test_columns_clipping_and_reports(ctx, placement):
         same(inside.grad_norm, norm, "norm")
         same(params(models[0]), params(models[1]), f"step {step}")
     assert fsdp2x.memory_report(models[0], inside).optimizer_bytes == expected
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("form", HANDED_OVER_BY)
-@pytest.mark.each_value
-def test_training_goes_on_to_the_bit(ctx, form):
-    """From every form; with an average of the weights, and a sleep between."""
-    only_fsdp2x(ctx)
-
-    def make():
-        model = shard(ctx, Stack(), STACK_UNITS)
-        optimizer = Lion(model.parameters(), lr=1e-2, weight_decay=0.1)
-        EMA(optimizer, 0.9)
-        return model, optimizer
-
-    first, second = make(), make()
-    train(ctx, *first, range(3))
-    with shared_folder(ctx) as folder:
-        hand_over(first, second, folder, form, lambda: train(ctx, *second, range(1)))
-    fsdp2x.sleep(*first)
-    fsdp2x.wake(*first)
-    for pair in (first, second):
-        train(ctx, *pair, range(3, 6))
-    same(params(second[0]), params(first[0]), "parameters")
-    for one, other in zip(*(pair[1].state_dict()["state"].values() for pair in (second, first)), strict=True):
-        same(full(dict(sorted(one.items()))), full(dict(sorted(other.items()))), "states")
 
 
 @distributed(world_sizes=(2,))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs, step
+from models import STACK_UNITS, Stack, inputs, train
 from reference import full, only_fsdp2x, params, same, shard, shard_stock
 
 OPTIMIZERS = {
@@ -27,10 +27,6 @@ OPTIMIZERS = {
 }
 # torch's fused step refuses a part of DTensors' operations, and its single-tensor one is another arithmetic.
 TWINS = {"adamw_fused": OPTIMIZERS["adamw_foreach"]}
-
-
-def train(ctx, model, optimizer, steps: int = 3, first: int = 0) -> list[torch.Tensor]:
-    return [step(ctx, model, optimizer, number) for number in range(first, first + steps)]
 
 
 def ours(ctx) -> torch.nn.Module:
@@ -72,7 +68,7 @@ def test_states_load_both_ways_and_through_torchs_utilities(ctx):
     # Copies: training goes on with the tensors themselves.
     saved, direct = (copy.deepcopy(one) for one in (get_optimizer_state_dict(model, optimizer), optimizer.state_dict()))
     weights = copy.deepcopy(full(model.state_dict()))
-    expected = train(ctx, model, optimizer, first=3)
+    expected = train(ctx, model, optimizer, range(3, 6))
     for wrap in (fsdp2x.local_optimizer, lambda one: one):
         for load in ("utilities", "direct"):
             again = ours(ctx)
@@ -85,7 +81,7 @@ def test_states_load_both_ways_and_through_torchs_utilities(ctx):
                 set_optimizer_state_dict(again, other, copy.deepcopy(saved))
             else:
                 other.load_state_dict(copy.deepcopy(direct))
-            same(train(ctx, again, other, first=3), expected)
+            same(train(ctx, again, other, range(3, 6)), expected)
     dist.barrier()
 
 

@@ -4,18 +4,16 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
+import models
 from harness import distributed
-from models import STACK_UNITS, Stack, batch, build, inputs
+from models import STACK_UNITS, Stack, inputs
 from reference import changes, full, mean_of_ranks, only_fsdp2x, params, same, shard
-from training import shared_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*param_names.*")
 SHAPES = ((16, 8), (7, 33), (64, 48), (3, 5), (1, 4), (20, 20))
@@ -223,56 +221,19 @@ def test_states_are_torchs(ctx):
     same(full(cut), full(whole))
 
 
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("way", ["ours", "dcp"])
-@pytest.mark.each_value
-def test_checkpoints(ctx, way):
-    """A model of transformers: saved, loaded into another one of other weights, and both go on alike."""
-    only_fsdp2x(ctx)
-
-    def make(seed):
-        model = fsdp2x.fully_shard(build("llama", seed=seed))
-        return model, fsdp2x.optim.Muon(fsdp2x.optim.muon_param_groups(model), lr=0.01)
-
-    def train(model, optimizer, step):
-        model(**batch("llama", seed=step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first, second = make(0), make(1)
-    train(*first, 0)
-    with shared_folder(ctx) as folder:
-        if way == "ours":
-            fsdp2x.checkpoint.save(folder / "run", *first, step=1)
-            fsdp2x.checkpoint.load(folder / "run", *second)
-        else:
-            dcp.save({"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}, checkpoint_id=folder)
-            train(*second, 3)  # a state to load into
-            state = {"model": second[0].state_dict(), "optim": get_optimizer_state_dict(*second)}
-            dcp.load(state, checkpoint_id=folder)
-            second[0].load_state_dict(state["model"])
-            set_optimizer_state_dict(*second, state["optim"])
-    for pair_of in (first, second):
-        train(*pair_of, 1)
-    same(params(second[0]), params(first[0]))
-
-
 @distributed(world_sizes=(2,))
 def test_sleep_and_pickles(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     twin = shard(ctx, Stack(), STACK_UNITS)
     pairs = [(one, fsdp2x.optim.Muon(groups_of(one), lr=0.02)) for one in (model, twin)]
-    for step in range(3):
-        for one, optimizer in pairs:
-            optimizer.zero_grad()
-            one(inputs(ctx.rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 0:
+    for number in range(3):
+        for one in pairs:
+            models.step(ctx, *one, number)
+        if number == 0:
             assert fsdp2x.sleep(*pairs[0]) > 0
             fsdp2x.wake(*pairs[0])
-        if step == 1:
+        if number == 1:
             copied = copy.copy(pairs[0][1])
             assert copied.ns_dtype is torch.bfloat16 and copied.round_bytes == 64 * 2**20
     same(params(model), params(twin))

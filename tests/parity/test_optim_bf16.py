@@ -6,15 +6,14 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
-from reference import TORCH_MINOR, full, only_fsdp2x, params, same, shard
+from models import STACK_UNITS, Stack, train
+from reference import TORCH_MINOR, full, only_fsdp2x, same, shard
 
 BF16 = {"moments_dtype": torch.bfloat16}
 STOCHASTIC = {**BF16, "stochastic_rounding": True}
@@ -157,10 +156,7 @@ def test_replicas_stay_equal(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
     optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2, **STOCHASTIC)
-    for step in range(3):
-        model(inputs(ctx.rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ctx, model, optimizer)
     for param in model.parameters():
         for tensor in (param.to_local().detach(), optimizer.state[param]["exp_avg"].to_local()):
             tensor = tensor.float().contiguous()
@@ -210,33 +206,6 @@ def test_states_are_torchs_in_form_and_load_both_ways(options):
             same(optimizer.state[param][name], value.bfloat16())
     set_grads(ours, 4)
     optimizer.step()
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("full_state", [False, True])
-def test_checkpoints_continue_bit_for_bit(ctx, full_state):
-    only_fsdp2x(ctx)
-    ours, theirs = (shard(ctx, Stack(), STACK_UNITS) for _ in range(2))
-
-    def steps(model, optimizer, numbers):
-        for step in numbers:
-            model(inputs(ctx.rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    writer = fsdp2x.optim.AdamW(ours.parameters(), lr=1e-2, **STOCHASTIC)
-    steps(ours, writer, range(3))
-    saved = copy.deepcopy(
-        dcp.get_optimizer_state_dict(ours, writer, options=dcp.StateDictOptions(full_state_dict=full_state))
-    )
-    reader = fsdp2x.optim.AdamW(theirs.parameters(), lr=0.5, **STOCHASTIC)
-    options = dcp.StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=full_state)
-    dcp.set_optimizer_state_dict(theirs, reader, saved, options=options)
-    theirs.load_state_dict(ours.state_dict())
-    steps(ours, writer, range(3, 6))
-    steps(theirs, reader, range(3, 6))
-    same(params(theirs), params(ours))
-    same(full(reader.state_dict()["state"]), full(writer.state_dict()["state"]))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Steps that clip by themselves (``max_grad_norm``) against clipping first and stepping then."""
+"""Clipping against torch's, and steps that clip by themselves; by the CPU's kernels and by the twins of a device's."""
 
 import copy
 import math
@@ -9,17 +9,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
+import models
 from device_twins import Operations, clip_by_twins, step_by_twins
+from fsdp2x.optim import SGD, AdamW, Lion
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import full, only_fsdp2x, params, same, shard
+from reference import full, mesh_of, only_fsdp2x, params, same, shard
 
 KINDS = {
-    "adamw": (fsdp2x.optim.AdamW, {"lr": 1e-2}),
-    "adamw maximize": (fsdp2x.optim.AdamW, {"lr": 1e-2, "maximize": True, "amsgrad": True}),
-    "sgd nesterov": (fsdp2x.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adamw": (AdamW, {"lr": 1e-2}),
+    "adamw maximize": (AdamW, {"lr": 1e-2, "maximize": True, "amsgrad": True}),
+    "adamw bf16": (AdamW, {"lr": 1e-2, "moments_dtype": torch.bfloat16}),
+    "adamw int8": (AdamW, {"lr": 1e-2, "moments_dtype": "int8"}),
+    "lion": (Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "sgd": (SGD, {"lr": 0.1}),
+    "sgd nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
 
 
@@ -28,39 +35,42 @@ def gradients(model):
 
 
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.parametrize("by_twins", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_of_clipping_first(ctx, kind, by_twins):
-    """Uneven and empty shards at three ranks, a parameter without a gradient, a norm that is small enough."""
+@pytest.mark.each_value
+def test_bits_of_clipping_first(ctx, kind):
+    """Whoever clips and steps: uneven and empty shards, a parameter without a gradient, a norm that is small enough."""
     only_fsdp2x(ctx)
     make, options = KINDS[kind]
-    model = Stack()
-    models = [shard(ctx, copy.deepcopy(model), STACK_UNITS) for _ in range(2)]
-    first = make(models[0].parameters(), **options)
-    fused = make(models[1].parameters(), **options, max_grad_norm=0.1)
+    sharded = [shard(ctx, Stack(), STACK_UNITS) for _ in range(4)]
+    # By the CPU and by twins: after clipping, and with clipping in the step.
+    first, there, fused, fused_there = optimizers = [make(model.parameters(), **options) for model in sharded]
     assert fused.grad_norm is None
-    if by_twins:
-        step_by_twins(fused)
-    for step, max_norm in enumerate((0.1, 1e9, 0.1)):
-        fused.max_grad_norm = max_norm
-        for one in models:
-            one(inputs(ctx.rank, step)).square().mean().backward()
-            if step == 1:
-                one.blocks[1].up.weight.grad = None
-        before = gradients(models[1])
-        norm = fsdp2x.clip_grad_norm_(models[0].parameters(), max_norm)
-        first.step()
-        if by_twins:
-            with clip_by_twins():
-                fused.step()
-        else:
-            fused.step()
-        same(fused.grad_norm, norm, "norm", rtol=0.0, atol=0.0)
-        same(gradients(models[1]), before, "gradients, which stay as they are")
-        same(params(models[1]), params(models[0]), "parameters")
-        for optimizer in (first, fused):
+    for optimizer in (there, fused_there):
+        step_by_twins(optimizer)
+    for number, max_norm in enumerate((0.1, 1e9, 0.1)):
+        fused.max_grad_norm = fused_there.max_grad_norm = max_norm
+        for model in sharded:
+            models.step(ctx, model, None, number)
+            if number == 1:
+                model.blocks[1].up.weight.grad = None
+        before = gradients(sharded[2])
+        norm = fsdp2x.clip_grad_norm_(sharded[0].parameters(), max_norm)
+        with clip_by_twins():
+            same(fsdp2x.clip_grad_norm_(sharded[1].parameters(), max_norm), norm, "norm")
+            fused_there.step()
+        for optimizer in (first, there, fused):
+            optimizer.step()
+        same(gradients(sharded[1]), gradients(sharded[0]), "clipped gradients")
+        for model, optimizer in zip(sharded[2:], (fused, fused_there), strict=True):
+            same(optimizer.grad_norm, norm, "norm")
+            same(gradients(model), before, "gradients, which stay as they are")
+        for model in sharded[1:]:
+            same(params(model), params(sharded[0]), "parameters")
+        for optimizer in optimizers:
             optimizer.zero_grad()
-    same(full(fused.state_dict()), full(first.state_dict()), "states")
+    for optimizer in optimizers[1:]:
+        same(full(optimizer.state_dict()), full(first.state_dict()), "states")
+    assert there._on_device.num_plans >= 2 and first._on_device.num_plans == 0
 
 
 @distributed(world_sizes=(2,))
@@ -74,7 +84,7 @@ def test_gradients_that_torch_steps(ctx):
         whole = nn.Parameter(distribute_tensor(values[0].clone(), mesh, [Replicate()]))
         wide, plain = (nn.Parameter(value.clone()) for value in values[1:])
         every = [whole, wide, plain]
-        optimizer = fsdp2x.optim.AdamW(every, lr=1e-2, max_grad_norm=0.5 if fuses else None)
+        optimizer = AdamW(every, lr=1e-2, max_grad_norm=0.5 if fuses else None)
         whole.grad = DTensor.from_local(torch.full((4, 6), float(ctx.rank + 1)), mesh, [Partial()])
         wide.grad, plain.grad = torch.full((5,), 2.0, dtype=torch.float64), torch.full((3,), -1.0)
         norm = None if fuses else fsdp2x.clip_grad_norm_(every, 0.5)
@@ -98,8 +108,8 @@ def test_half_precision_gradients_are_not_rounded_again():
     (param,) = plain_params(torch.bfloat16)
     wide = nn.Parameter(param.detach().float())
     wide.grad = param.grad.float()
-    fused = fsdp2x.optim.AdamW([param], lr=1e-2, moments_dtype=torch.float32, max_grad_norm=0.3)
-    first = fsdp2x.optim.AdamW([wide], lr=1e-2)
+    fused = AdamW([param], lr=1e-2, moments_dtype=torch.float32, max_grad_norm=0.3)
+    first = AdamW([wide], lr=1e-2)
     norm = fsdp2x.clip_grad_norm_([wide], 0.3)
     fused.step()
     first.step()
@@ -109,7 +119,7 @@ def test_half_precision_gradients_are_not_rounded_again():
         assert torch.equal(fused.state[param][name], first.state[wide][name]), name
 
 
-@pytest.mark.parametrize("make", [fsdp2x.optim.AdamW, fsdp2x.optim.SGD])
+@pytest.mark.parametrize("make", [AdamW, SGD])
 def test_the_host_does_not_read_a_devices_factor(make):
     every = plain_params(torch.float32, torch.float32)
     optimizer = step_by_twins(make(every, lr=1e-2, max_grad_norm=0.1))
@@ -120,7 +130,7 @@ def test_the_host_does_not_read_a_devices_factor(make):
     assert operations.counts.get("_local_scalar_dense", 0) == 0, operations.counts
 
 
-@pytest.mark.parametrize("make", [fsdp2x.optim.AdamW, fsdp2x.optim.SGD])
+@pytest.mark.parametrize("make", [AdamW, SGD])
 def test_settings(make):
     every = plain_params(torch.float32)
     for wrong in (0.0, -1.0, math.nan):
@@ -150,7 +160,7 @@ def test_a_clipped_model_can_move(ctx, in_step):
     """torch exchanges parameters on the way, which it can only where nobody refers to them weakly."""
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
-    optimizer = fsdp2x.optim.AdamW(model.parameters(), max_grad_norm=0.1 if in_step else None)
+    optimizer = AdamW(model.parameters(), max_grad_norm=0.1 if in_step else None)
     model(inputs(ctx.rank)).square().mean().backward()
     if in_step:
         optimizer.step()
@@ -159,3 +169,194 @@ def test_a_clipped_model_can_move(ctx, in_step):
     before = params(model)
     model.to("cpu").float()
     same(params(model), before)
+
+
+# --- clipping alone --------------------------------------------------------------------------------------------------
+
+
+def clip(model, max_norm, norm_type=2.0):
+    """The same gradients by the CPU's kernels, and then by the twins; returns the norm and the number of plans."""
+    before = gradients(model)
+    expected = fsdp2x.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    clipped = gradients(model)
+    for param, grad in zip(model.parameters(), before.values(), strict=True):
+        param.grad.to_local().copy_(grad)
+    with clip_by_twins() as kept:
+        norm = fsdp2x.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    assert type(norm) is torch.Tensor and norm.ndim == 0
+    same(norm, expected, "norm", rtol=1e-7, atol=0.0)
+    same(gradients(model), clipped, "gradients", rtol=1e-6, atol=0.0)
+    return norm, kept.num_plans
+
+
+def clip_as_torch(ctx, norm_type=2.0, max_norm=0.05, **options):
+    only_fsdp2x(ctx)
+    ours, theirs = (shard(ctx, Stack(), STACK_UNITS, **options) for _ in range(2))
+    for model in (ours, theirs):
+        models.step(ctx, model)
+    norm, _ = clip(ours, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+    assert norm > 0.05
+    same(norm, full(expected), "norm", rtol=1e-6, atol=1e-7)
+    same(gradients(ours), gradients(theirs), "gradients", rtol=1e-6, atol=1e-8)
+
+
+def clip_gathered(model, norm_type, max_norm):
+    whole = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+    norm, num_plans = clip(model, max_norm, norm_type)
+    assert norm > max_norm
+    same(norm, torch.linalg.vector_norm(whole, norm_type), "norm", rtol=1e-5, atol=1e-7)
+    clipped = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+    same(clipped, whole * (max_norm / float(norm)), "gradients", rtol=1e-4, atol=1e-8)
+    return num_plans
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+@pytest.mark.parametrize("max_norm", [0.05, 1e4])
+@pytest.mark.each_value
+def test_clipping_is_torchs(ctx, norm_type, max_norm):
+    clip_as_torch(ctx, norm_type, max_norm)
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_replicas_are_counted_once(ctx, norm_type):
+    clip_as_torch(ctx, norm_type, mesh=mesh_of("2d", ctx.world))
+
+
+@distributed(world_sizes=(2, 4))
+@pytest.mark.parametrize("norm_type", [2.0, 3.5, math.inf])
+@pytest.mark.each_value
+def test_the_norm_is_that_of_the_gathered_gradients(ctx, norm_type):
+    """With an empty shard on the last of four ranks, where torch's infinity norm raises."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    models.step(ctx, model)
+    clip_gathered(model, norm_type, 0.02)
+
+
+def tensor_parallel(ctx, mesh):
+    model = Stack(width=8, hidden=12)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return shard(ctx, model, STACK_UNITS, mesh=mesh["dp"])
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+def test_tensor_parallelism(ctx, norm_type):
+    """Weights cut by both axes, biases of the second linear by one, and norms and heads on a mesh of their own.
+
+    Torch refuses gradients of several meshes in one call, so the gathered gradients are what is compared with. A launch
+    per set of process groups, an all-reduce per group; then a step.
+    """
+    only_fsdp2x(ctx)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours, theirs = (tensor_parallel(ctx, mesh) for _ in range(2))
+    optimizers = AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for number in range(2 if norm_type == 2.0 else 1):
+        ours(inputs(mesh["dp"].get_local_rank(), number, width=8)).square().mean().backward()
+        assert clip_gathered(ours, norm_type, 0.01) >= 2 or norm_type != 2.0
+        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.grad = param.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        same(param.to_local().detach(), other.to_local().detach(), rtol=1e-6, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+def test_partial_gradients_are_scaled_where_they_lie(ctx):
+    """Summed by torch after the reduction that they wait for; the plan stays the same for sum and product."""
+    only_fsdp2x(ctx)
+    mesh = init_device_mesh("cpu", (ctx.world,))
+    torch.manual_seed(0)
+    model = nn.ParameterDict()
+    model["whole"] = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Replicate()]))
+    model["plain"] = nn.Parameter(torch.randn(5))
+    model["whole"].grad = DTensor.from_local(torch.full((4, 6), float(ctx.rank + 1)), mesh, [Partial()])
+    model["plain"].grad = torch.full((5,), 2.0)
+    with clip_by_twins() as kept:
+        norm = fsdp2x.clip_grad_norm_(list(model.parameters()), 1.0)
+        assert kept.num_plans == 2
+    expected = torch.tensor(24 * 9.0 + 5 * 4.0).sqrt()
+    same(norm, expected, "norm", rtol=1e-6, atol=0.0)
+    same(model["whole"].grad.to_local(), torch.full((4, 6), ctx.rank + 1.0) / expected, rtol=1e-5, atol=0.0)
+    same(model["plain"].grad, torch.full((5,), 2.0) / expected, rtol=1e-5, atol=0.0)
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_rank_without_gradients_takes_part(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    models.step(ctx, model)
+    if ctx.rank == ctx.world - 1:
+        model.zero_grad()
+    own = sum((grad.double().square().sum() for grad in gradients(model).values()), torch.zeros(()).double())
+    torch.distributed.all_reduce(own)
+    norms = [fsdp2x.clip_grad_norm_(model.parameters(), 1e9)]
+    with clip_by_twins():
+        norms.append(fsdp2x.clip_grad_norm_(model.parameters(), 0.01))
+    for norm in norms:
+        same(norm.double(), own.sqrt(), "norm", rtol=1e-6, atol=1e-9)
+
+
+@distributed(world_sizes=(2,))
+def test_an_infinity_on_one_rank_is_an_error_on_all(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    models.step(ctx, model)
+    if ctx.rank == 1:
+        next(param.grad.to_local() for param in model.parameters()).view(-1)[0] = math.inf
+    before = gradients(model)
+    with clip_by_twins(), pytest.raises(RuntimeError, match="is inf"):
+        fsdp2x.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    same(gradients(model), before, "gradients")
+
+
+@distributed(world_sizes=(2,))
+def test_clipping_needs_one_all_reduce(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    models.step(ctx, model)
+    calls = []
+    all_reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *a, **k: (calls.append(a), all_reduce(*a, **k))[1]
+    try:
+        fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    assert len(calls) == 1
+
+
+def test_clipping_plain_tensors():
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(size)) for size in ((5, 7), (0, 3), (33,), ())]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    twins = copy.deepcopy(params)
+    for param, twin in zip(params, twins, strict=True):
+        twin.grad = param.grad.clone()
+    params[0].grad[0, 0] = twins[0].grad[0, 0] = 50.0
+    norm = fsdp2x.clip_grad_norm_((param for param in params), 0.5)
+    same(norm, torch.nn.utils.clip_grad_norm_(twins, 0.5), rtol=1e-6, atol=0.0)
+    same([param.grad for param in params], [twin.grad for twin in twins], rtol=1e-6, atol=0.0)
+    same(fsdp2x.clip_grad_norm_([], 1.0), torch.tensor(0.0))
+    single = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    single.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    same(fsdp2x.clip_grad_norm_(single, 1.0), torch.tensor(5.0, dtype=torch.float64))
+    same(single.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=1e-6, atol=0.0)
+
+
+def test_norms_that_are_not_finite():
+    params = plain_params(torch.float32, torch.float32)
+    params[0].grad[1] = math.inf
+    with pytest.raises(RuntimeError, match="is inf"):
+        fsdp2x.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert params[1].grad.abs().min() > 0.0
+    assert fsdp2x.clip_grad_norm_(params, 1.0).isinf()
+    assert params[1].grad.abs().max() == 0.0
+    with pytest.raises(ValueError, match="norm_type"):
+        fsdp2x.clip_grad_norm_(params, 1.0, norm_type=0.0)

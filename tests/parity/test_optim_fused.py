@@ -1,19 +1,18 @@
-"""fsdp2x.optim and fsdp2x.clip_grad_norm_ against torch's on the same sharded model, and on plain tensors."""
+"""fsdp2x.optim against torch's on the same sharded model, and on plain tensors."""
 
 import copy
 import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2x
+import models
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, train
 from reference import TORCH_MINOR, full, only_fsdp2x, params, same, shard
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -39,17 +38,6 @@ SGD = {
 
 def options_of(options):
     return {"lr": 1e-2, **copy.deepcopy(options)}
-
-
-def loss_of(model, ctx, step=0):
-    return model(inputs(ctx.rank, step)).square().mean()
-
-
-def train(ctx, model, optimizer, steps=3, first=0):
-    for step in range(first, first + steps):
-        loss_of(model, ctx, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def snapshot(model, optimizer):
@@ -88,8 +76,8 @@ def test_moments_are_torchs_bits(ctx, name):
     ours, theirs = twins_of(ctx)
     optimizer = fsdp2x.optim.AdamW(ours.parameters(), **options_of(ADAMW[name]))
     reference = torch.optim.AdamW(theirs.parameters(), **options_of(ADAMW[name]))
-    for step in range(4):
-        loss_of(theirs, ctx, step).backward()
+    for number in range(4):
+        models.step(ctx, theirs, None, number)
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             param.grad = other.grad
         optimizer.step()
@@ -116,9 +104,9 @@ def test_groups_frozen_parameters_and_missing_gradients(ctx):
         weights = [param for param in model.parameters() if param.ndim > 1]
         groups = [{"params": biases, "weight_decay": 0.0, "lr": 0.03}, {"params": weights, "amsgrad": True}]
         optimizer = optimizer_class(groups, lr=1e-2)
-        for step in range(4):
-            loss_of(model, ctx, step).backward()
-            if step % 2 == 0:
+        for number in range(4):
+            models.step(ctx, model, None, number)
+            if number % 2 == 0:
                 model.blocks[1].up.weight.grad = None  # its step count falls behind
             optimizer.step()
             optimizer.zero_grad()
@@ -144,31 +132,9 @@ def test_states_load_both_ways(ctx, kind, way):
     theirs.load_state_dict(ours.state_dict())
     reader.load_state_dict(copy.deepcopy(writer.state_dict()))  # loading shares tensors
     assert reader.param_groups[0]["lr"] == 1e-2
-    train(ctx, ours, writer, first=3)
-    train(ctx, theirs, reader, first=3)
+    train(ctx, ours, writer, range(3, 6))
+    train(ctx, theirs, reader, range(3, 6))
     same(snapshot(theirs, reader), snapshot(ours, writer), **(CLOSE if kind == "AdamW" else EXACT))
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("full_state", [False, True])
-@pytest.mark.each_value
-def test_checkpoint_utilities(ctx, full_state):
-    ours, theirs = twins_of(ctx)
-    options = dcp.StateDictOptions(full_state_dict=full_state)
-    writer = fsdp2x.optim.AdamW(ours.parameters(), lr=1e-2, amsgrad=True)
-    train(ctx, ours, writer)
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(ours, writer, options=options))
-    expected = snapshot(ours, writer)
-    if full_state and ctx.rank == 0:
-        assert not any(isinstance(value, DTensor) for state in saved["state"].values() for value in state.values())
-    reader = fsdp2x.optim.AdamW(theirs.parameters(), lr=0.5, amsgrad=True)
-    options = dcp.StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=full_state)
-    dcp.set_optimizer_state_dict(theirs, reader, saved, options=options)
-    theirs.load_state_dict(ours.state_dict())
-    same(snapshot(theirs, reader)[1]["state"], expected[1]["state"])
-    train(ctx, ours, writer, first=3)
-    train(ctx, theirs, reader, first=3)
-    same(params(theirs), params(ours))
 
 
 @distributed(world_sizes=(2,))
@@ -180,9 +146,7 @@ def test_closure_and_copies(ctx):
     def closure():
         assert torch.is_grad_enabled()
         optimizer.zero_grad()
-        loss = loss_of(model, ctx)
-        loss.backward()
-        return loss.detach()
+        return models.step(ctx, model)
 
     losses = [optimizer.step(closure) for _ in range(3)]
     assert losses[2] < losses[0]
@@ -197,7 +161,7 @@ def test_the_kernel_steps_every_shard(ctx):
     optimizer = fsdp2x.optim.AdamW(model.parameters())
     optimizer._step_by_torch = None
     versions = [param._version for param in model.parameters()]
-    train(ctx, model, optimizer, 2)
+    train(ctx, model, optimizer)
     assert all(param._version > version for param, version in zip(model.parameters(), versions, strict=True))
 
 
@@ -323,149 +287,3 @@ def test_gradients_cut_otherwise_are_redistributed(ctx):
         optimizer.step()
         results.append((full(param), full(optimizer.state_dict()["state"])))
     same(results[0], results[1], **CLOSE)
-
-
-# --- clipping --------------------------------------------------------------------------------------------------------
-
-
-def clip_parity(ctx, ours, theirs, norm_type=2.0, max_norm=0.05, loss=loss_of):
-    for model in (ours, theirs):
-        loss(model, ctx).backward()
-    norm = fsdp2x.clip_grad_norm_(ours.parameters(), max_norm, norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
-    assert type(norm) is torch.Tensor and norm.ndim == 0 and norm > 0.0
-    same(norm, full(expected), "norm", rtol=1e-6, atol=1e-7)
-    for (name, param), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        same(param.grad.to_local(), other.grad.to_local(), name, rtol=1e-6, atol=1e-8)
-    return norm
-
-
-def check_gathered(model, norm_type, max_norm):
-    whole = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-    expected = torch.linalg.vector_norm(whole, norm_type)
-    assert expected > max_norm
-    norm = fsdp2x.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    same(norm, expected, "norm", rtol=1e-5, atol=1e-7)
-    clipped = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-    same(clipped, whole * (max_norm / float(norm)), "gradients", rtol=1e-4, atol=1e-8)
-
-
-@distributed(world_sizes=(1, 2, 3))
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
-@pytest.mark.parametrize("max_norm", [0.05, 1e4])
-@pytest.mark.each_value
-def test_clipping_is_torchs(ctx, norm_type, max_norm):
-    ours, theirs = twins_of(ctx)
-    assert clip_parity(ctx, ours, theirs, norm_type, max_norm) > 0.05
-
-
-@distributed(world_sizes=(2, 4))
-@pytest.mark.parametrize("norm_type", [2.0, 3.5, math.inf])
-@pytest.mark.each_value
-def test_the_norm_is_that_of_the_gathered_gradients(ctx, norm_type):
-    """With an empty shard on the last of four ranks, where torch's infinity norm raises."""
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS)
-    loss_of(model, ctx).backward()
-    check_gathered(model, norm_type, 0.02)
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_counts_replicas_once(ctx, norm_type):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    clip_parity(ctx, *twins_of(ctx, mesh=mesh), norm_type)
-
-
-def tensor_parallel(ctx, mesh):
-    model = Stack(width=8, hidden=12)
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return shard(ctx, model, STACK_UNITS, mesh=mesh["dp"])
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
-def test_clipping_under_tensor_parallelism(ctx, norm_type):
-    """Weights cut by both axes, biases of the second linear by one, and norms and heads on a mesh of their own.
-
-    Torch refuses gradients of several meshes in one call, so the gathered gradients are what is compared with.
-    """
-    only_fsdp2x(ctx)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = tensor_parallel(ctx, mesh)
-    model(inputs(mesh["dp"].get_local_rank(), 0, width=8)).square().mean().backward()
-    check_gathered(model, norm_type, 0.01)
-
-
-@distributed(world_sizes=(4,))
-def test_steps_under_tensor_parallelism(ctx):
-    only_fsdp2x(ctx)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    results = []
-    for optimizer_class in (fsdp2x.optim.AdamW, torch.optim.AdamW):
-        model = tensor_parallel(ctx, mesh)
-        optimizer = optimizer_class(model.parameters(), lr=1e-2)
-        for step in range(3):
-            model(inputs(mesh["dp"].get_local_rank(), step, width=8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([param.to_local().detach().clone() for param in model.parameters()])
-    same(results[0], results[1], **CLOSE)
-
-
-@distributed(world_sizes=(2,))
-def test_clipping_needs_one_all_reduce(ctx):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS)
-    loss_of(model, ctx).backward()
-    calls = []
-    all_reduce = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *a, **k: (calls.append(a), all_reduce(*a, **k))[1]
-    try:
-        fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
-    finally:
-        torch.distributed.all_reduce = all_reduce
-    assert len(calls) == 1
-
-
-@distributed(world_sizes=(2,))
-def test_clipping_without_gradients_on_one_rank(ctx):
-    """A rank without gradients takes part in the reduction."""
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS)
-    loss_of(model, ctx).backward()
-    rows = [param.grad.to_local().clone() for param in model.parameters()]
-    if ctx.rank == 1:
-        model.zero_grad()
-    norm = fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
-    own = sum(row.double().square().sum() for row in rows) if ctx.rank == 0 else torch.zeros((), dtype=torch.float64)
-    torch.distributed.all_reduce(own)
-    same(norm.double(), own.sqrt(), rtol=1e-6, atol=1e-9)
-
-
-def test_clipping_plain_tensors():
-    params, twins = plain_pair()
-    set_grads(params, twins, step=0)
-    params[0].grad[0, 0] = twins[0].grad[0, 0] = 50.0
-    norm = fsdp2x.clip_grad_norm_((param for param in params), 0.5)
-    same(norm, torch.nn.utils.clip_grad_norm_(twins, 0.5), rtol=1e-6, atol=0.0)
-    same([param.grad for param in params], [twin.grad for twin in twins], rtol=1e-6, atol=0.0)
-    same(fsdp2x.clip_grad_norm_([], 1.0), torch.tensor(0.0))
-    single = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    single.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    same(fsdp2x.clip_grad_norm_(single, 1.0), torch.tensor(5.0, dtype=torch.float64))
-    same(single.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=1e-6, atol=0.0)
-
-
-def test_norms_that_are_not_finite():
-    params, _ = plain_pair(sizes=((3,), (2,)))
-    set_grads(params, step=0)
-    params[0].grad[1] = math.inf
-    with pytest.raises(RuntimeError, match="is inf"):
-        fsdp2x.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-    assert params[1].grad.abs().min() > 0.0
-    assert fsdp2x.clip_grad_norm_(params, 1.0).isinf()
-    assert params[1].grad.abs().max() == 0.0
-    with pytest.raises(ValueError, match="norm_type"):
-        fsdp2x.clip_grad_norm_(params, 1.0, norm_type=0.0)

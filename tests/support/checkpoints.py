@@ -13,7 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 from models import Stack
 
@@ -115,15 +120,27 @@ class Training:
         return loaded
 
 
-HANDED_OVER_BY = ("sharded", "full", "dcp", "pickle")
+HANDED_OVER_BY = ("sharded", "full", "dcp", "pickle", "whole")
 
 
 def hand_over(first, second, folder: Path, form: str, warm_up: Callable[[], None]) -> None:
-    """What `first`, a model and its optimizer, holds goes to `second`; `warm_up` steps that one, as dcp needs it."""
+    """What `first`, a model and its optimizer, holds goes to `second`; `warm_up` steps that one, as dcp needs it.
+
+    "whole": torch's utilities gather it on the first rank and deal it out.
+    """
     import fsdp2x
 
     if form == "pickle":
         second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        second[0].load_state_dict(first[0].state_dict())
+    elif form == "whole":
+        options = StateDictOptions(full_state_dict=True)
+        state = copy.deepcopy(get_optimizer_state_dict(*first, options=options))
+        if dist.get_rank() == 0:
+            held = [value for values in state["state"].values() for value in values.values()]
+            assert held and not any(isinstance(value, DTensor) for value in held)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(*second, state, options=options)
         second[0].load_state_dict(first[0].state_dict())
     elif form == "dcp":
         saved = {"model": first[0].state_dict(), "optim": get_optimizer_state_dict(*first)}

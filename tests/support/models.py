@@ -154,12 +154,17 @@ class Branches(nn.Module):
 
 def step(ctx, model: nn.Module, optimizer=None, number: int = 0) -> torch.Tensor:
     """The loss of a step on this rank's inputs, which ``optimizer`` follows, if there is one."""
-    loss = model(inputs(ctx.rank, number)).square().mean()
+    loss = model(inputs(ctx.rank, number).to(next(model.parameters()).dtype)).square().mean()
     loss.backward()
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
     return loss.detach()
+
+
+def train(ctx, model: nn.Module, optimizer, numbers=range(3)) -> list[torch.Tensor]:
+    """The losses of these steps."""
+    return [step(ctx, model, optimizer, number) for number in numbers]
 
 
 def inputs(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> torch.Tensor:
