@@ -97,13 +97,8 @@ def test_an_exported_folder_trains_again(tmp_path):
 def test_an_existing_folder_is_kept_unless_forced(tmp_path):
     from fsdp2x.convert import export_checkpoint
 
-    dist_run(
-        train_and_compute,
-        1,
-        settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1}),
-        None,
-        fresh=False,
-    )
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1})
+    dist_run(train_and_compute, 1, config, None, fresh=False)
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")

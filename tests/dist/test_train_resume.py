@@ -39,12 +39,8 @@ def test_another_world_size_goes_on_with_the_same_text(tmp_path, saved_at, loade
     per_rank = {n: {"batch_size": 6 // n, "accumulation": 1} for n in (1, 2, 3)}
     dist_run(train, saved_at, settings(text, tmp_path / "whole", train=per_rank[saved_at]), fresh=False)
     checkpoint = {"resume_from": str(tmp_path / "whole/checkpoints/step-000003")}
-    dist_run(
-        train,
-        loaded_at,
-        settings(text, tmp_path / "resumed", train=per_rank[loaded_at], checkpoint=checkpoint),
-        fresh=False,
-    )
+    resumes = settings(text, tmp_path / "resumed", train=per_rank[loaded_at], checkpoint=checkpoint)
+    dist_run(train, loaded_at, resumes, fresh=False)
     whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
     assert list(resumed) == [4, 5, 6]
     for step in resumed:
