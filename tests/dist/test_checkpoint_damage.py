@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import damage
-from checkpoints import Training, full_disk, on_first, shared_folder
+from checkpoints import Training, on_first, shared_folder
 from harness import distributed
 from reference import full
 from training import Said
@@ -155,27 +155,6 @@ def test_a_damaged_lone_file_is_told(ctx):
         on_first(lambda: shorten(folder / "one.pt"))
         with pytest.raises(checkpoint.CheckpointError, match=r"one.pt: damaged"):
             training.load(folder / "one.pt")
-
-
-@distributed
-@pytest.mark.parametrize("form", FORMS)
-def test_a_full_disk_costs_no_checkpoint(ctx, form):
-    from fsdp2x import checkpoint
-
-    with shared_folder() as folder:
-        training = Training()
-        training.steps(1)
-        training.save(folder, form=form)
-        training.steps(1)
-        for in_background in (False, True):
-            with full_disk(1):
-                with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*step-000002/.*: File too large"):
-                    training.save(folder, form=form, async_save=in_background).wait()
-            assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000001"]
-            assert training.load(folder / "step-000001").step == 1
-            training.steps(1)
-        training.save(folder, form=form)
-        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000001", "step-000002"]
 
 
 @distributed

@@ -5,11 +5,10 @@ import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from harness import dist_run, distributed
-from training import MODEL, run, settings, shared_folder, weights, write_text
+from training import MODEL, run, settings, shared_folder, write_text
 
 
 def make_trainer(config):
@@ -49,7 +48,7 @@ DEATHS = [
 
 @pytest.mark.parametrize(("victim", "module", "owner", "name"), DEATHS)
 def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_path, victim, module, owner, name):
-    config = settings(write_text(tmp_path / "text"), tmp_path / "run")
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 3})
     died = {victim: -signal.SIGKILL}
     outcomes = dist_run(train_and_die, 2, config, module, owner, name, victim, expect_exit=died)
     said = outcomes[1 - victim].value
@@ -57,38 +56,10 @@ def test_a_rank_killed_while_saving_is_named_and_the_last_checkpoint_loads(tmp_p
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000001\n"
     # This very process, alone, goes on from there, and cleans up.
     resumed = run({**config, "checkpoint": {"resume_from": str(tmp_path / "run")}})
-    assert resumed.step == 6
+    assert resumed.step == 3
     left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     # The last of these deaths comes after the rename: step 2 is whole, though `latest` does not name it.
-    assert left == ["latest", "step-000002" if name == "write_file" else "step-000001", "step-000006"]
-
-
-@distributed
-def test_an_error_on_one_rank_is_raised_on_all_and_the_run_goes_on(ctx):
-    from fsdp2x.checkpoint import CheckpointError, saving
-
-    def full(*args):
-        raise OSError(28, "No space left on device", "rng")
-
-    with shared_folder(ctx) as folder:
-        trainer = make_trainer(settings(folder / "text", folder / "run"))
-        trainer.train_step()
-        trainer.save()
-        trainer.train_step()
-        with pytest.MonkeyPatch.context() as patch:
-            if ctx.rank == 1:
-                patch.setattr(saving, "save_rng", full)
-            with pytest.raises(CheckpointError, match=r"step-000002: rank 1: rng: No space left on device$"):
-                trainer.save()
-        dist.barrier()  # rank 0 cleans up
-        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
-        assert names == ["latest", "run.lock", "step-000001"], "what the failed save had written is gone"
-        dist.barrier()
-        trainer.save()
-        trainer.close()
-        dist.barrier()
-        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
-        assert names == ["latest", "step-000001", "step-000002"]
+    assert left == ["latest", "step-000002" if name == "write_file" else "step-000001", "step-000003"]
 
 
 def refusal(config):
@@ -146,23 +117,3 @@ def test_damaged_and_missing_files_are_named(ctx):
                     path.write_bytes(whole)
         dist.barrier()
         assert run({**config, "train": {**config["train"], "steps": 3}}).step == 3
-
-
-@distributed
-def test_nothing_is_loaded_from_a_damaged_checkpoint(ctx):
-    from fsdp2x.checkpoint import CheckpointError, load
-
-    with shared_folder(ctx) as folder:
-        config, checkpoint = save_and_resume_config(folder)
-        dist.barrier()
-        if ctx.rank == 0:
-            data = checkpoint / "__1_0.distcp"
-            data.write_bytes(data.read_bytes()[:-1] + b"\x01")
-        dist.barrier()
-        fresh = make_trainer(settings(folder / "text", folder / "fresh", train={"steps": 2}))
-        before = weights(fresh)
-        with pytest.raises(CheckpointError, match="__1_0.distcp: damaged"):
-            load(checkpoint, fresh.model, fresh.optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(fresh), strict=True))
-        assert not fresh.optimizer.state
-        fresh.close()
