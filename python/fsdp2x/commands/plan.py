@@ -8,6 +8,8 @@ import json
 
 from fsdp2x.commands.dtypes import DTYPE
 from fsdp2x.commands.mistakes import mistake, show
+from fsdp2x.memory.optimizers import PLANNED
+from fsdp2x.runtime.offload import OFFLOAD_MODES
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -52,15 +54,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--offload",
-        choices=("none", "optimizer", "gradients", "all"),
+        choices=OFFLOAD_MODES,
         help="what is in host memory: nothing, the optimizer's state, gradients as well, or shards, too",
     )
     command.add_argument(
         "--optimizer",
-        choices=(
-            *("adamw", "adamw_float32", "adamw_bfloat16", "adamw_int8", "lion"),
-            *("muon", "muon_float32", "muon_bfloat16", "muon_int8", "sgd", "sgd_momentum", "none"),
-        ),
+        choices=PLANNED,
         help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
     )
     command.add_argument("--expert-parallel", type=int, metavar="E", help="ranks that share the experts of a block")

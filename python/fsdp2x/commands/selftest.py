@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from fsdp2x.commands.mistakes import mistake
+from fsdp2x.runtime.transport import TRANSPORTS
 
 _GRACE_S = 5
 
@@ -24,7 +25,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--world", type=int, metavar="N", help="number of ranks; default one per GPU, else 2")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    command.add_argument("--transport", choices=("auto", "shm", "process_group"), default="auto")
+    command.add_argument("--transport", choices=TRANSPORTS, default="auto")
     command.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of the speed check")
     command.add_argument("--timeout", type=float, default=110.0, metavar="S", help="seconds for everything")
     command.set_defaults(run=_run)

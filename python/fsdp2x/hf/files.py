@@ -136,22 +136,15 @@ class Checkpoint:
                 )
 
     def _pickle(self, file: Path) -> dict[str, Source]:
-        if zipfile.is_zipfile(file):
-            found = read_records(self._open, file)
-        else:
-            found = _load_old(file)
+        found = read_records(self._open, file) if zipfile.is_zipfile(file) else _load_old(file)
         if not isinstance(found, dict):
             raise CheckpointError(f"{file}: expected a dict of tensors, got {type(found).__name__}")
-        wrong = next((name for name, one in found.items() if not _is_tensor(name, one)), None)
-        if wrong is not None:
-            raise CheckpointError(
-                f"{file}: expected a dict of tensors, got a {type(found[wrong]).__name__} under {str(wrong)[:200]!r}"
-            )
+        for name, one in found.items():
+            if not isinstance(name, str) or not isinstance(one, Source):
+                raise CheckpointError(
+                    f"{file}: expected a dict of tensors, got a {type(one).__name__} under {str(name)[:200]!r}"
+                )
         return found
-
-
-def _is_tensor(name: object, one: object) -> bool:
-    return isinstance(name, str) and isinstance(one, Source)
 
 
 def index_of(folder: Path) -> Path | None:

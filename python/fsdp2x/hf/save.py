@@ -31,23 +31,16 @@ from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_fami
 from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.units.lookup import named_params
 
-# What a tokenizer or processor consists of; copied from the folder the model was loaded from.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
+# A folder has a tokenizer when it has one of these.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
+)  # fmt: skip
+# What it or a processor consists of besides; copied from the folder the model was loaded from.
+_BESIDES = (
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json",
+    "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
 
 
 @checked
@@ -196,7 +189,7 @@ class _Job:
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         elif source.is_dir():
-            for name in _TOKENIZER_FILES:
+            for name in (*TOKENIZER_FILES, *_BESIDES):
                 if (source / name).is_file():
                     shutil.copyfile(source / name, folder / name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -137,15 +137,28 @@ def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[
     """Whether a box of two sources of one shape holds different values; reads a few rows of both at a time."""
     if 0 in shape:
         return False
-    if not shape:
-        return not torch.equal(first.whole(), second.whole(first.dtype))
-    row_bytes = math.prod(shape[1:]) * max(first.dtype.itemsize, second.dtype.itemsize)
-    step = max(1, BUFFER_BYTES // max(row_bytes, 1))
-    for begin in range(0, shape[0], step):
-        rows = min(step, shape[0] - begin)
-        boxes = [torch.empty((rows, *shape[1:]), dtype=first.dtype) for _ in range(2)]
+    limit_numel = max(1, BUFFER_BYTES // max(first.dtype.itemsize, second.dtype.itemsize))
+    for offset, sizes in row_boxes(shape, limit_numel):
+        boxes = [torch.empty(sizes, dtype=first.dtype) for _ in range(2)]
         for source, box in zip((first, second), boxes, strict=True):
-            source.read([start[0] + begin, *start[1:]], box)
-        if not torch.equal(boxes[0].view(torch.uint8), boxes[1].view(torch.uint8)):
+            source.read([a + b for a, b in zip(start, offset, strict=True)], box)
+        # Bits, of which those of a NaN are equal, too.
+        if not torch.equal(*(box.view(-1).view(torch.uint8) for box in boxes)):
             return True
     return False
+
+
+def row_boxes(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes (start, shape) of at most ``limit_numel`` elements that follow each other in row-major order."""
+    if not shape or math.prod(shape) <= limit_numel:
+        yield [0] * len(shape), list(shape)
+        return
+    row_numel = math.prod(shape[1:])
+    if row_numel > limit_numel:
+        for index in range(shape[0]):
+            for start, box in row_boxes(shape[1:], limit_numel):
+                yield [index, *start], [1, *box]
+        return
+    step = limit_numel // row_numel
+    for first in range(0, shape[0], step):
+        yield [first] + [0] * (len(shape) - 1), [min(step, shape[0] - first), *shape[1:]]

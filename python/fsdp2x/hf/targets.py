@@ -19,7 +19,6 @@ from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.memory_file import advise_large_pages
 from fsdp2x.runtime.mesh import ShardGroup
-from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.tree import unit_states
 
@@ -63,11 +62,7 @@ class Target:
         if not isinstance(tensor, DTensor):
             return [0] * len(self.shape), list(self.shape)
         if self.record is not None and self.record.spec.unsharded is None and not self.record.is_wrapper:
-            dim = self.record.spec.shard_dim
-            begin, end = _C.shard_rows(self.shape[dim], self.ranks.world, self.ranks.rank)
-            shape = list(self.shape)
-            shape[dim] = end - begin
-            return [begin if axis == dim else 0 for axis in range(len(shape))], shape
+            return self.ranks.rows(self.shape, self.record.spec.shard_dim)
         return None
 
     def fill_from_whole(self, whole: torch.Tensor) -> None:
@@ -85,8 +80,8 @@ class Target:
             whole = whole.to(local.device)
             whole = distribute_tensor(whole, inner.mesh, inner.placements, src_data_rank=None).to_local()
             dim = self.record.spec.shard_dim
-            begin, end = _C.shard_rows(whole.shape[dim], self.ranks.world, self.ranks.rank)
-            whole = whole.narrow(dim, begin, end - begin)
+            start, sizes = self.ranks.rows(whole.shape, dim)
+            whole = whole.narrow(dim, start[dim], sizes[dim])
         elif all(type(placement) is Shard or placement.is_replicate() for placement in tensor.placements):
             whole = distribute_tensor(
                 whole.to(local.device), tensor.device_mesh, tensor.placements, src_data_rank=None

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from fsdp2x.hf.layout import Layout
 from fsdp2x.hf.progress import ProgressBar
-from fsdp2x.hf.sources import Computed
-from fsdp2x.reading.tensors import Source
+from fsdp2x.hf.sources import Computed, row_boxes
+from fsdp2x.reading.tensors import BUFFER_BYTES, Source
 
 INDEX = "model.safetensors.index.json"
-_BUFFER_BYTES = 4 << 20
 
 
 def make_files(folder: Path, layout: Layout) -> None:
@@ -61,7 +59,7 @@ class Writer:
             self._fds[index] = os.open(self._folder / self._layout.files[index].name, os.O_WRONLY | os.O_CLOEXEC)
         offset += skip_bytes
         rows = rows if rows.dim() else rows.view(1)
-        step = max(1, _BUFFER_BYTES // (rows[0].numel() * dtype.itemsize))
+        step = max(1, BUFFER_BYTES // (rows[0].numel() * dtype.itemsize))
         for part in rows.split(step):
             part = part.to(device="cpu", dtype=dtype).contiguous()
             data = memoryview(part.view(-1).view(torch.uint8).numpy())
@@ -76,8 +74,8 @@ class Writer:
             self.write(name, source.whole(), dtype=dtype)
             return
         done_numel = 0
-        limit_numel = max(1, _BUFFER_BYTES // max(dtype.itemsize, source.dtype.itemsize))
-        for start, shape in _runs(source.shape, limit_numel):
+        limit_numel = max(1, BUFFER_BYTES // max(dtype.itemsize, source.dtype.itemsize))
+        for start, shape in row_boxes(source.shape, limit_numel):
             num_bytes = math.prod(shape) * source.dtype.itemsize
             box = self._buffer(num_bytes).view(source.dtype).view(shape)
             source.read(start, box)
@@ -86,21 +84,5 @@ class Writer:
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(max(num_bytes, _BUFFER_BYTES), dtype=torch.uint8)
+            self._memory = torch.empty(max(num_bytes, BUFFER_BYTES), dtype=torch.uint8)
         return self._memory[:num_bytes]
-
-
-def _runs(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Boxes (start, shape) of at most ``limit_numel`` elements that follow each other in row-major order."""
-    if not shape or math.prod(shape) <= limit_numel:
-        yield [0] * len(shape), list(shape)
-        return
-    row_numel = math.prod(shape[1:])
-    if row_numel > limit_numel:
-        for index in range(shape[0]):
-            for start, box in _runs(shape[1:], limit_numel):
-                yield [index, *start], [1, *box]
-        return
-    step = limit_numel // row_numel
-    for first in range(0, shape[0], step):
-        yield [first] + [0] * (len(shape) - 1), [min(step, shape[0] - first), *shape[1:]]

@@ -19,8 +19,9 @@ from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import Transport, has_streams
-from fsdp2x.runtime.tree import roots_of, unit_states
+from fsdp2x.runtime.tree import roots_of
 from fsdp2x.tools.describe import columns
+from fsdp2x.units.lookup import units_of
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 
@@ -218,9 +219,7 @@ def memory_report(
         ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be foretold.
     """
     accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
-    states = unit_states(model)
-    if not states:
-        raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
+    states = units_of(model, "memory_report")
     stats = [root.stats() for root in roots_of(states)]
     measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
     state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None

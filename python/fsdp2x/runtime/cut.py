@@ -14,16 +14,14 @@ from fsdp2x.runtime.spec import ParamSpec
 
 def cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
     """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
-    begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
+    start, sizes = ranks.rows(full.shape, dim)
+    begin, num = start[dim], sizes[dim]
     if not is_wrapper(full):
-        return full.narrow(dim, begin, end - begin) if end > begin else full.narrow(dim, 0, 0)
-    first_begin, first_end = _C.shard_rows(full.shape[dim], ranks.world, 0)
-    sizes = list(full.shape)
-    sizes[dim] = first_end - first_begin
-    padded = full.new_zeros(sizes)
-    rows = padded.narrow(dim, 0, end - begin)
-    if end > begin:
-        rows.copy_(full.narrow(dim, begin, end - begin))
+        return full.narrow(dim, begin, num) if num else full.narrow(dim, 0, 0)
+    _, padded_size = ranks.rows(full.shape, dim, rank=0)
+    rows = full.new_zeros(padded_size).narrow(dim, 0, num)
+    if num:
+        rows.copy_(full.narrow(dim, begin, num))
     return rows
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import ShardGroup
-from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.spec import ParamSpec
 
 
@@ -52,10 +51,7 @@ class Extension:
             )
         self.spec, self.ranks = spec, ranks
         self.size, self.stride = size, torch.empty(size, device="meta").stride()
-        begin, end = _C.shard_rows(size[spec.shard_dim], ranks.world, 0)
-        padded = list(size)
-        padded[spec.shard_dim] = end - begin
-        self.padded_size = torch.Size(padded)
+        self.padded_size = torch.Size(ranks.rows(size, spec.shard_dim, rank=0)[1])
         self.parameter: nn.Parameter | None = None  # over the unsharded tensor, made once
         self._module_name = type(module).__name__
         self._inputs: list[torch.Tensor] = []

@@ -13,6 +13,8 @@ import atexit
 import time
 from pathlib import Path
 
+from fsdp2x.runtime.processes import stat_fields
+
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloop"  # the name torch gives them
 _LOOK_S = 0.001
@@ -44,17 +46,9 @@ def wait_until_idle(tasks: Path = _TASKS, limit_s: float = _LIMIT_S) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(_LOOK_S)
-        times_idle = 0 if any(_runs(thread) for thread in threads) else times_idle + 1
+        states = [fields[0] for thread in threads if (fields := stat_fields(thread)) is not None]
+        times_idle = 0 if "R" in states else times_idle + 1
     return True
-
-
-def _runs(thread: Path) -> bool:
-    try:
-        stat = (thread / "stat").read_text()
-    except OSError:  # has ended
-        return False
-    # The name, in parentheses, may hold anything; then comes one letter for the state.
-    return stat.rpartition(")")[2].split()[0] == "R"
 
 
 atexit.register(wait_until_idle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.sharing import all_gather_object
 
 
@@ -36,6 +38,13 @@ class ShardGroup:
     @property
     def has_replicate_axis(self) -> bool:
         return self.replicate_group is not None
+
+    def rows(self, size: Sequence[int], dim: int, rank: int | None = None) -> tuple[list[int], list[int]]:
+        """Start and sizes of the part of a tensor of ``size``, cut along ``dim``, that ``rank`` has; default this."""
+        begin, end = _C.shard_rows(size[dim], self.world, self.rank if rank is None else rank)
+        start, sizes = [0] * len(size), list(size)
+        start[dim], sizes[dim] = begin, end - begin
+        return start, sizes
 
 
 def default_mesh() -> DeviceMesh:
@@ -133,15 +142,16 @@ def _group_of_members(
     caller: str, axes: list[dist.ProcessGroup], device: torch.device, description: str
 ) -> dist.ProcessGroup:
     """A new process group of all ranks that ``axes`` lead to, one after the other; nobody else is waited for."""
-    names = {dist.get_rank(): None}
-    for group in axes:
-        for others in all_gather_object(group, names):
-            names.update(others)
-    members = sorted(names)
-    names = {dist.get_rank(): torch_private.next_group_name(members)}
-    for group in axes:
-        for others in all_gather_object(group, names):
-            names.update(others)
+
+    def told_along_axes(own: str) -> dict[int, str]:
+        told = {dist.get_rank(): own}
+        for group in axes:
+            for others in all_gather_object(group, told):
+                told.update(others)
+        return told
+
+    members = sorted(told_along_axes(""))
+    names = told_along_axes(torch_private.next_group_name(members))
     if len(set(names.values())) > 1:
         like_first = [rank for rank in members if names[rank] == names[members[0]]]
         raise RuntimeError(

@@ -406,9 +406,7 @@ class GroupParams(GroupNames):
         params = []
         with torch.inference_mode(False), torch.no_grad():
             for sharded, shape, offset in zip(self.params, shapes, layout.shard_offsets, strict=True):
-                begin, end = _C.shard_rows(sharded.local_size[sharded.spec.shard_dim], ranks.world, ranks.rank)
-                sizes = list(sharded.local_size)
-                sizes[sharded.spec.shard_dim] = end - begin
+                _, sizes = ranks.rows(sharded.local_size, sharded.spec.shard_dim)
                 local = _C.tensor_in_pool(pool, offset, sizes, sharded.gathered_dtype(shape))
                 params.append(
                     nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)

@@ -7,6 +7,7 @@ so its writes need no copy; hooks of torch's optimizers tell when it begins and 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,16 +17,12 @@ from fsdp2x.runtime.native import _C
 
 _OPEN = "_fsdp2x_open"  # on optimizers, while they step: what they may write to
 
-_watches = False
 
-
+@functools.cache
 def watch_steps() -> None:
     """From now on, for every optimizer of the process."""
-    global _watches
-    if not _watches:
-        _watches = True
-        register_optimizer_step_pre_hook(_open)
-        register_optimizer_step_post_hook(_close)
+    register_optimizer_step_pre_hook(_open)
+    register_optimizer_step_post_hook(_close)
 
 
 def _open(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.annotations import Annotation, annotation_of, skips_checks
 from fsdp2x.runtime.mesh import ShardGroup
-from fsdp2x.runtime.native import _C
 
 # One object for each: placements of two parameters are then equal at a glance.
 _shard = functools.cache(Shard)
@@ -230,7 +229,4 @@ def _strided(placement: Shard, factor: int) -> Placement:
 def _local_shape(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Size:
     if dim >= full.dim():
         raise AssertionError(f"Shard dim {dim} is invalid for {full.dim()}D tensor: {full.shape}")
-    begin, end = _C.shard_rows(full.shape[dim], ranks.world, ranks.rank)
-    sizes = list(full.shape)
-    sizes[dim] = end - begin
-    return torch.Size(sizes)
+    return torch.Size(ranks.rows(full.shape, dim)[1])

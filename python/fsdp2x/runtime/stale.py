@@ -7,6 +7,7 @@ in its first step, and again when it got parameters or a model was sharded.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -21,15 +22,17 @@ _CHECKED = "_fsdp2x_checked"  # on optimizers: what they were like
 MARKS = (_NUMBER, _GATHERED)
 
 _last_number = 0
-_watches = False
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def mark_original(param: nn.Parameter) -> int:
     """Remembers that a sharded parameter takes the place of ``param``; returns a number that no other one ever had."""
-    global _last_number, _watches
-    if not _watches:
-        _watches = True
-        register_optimizer_step_pre_hook(_check_step)
+    global _last_number
+    _watch_steps()
     if _NUMBER not in param.__dict__:
         _last_number += 1
         param.__dict__[_NUMBER] = _last_number

@@ -12,7 +12,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
@@ -172,12 +172,17 @@ def known_keys(cls: type = TrainConfig, path: str = "") -> dict[str, KnownKey]:
 def unknown_key_message(path: str) -> str:
     """The nearest key of the same section comes first, then the same last name elsewhere, then any spelling."""
     keys = [*known_keys(), *(field.name for field in dataclasses.fields(TrainConfig))]
+    return f"unknown key {path}; the nearest known one is {nearest_key(path, keys, siblings_first=True)}"
+
+
+def nearest_key(path: str, keys: Collection[str], *, siblings_first: bool) -> str:
+    """One that is spelt alike in the same section, or one of the same last name elsewhere; else the most alike."""
     section, _, last = path.rpartition(".")
-    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-    near = [_join(section, name) for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
-    near = near or [key for key in keys if key.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(path, keys, n=1, cutoff=0.0)
-    return f"unknown key {path}; the nearest known one is {near[0]}"
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    alike = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
+    near = alike + elsewhere if siblings_first else elsewhere + alike
+    return (near or difflib.get_close_matches(path, keys, n=1, cutoff=0.0))[0]
 
 
 def describe(value: Any) -> str:

@@ -7,15 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ..hf.save import TOKENIZER_FILES
 from .config import ConfigError, DataConfig
 from .text_files import find_files
 
 END_OF_TEXT = "<|endoftext|>"
-# A HuggingFace folder has a tokenizer when it has one of these.
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model",
-)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -159,7 +155,7 @@ class HuggingFaceTokenizer:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    return any((Path(folder).expanduser() / name).is_file() for name in _TOKENIZER_FILES)
+    return any((Path(folder).expanduser() / name).is_file() for name in TOKENIZER_FILES)
 
 
 def choose_tokenizer(asked: str | None, model_path: str | None) -> str:

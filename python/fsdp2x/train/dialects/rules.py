@@ -6,13 +6,12 @@ error that names it.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import ConfigError
-from ..parse import describe
+from ..parse import describe, nearest_key
 
 if TYPE_CHECKING:
     from .draft import Draft
@@ -150,15 +149,9 @@ def refuse_role(role: str | None, title: str) -> None:
         raise ConfigError(f"role={role}: {title} describe one model; leave role out")
 
 
-def unknown(canonical: str, shown: str, keys: Iterable[str], what: str) -> str:
-    """The same last name elsewhere, else the nearest key of the same section, else any spelling."""
-    keys = list(keys)
-    section, _, last = canonical.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    near = [key for key in keys if key.rpartition(".")[2] == last]
-    near = near or [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
-    near = near or difflib.get_close_matches(canonical, keys, n=1, cutoff=0.0)
-    return f"unknown key {shown}; the nearest one of {what} is {near[0]}"
+def unknown(canonical: str, shown: str, keys: Collection[str], what: str) -> str:
+    """The same last name elsewhere comes before the nearest key of the same section."""
+    return f"unknown key {shown}; the nearest one of {what} is {nearest_key(canonical, keys, siblings_first=False)}"
 
 
 def show(value: Any) -> str:
