@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-ENGINE_FILES = ("engine.py", "engine_tcp.py", "vllm_worker.py")
+ENGINE_FILES = ("engine.py", "engine_tcp.py", "engine_group.py", "vllm_worker.py")
 READY_S, END_S = 900, 60
 
 

@@ -37,6 +37,7 @@ CLAIMS = {
     "timing": "slow devices, blocking launches, busy allocators change no result",
     "widths": "Llama and Qwen3 in the widths of 0.6B to 8B train as under stock",
     "second device": "a model on the second device leaves the first one alone",
+    "broadcasts": "an engine on the second device takes buckets by NCCL, from a group beside the trainers'",
     "sanitizer": "no error and no race in kernels and training steps",
 }
 _WIDTH = 118

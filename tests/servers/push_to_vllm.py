@@ -134,6 +134,11 @@ if kind == "dense":
         dist.barrier()
         compare("woken without a push")
 
+with fsdp2x.sync.connect(model, Vllm(url, group="gloo"), **small) as sync:
+    for number in range(2):
+        change(model, 40 + number)
+        push(sync, f"broadcast {number}", f"broadcast {number}")
+
 if rank == 0:
     with open(result, "w") as file:
         json.dump(rows, file, indent=1)

@@ -19,7 +19,7 @@ def digests(weights):
     """Of each tensor by name: what it is, and the SHA-256 of its bytes in their order."""
     found = {}
     for name, tensor in sorted(weights.items()):
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         found[name] = f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
     return found
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -135,12 +136,13 @@ class EngineProcess:
     ``prepare(pid)`` makes the network of a process that has one of its own.
     """
 
-    def __init__(self, address, last_bucket=0, prepare=None):
+    def __init__(self, address, last_bucket=0, prepare=None, environment=None):
         script = Path(__file__).with_name("engine_process.py")
         command = [sys.executable, script, engine_file.__file__, address, str(last_bucket), SECRET]
         if prepare is not None:
             command = ["unshare", "--net", "sh", "-c", 'read line; exec "$@"', "sh", *command]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **pipes)
         if prepare is not None:
             prepare(self.process.pid)
             self.process.stdin.write("\n")

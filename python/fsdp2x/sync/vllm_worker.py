@@ -79,6 +79,7 @@ class Fsdp2xWorker:
     @_as_value
     def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:
         """Takes one push, to its commit or its end; ``covers_all``: parameters that it leaves out are an error."""
+        _use_device(self.device)
         self.fsdp2x_reload.covers_all = covers_all
         return self.fsdp2x_receiver.receive(contact_s)
 
@@ -93,6 +94,13 @@ class Fsdp2xWorker:
         """Lets go of the trainers' memory."""
         self.fsdp2x_receiver.release("the trainer's session was closed")
         return self.fsdp2x_receiver.status
+
+
+def _use_device(name: Any) -> None:
+    """The worker's, in this thread, which may not be its own."""
+    device = torch.device(name)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
 
 
 class LayerwiseReload:
@@ -188,9 +196,7 @@ class LayerwiseReload:
     def _model(self) -> Iterator[torch.nn.Module]:
         from vllm.config import set_current_vllm_config
 
-        device = torch.device(self._worker.device)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index or 0)  # of this thread, which may not be the worker's own
+        _use_device(self._worker.device)
         with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             yield self._worker.get_model()
 
