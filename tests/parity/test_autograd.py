@@ -11,33 +11,21 @@ from models import STACK_UNITS, Mlp, Stack, Twice, inputs
 from reference import (
     TORCH_MINOR,
     both_transports,
-    changes,
     full,
     grads,
     only_fsdp2x,
     params,
     parity,
-    same,
     shard,
     shard_stock,
     train_alike,
+    trained,
 )
 
 
 def steps(ctx, model, num=2, loss_of=None):
-    """Losses and gradients of a few SGD steps."""
-    results = []
-    for step in range(num):
-        x = inputs(ctx.rank, step)
-        loss = model(x).square().mean() if loss_of is None else loss_of(model, x)
-        loss.backward()
-        results.append([loss.detach(), grads(model)])
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.grad is not None:
-                    param -= 0.1 * param.grad
-        model.zero_grad()
-    return results
+    loss_of = loss_of or (lambda m, x: m(x).square().mean())
+    return trained(model, lambda m, step: loss_of(m, inputs(ctx.rank, step)), num)
 
 
 class Checkpointed(Stack):
@@ -380,22 +368,6 @@ def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
 
     results = parity(ctx, MaxNorm(), run, ("embed",), transport=transport, reshard_after_forward=reshard)
     assert (results[-1].norm(dim=1) > 0.6).any()
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_forward_mode_derivatives(ctx, transport):
-    """Tangents of the inputs pass through the units' autograd nodes."""
-
-    def run_with(ctx, model):
-        x = inputs(ctx.rank).requires_grad_()
-        with torch.autograd.forward_ad.dual_level():
-            out = model(torch.autograd.forward_ad.make_dual(x, inputs(ctx.rank, 1)))
-            tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
-            assert changes(tangent.flatten()[:2])
-            return tangent.detach().clone()
-
-    same(run_with(ctx, shard(ctx, Stack(), STACK_UNITS, transport=transport)), run_with(ctx, Stack()))
 
 
 class Aside(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from harness import distributed
 from models import Mlp, inputs
-from reference import TORCH_MINOR, both_transports, grads, parity, shard, shard_stock
+from reference import TORCH_MINOR, both_transports, grads, parity, same, shard, shard_stock, trained
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -81,12 +81,7 @@ def test_nested_inputs_and_outputs(ctx, kind, keyword):
     """Post-backward and pre-backward hooks must find every tensor: with reshard, a missed one is a wrong gradient."""
 
     def run(model):
-        results = []
-        for step in range(2):
-            loss = model(inputs(ctx.rank, step)).square().mean()
-            loss.backward()
-            results += [loss.detach(), grads(model)]
-        return results
+        return trained(model, lambda m, step: m(inputs(ctx.rank, step)).square().mean())
 
     twin = Caller(stock_kind(ctx, kind), keyword)
     parity(ctx, Caller(kind, keyword), run, ("before", "packer", "after"), twin=twin, reshard_after_forward=True)
@@ -192,8 +187,6 @@ def test_users_forward_hooks_keep_running(ctx):
         output.square().mean().backward()
         return output.detach(), seen, grads(model)
 
-    from reference import same
-
     units = ("0", "1")
     same(run_with(lambda m: shard(ctx, m, units)), run_with(lambda m: shard_stock(m, units)))
 
@@ -202,8 +195,6 @@ def test_users_forward_hooks_keep_running(ctx):
 def test_registered_forward_method(ctx):
     """`register_fsdp_forward_method` makes another method gather like forward."""
     import torch.distributed.fsdp as stock
-
-    from reference import same
 
     class WithEncode(nn.Module):
         def __init__(self):

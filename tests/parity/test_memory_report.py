@@ -8,38 +8,47 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import fsdp2x
 import memory
 import models
 import streams
+from fsdp2x.memory import plan_memory
+from fsdp2x.runtime.tree import unit_states
 from harness import distributed
 from memory import LEDGER, POLICIES, run_stack
 from models import STACK_UNITS, Stack
-from reference import both_transports, mesh_of, only_fsdp2x, shard, shard_auto
+from reference import TRANSPORTS, both_transports, mesh_of, only_fsdp2x, shard, shard_auto
 
 NUM_STEPS = 4
 # Step counters, flags of gradients, activations that autograd still holds: small tensors of the step itself.
 SLACK_BYTES = 8192
 
+UNITS = [f"blocks.{i}" for i in range(4)]
+
 all_policies = pytest.mark.parametrize("policy", POLICIES)
 
 
-def check(model, run, *, optimizer=None, late_ranks: bool = False) -> None:
-    """Foretells, runs some steps, and compares. `late_ranks`: scratches are those of the worst order of ranks."""
-    import fsdp2x
+def check(model, run, *, optimizer=None, late_ranks: bool = False, num: int = 1, before_last="nothing") -> None:
+    """Foretells, runs some steps, and compares. `late_ranks`: scratches are those of the worst order of ranks.
 
-    plan = fsdp2x.memory_report(model, optimizer)
+    `num`: backwards of a step, which reduce by `before_last` but for the last one.
+    """
+    micro_batches = {"micro_batches": num, "before_last": before_last}
+    plan = fsdp2x.memory_report(model, optimizer, **micro_batches)
     assert plan.measured is None
     steps = []
 
     def step() -> None:
-        run(model)
+        for index in range(num):
+            with fsdp2x.accumulate(model, last=index == num - 1, before_last=before_last):
+                run(model)
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
         steps.append(dict(fsdp2x.describe(model).stats))
 
     kept = memory.held(lambda: [step() for _ in range(NUM_STEPS)])
-    after = fsdp2x.memory_report(model, optimizer)
+    after = fsdp2x.memory_report(model, optimizer, **micro_batches)
     stats = fsdp2x.describe(model).stats
     assert after.measured == {name: stats[name] for name in LEDGER}
     for name in LEDGER:
@@ -49,7 +58,7 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False) -> None:
     counts = {name: steps[-1][name] - steps[-2][name] for name in ("gathers", "reductions")}
     assert counts == {name: getattr(plan.traffic, name) for name in counts}, f"{plan}\n{counts}"
 
-    groups = [group for state in fsdp2x_states(model) for group in state.groups]
+    groups = [group for state in unit_states(model) for group in state.groups]
     assert plan.shard_bytes == sum(group.engine.shard_pool_bytes for group in groups)
     resting = [group for group in groups if group.engine.has_resting_shards]
     assert all(group in resting or group.engine.shard_pool_bytes == group.pool.numel() for group in groups)
@@ -70,12 +79,6 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False) -> None:
     str(plan)
 
 
-def fsdp2x_states(model):
-    from fsdp2x.runtime.tree import unit_states
-
-    return unit_states(model)
-
-
 def run_text(model) -> None:
     model(**models.batch("any", seed=1)).loss.backward()
 
@@ -86,10 +89,9 @@ def run_text(model) -> None:
 @pytest.mark.each_value
 def test_like_units(ctx, transport, policy):
     only_fsdp2x(ctx)
-    units = [f"blocks.{i}" for i in range(4)]
     for reshard in (True, False):
         options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
-        check(shard(ctx, Stack(num=4, width=48, hidden=80), units, transport=transport, **options), run_stack)
+        check(shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, transport=transport, **options), run_stack)
 
 
 @distributed(world_sizes=(2,))
@@ -99,8 +101,6 @@ def test_like_units(ctx, transport, policy):
 )
 @pytest.mark.each_value
 def test_huggingface_models_with_adamw(ctx, transport, name):
-    import fsdp2x
-
     only_fsdp2x(ctx)
     model = shard_auto(ctx, models.build(name), transport=transport)
     check(model, run_text, optimizer=fsdp2x.optim.AdamW(model.parameters()))
@@ -137,11 +137,9 @@ def test_replicas(ctx, transport):
 def test_offloaded_units(ctx, mode, policy):
     """Uploads or copies on top; reduced rows have a segment of their own until they are on the host, maybe a block."""
     only_fsdp2x(ctx)
-    import fsdp2x
-
     offload = fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
     options = {"transport": "streams", "offload_policy": offload, "mp_policy": POLICIES[policy]}
-    model = shard(ctx, Stack(num=4, width=24), [f"blocks.{i}" for i in range(4)], **options)
+    model = shard(ctx, Stack(num=4, width=24), UNITS, **options)
     optimizer = fsdp2x.optim.AdamW(model.parameters())
     check(model, run_stack, optimizer=optimizer)
     plan = fsdp2x.memory_report(model, optimizer)
@@ -157,21 +155,44 @@ def test_offloaded_units(ctx, mode, policy):
 def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
     """Gradients that are not summed in their own dtype: as many units as may be on their way have a block."""
     only_fsdp2x(ctx)
-    import fsdp2x
-
     offload = CPUOffloadPolicy(pin_memory=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    units = [f"blocks.{i}" for i in range(4)]
-    model = shard(ctx, Stack(num=4, width=32), units, transport="streams", offload_policy=offload, mp_policy=policy)
+    model = shard(ctx, Stack(num=4, width=32), UNITS, transport="streams", offload_policy=offload, mp_policy=policy)
     plan = fsdp2x.memory_report(model)
     for _ in range(3):
         run_stack(model)
         model.zero_grad()
     blocks = fsdp2x.describe(model).stats["gradient_block_allocations"]
-    groups = [group for state in fsdp2x_states(model) for group in state.groups]
+    groups = [group for state in unit_states(model) for group in state.groups]
     rows = {group.pool.numel() // 2 for group in groups}
     assert plan.landing_bytes <= 2 * max(rows) + 64 * 8 and plan.landing_bytes >= max(rows)
     assert len(groups) < blocks <= len(groups) + 3
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.each_value
+def test_several_backwards_with_replicas(ctx, transport, before_last):
+    only_fsdp2x(ctx)
+    mesh = mesh_of("2d", ctx.world)
+    model = shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, mesh=mesh, transport=transport)
+    check(model, run_stack, num=3, before_last=before_last)
+
+
+@distributed(world_sizes=(2,))
+def test_gradients_that_are_added_to_on_the_host(ctx):
+    """What arrives there is a block of its own until it is added."""
+    only_fsdp2x(ctx)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    model = shard(ctx, Stack(num=4, width=48), UNITS, transport="streams", offload_policy=offload)
+    assert fsdp2x.memory_report(model).landing_bytes == 0
+    plan = fsdp2x.memory_report(model, micro_batches=3, before_last="reduce_scatter")
+    check(model, run_stack, num=3, before_last="reduce_scatter")
+    groups = [group for state in unit_states(model) for group in state.groups]
+    blocks = fsdp2x.describe(model).stats["gradient_block_allocations"] - len(groups)  # beside the gradients' pools
+    largest = max(group.pool.numel() for group in groups)
+    assert 0 < plan.landing_bytes <= blocks * largest and blocks <= 3
 
 
 class Custom:
@@ -195,10 +216,8 @@ class Scatter(Custom):
 @pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor", "prefetch"])
 def test_settings_that_move_memory(ctx, setting):
     only_fsdp2x(ctx)
-    import fsdp2x
-
     offload = fsdp2x.CPUOffloadPolicy(pin_memory=False) if setting == "divisor" else fsdp2x.OffloadPolicy()
-    model = shard(ctx, Stack(num=4, width=48), [f"blocks.{i}" for i in range(4)], transport="streams",
+    model = shard(ctx, Stack(num=4, width=48), UNITS, transport="streams",
                   offload_policy=offload)  # fmt: skip
     plain = fsdp2x.memory_report(model).to_dict()
     if setting == "all_gather":
@@ -220,8 +239,6 @@ def test_settings_that_move_memory(ctx, setting):
 
 def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = "adamw", **options) -> None:
     """What is planned for a device is what is measured after some steps, on rank 0, number by number."""
-    import fsdp2x
-
     mode = options.pop("mode", "none")
     plan = fsdp2x.memory.plan_memory(model, ctx.world, device="cuda", offload=mode, replicas=replicas,
                                      optimizer=optimizer, **options)  # fmt: skip
@@ -242,12 +259,11 @@ def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = 
 def test_the_plan_of_a_device(ctx, mode, options):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=3000)
-    units = [f"blocks.{i}" for i in range(4)]
     model = Stack(num=4, width=48, hidden=80)
 
     def wrapped(**given):
         given.pop("auto_wrap")
-        return shard(ctx, copy.deepcopy(model), units, transport="streams", **given)
+        return shard(ctx, copy.deepcopy(model), UNITS, transport="streams", **given)
 
     check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
 
@@ -279,8 +295,7 @@ def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
 
     def wrapped(**given):
         given.pop("auto_wrap")
-        units = [f"blocks.{i}" for i in range(4)]
-        return shard(ctx, copy.deepcopy(model), units, transport="streams", mesh=mesh, **given)
+        return shard(ctx, copy.deepcopy(model), UNITS, transport="streams", mesh=mesh, **given)
 
     check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
 
@@ -289,12 +304,9 @@ def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
 def test_pages_of_the_replicas(ctx):
     """Two scratches in turn, on top of what waits for the all-reduce."""
     only_fsdp2x(ctx)
-    import fsdp2x
-
     before = set(memory.shared_files())
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    units = [f"blocks.{i}" for i in range(4)]
-    model = shard(ctx, Stack(num=4, width=256, hidden=512), units, mesh=mesh)
+    model = shard(ctx, Stack(num=4, width=256, hidden=512), UNITS, mesh=mesh)
     plan = fsdp2x.memory_report(model)
     for _ in range(3):
         run_stack(model)
@@ -311,8 +323,6 @@ def test_pages_of_the_replicas(ctx):
 def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     """What the process group is handed in one step: each rank sends all segments but one of every collective."""
     only_fsdp2x(ctx)
-    import fsdp2x
-
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", mp_policy=POLICIES[policy])
     plan = fsdp2x.memory_report(model)
     for _ in range(3):
@@ -340,11 +350,8 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
 def test_pages_of_shared_memory(ctx):
     """The plan of all ranks together is what the kernel holds for the engine's shared memory."""
     only_fsdp2x(ctx)
-    import fsdp2x
-
     before = set(memory.shared_files())
-    units = [f"blocks.{i}" for i in range(4)]
-    model = shard(ctx, Stack(num=4, width=256, hidden=512), units, transport="shm")
+    model = shard(ctx, Stack(num=4, width=256, hidden=512), UNITS, transport="shm")
     plan = fsdp2x.memory_report(model)
     for _ in range(3):
         run_stack(model)
@@ -361,9 +368,6 @@ def test_pages_of_shared_memory(ctx):
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
     only_fsdp2x(ctx)
-    import fsdp2x
-    from fsdp2x.memory import plan_memory
-
     for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):
         with torch.device("meta"):
             planned = plan_memory(models.build(name), ctx.world, transport=transport, device="cpu", **options)

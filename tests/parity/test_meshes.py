@@ -88,25 +88,18 @@ def test_grid(ctx, mesh, policy, reshard, kind, how):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("shape", "policy"), [((2, 1), "fp32"), ((1, 2), "fp32"), ((2,), "bf16")])
 @pytest.mark.parametrize("how", ACCUMULATIONS)
 @both_transports
 @pytest.mark.each_value
-def test_two_ranks_bit_for_bit(ctx, shape, how, transport):
-    """All replicas, or all shards: sums of two numbers have one order only."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    parity(ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, mesh=mesh)
+def test_two_ranks_bit_for_bit(ctx, shape, policy, how, transport):
+    """All replicas, or all shards: sums of two numbers have one order only.
 
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("how", ACCUMULATIONS)
-@both_transports
-@pytest.mark.each_value
-def test_two_ranks_bit_for_bit_in_bf16(ctx, how, transport):
-    """Gradients in bf16 that are summed in fp32: packed as they come, or added up in fp32 first."""
-    parity(
-        ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, mp_policy=POLICIES["bf16"]
-    )
+    Gradients in bf16 that are summed in fp32: packed as they come, or added up in fp32 first.
+    """
+    names = ("replicate", "shard")[-len(shape) :]
+    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "mp_policy": POLICIES[policy]}
+    parity(ctx, Stack(), lambda m: accumulate(ctx, m, how), STACK_UNITS, transport=transport, **options)
 
 
 class Routed(Stack):

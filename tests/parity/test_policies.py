@@ -7,19 +7,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import TORCH_MINOR, both_transports, grads, only_fsdp2x, params, parity, shard
+from reference import TORCH_MINOR, both_transports, only_fsdp2x, params, parity, shard, trained
 
 
 def train(ctx, model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results = []
-    for step in range(2):
-        loss = model(inputs(ctx.rank, step)).float().square().mean()
-        loss.backward()
-        results += [loss.detach(), grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return results, params(model)
+    return trained(model, lambda m, step: m(inputs(ctx.rank, step)).float().square().mean()), params(model)
 
 
 class Norms(Stack):

@@ -46,28 +46,19 @@ def train(ctx, model, *, bad=(), num=5, clip=False):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("policy", POLICIES)
 @both_transports
+@pytest.mark.parametrize(
+    ("bad", "scales"), [(set(), (1, 2, 2, 4, 4)), ({(1, 1), (3, 0)}, (1, 0.5, 0.5, 0.25, 0.25))], ids=["good", "bad"]
+)
 @pytest.mark.each_value
-def test_good_steps(ctx, policy, transport):
-    results, *_ = parity(
-        ctx, Stack(), lambda m: train(ctx, m), STACK_UNITS, transport=transport, mp_policy=POLICIES[policy]
-    )
-    assert [scale for scale, *_ in results] == [START, 2 * START, 2 * START, 4 * START, 4 * START]
-    assert not any(skipped for _, skipped, *_ in results)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("policy", POLICIES)
-@both_transports
-@pytest.mark.each_value
-def test_an_infinity_on_one_rank_skips_the_step_everywhere(ctx, policy, transport):
-    """Step 1 on rank 1, step 3 on rank 0: both ranks skip both steps and halve the scale."""
+def test_scales_and_skipped_steps(ctx, policy, transport, bad, scales):
+    """An infinity of step 1 on rank 1, of step 3 on rank 0: both ranks skip both steps and halve the scale."""
 
     def run(model):
-        return train(ctx, model, bad={(1, 1), (3, 0)})
+        return train(ctx, model, bad=bad)
 
     results, *_ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport, mp_policy=POLICIES[policy])
-    assert [skipped for _, skipped, *_ in results] == [False, True, False, True, False]
-    assert [scale for scale, *_ in results] == [START, START / 2, START / 2, START / 4, START / 4]
+    assert [scale for scale, *_ in results] == [START * scale for scale in scales]
+    assert [skipped for _, skipped, *_ in results] == [number in dict(bad) for number in range(5)]
 
 
 @distributed(world_sizes=(2,))

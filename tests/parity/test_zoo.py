@@ -1,7 +1,5 @@
 """Modules that treat their parameters in a way of their own: recurrent, attention, buffers, parametrizations."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 from harness import distributed
 from models import Mlp, inputs
-from reference import and_streams, both_transports, full, grads, only_fsdp2x, parity, same, shard
+from reference import and_streams, both_transports, full, grads, parity, trained
 
 
 class Recurrent(nn.Module):
@@ -87,39 +85,14 @@ class Wrapped(nn.Module):
 @both_transports
 @pytest.mark.each_value
 def test_kinds_of_modules(ctx, kind, transport):
+    def loss_of(model, step):
+        x = inputs(ctx.rank, step)
+        return model(x[:, None] if kind in ("lstm", "attention") else x).square().mean()
+
     def run(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        results = []
-        for step in range(3):
-            x = inputs(ctx.rank, step)[:, None] if kind in ("lstm", "attention") else inputs(ctx.rank, step)
-            loss = model(x).square().mean()
-            loss.backward()
-            results += [loss.detach(), grads(model)]
-            optimizer.step()
-            optimizer.zero_grad()
-        return results, [full(buffer) for buffer in model.buffers()]
+        return trained(model, loss_of, 3, lr=0.05), [full(buffer) for buffer in model.buffers()]
 
     parity(ctx, Wrapped(kind), run, ("special",), transport=transport)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_forward_mode_derivatives(ctx, transport):
-    """Tangents pass through the units' boundaries, which upstream's refuse."""
-    only_fsdp2x(ctx)
-    from torch.autograd import forward_ad
-
-    torch.manual_seed(0)
-    reference = nn.Sequential(Mlp(), Mlp())
-    ours = shard(ctx, copy.deepcopy(reference), ("0", "1"), transport=transport)
-    results = []
-    for model in (ours, reference):
-        with forward_ad.dual_level():
-            dual = model(forward_ad.make_dual(inputs(ctx.rank), inputs(ctx.rank, 5)))
-            primal, tangent = forward_ad.unpack_dual(dual)
-            assert tangent is not None and tangent.abs().max() > 0
-            results.append([full(primal), full(tangent)])
-    same(results[0], results[1], rtol=1e-6, atol=1e-6)
 
 
 class Chain(nn.Module):

@@ -267,6 +267,21 @@ def mean_of_ranks(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Te
     return torch.stack(losses)
 
 
+def trained(
+    model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor], num: int = 2, lr: float = 0.1
+) -> list[list[Any]]:
+    """[loss, gradients] of steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    results = []
+    for step in range(num):
+        loss = loss_of(model, step)
+        loss.backward()
+        results.append([loss.detach(), grads(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
 def even_out(ours: nn.Module, reference: nn.Module) -> None:
     """Where one has no gradient and the other zeros, as of experts that nobody used, both have zeros. Collective."""
     for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
