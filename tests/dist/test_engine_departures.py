@@ -14,7 +14,7 @@ from reference import grads, only_fsdp2x, same, shard
 
 TIMEOUT_S = 25.0  # of a wait; that of the harness' group is longer
 SOON_S = 8.0  # half a second, on a busy machine
-SLOW_S = 1.5  # longer than a rank waits before it looks who has left
+SLOW_S = 0.8  # longer than a rank waits before it looks who has left
 
 
 class Raising(Stack):

@@ -183,8 +183,11 @@ def test_a_worker_of_a_data_loader(ctx):
     # Ranks of the harness are daemons, which may have no children; those of a job are not.
     if ctx.rank == 0:
         mock.patch.dict(multiprocessing.current_process()._config, daemon=False).start()
+        # How long torch waits for the end of a worker.
+        mock.patch.object(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2).start()
         loader = torch.utils.data.DataLoader(UsesTheModel(model), num_workers=1, multiprocessing_context="fork")
         with pytest.raises(RuntimeError, match="a forked child .* cannot run a sharded model"):
             list(loader)
+        gc.collect()  # ends the worker
     dist.barrier()
     step(ctx, model, optimizer, 1)

@@ -41,13 +41,13 @@ def run(out, *words, timeout=240.0):
 )
 def test_a_few_steps(tmp_path, mode):
     words = [mode] if mode.startswith("-") else []
-    lines, steps = run(tmp_path, "--steps", "4", *SMALL, *words)
-    assert [step["version"] for step in steps] == [1, 2, 3, 4]
+    lines, steps = run(tmp_path, "--steps", "3", *SMALL, *words)
+    assert [step["version"] for step in steps] == [1, 2, 3]
     for line in lines:
         assert 0 <= line["difference"] < 1e-4
     ages = [step["staleness_max"] for step in steps]
     # What was asked before the first update is of the first weights; a push may still be in time for some tokens.
-    assert ages == [0, 0, 0, 0] if mode != "--async" else ages[0] == 0 and set(ages[1:]) <= {0, 1}
+    assert ages == [0, 0, 0] if mode != "--async" else ages[0] == 0 and set(ages[1:]) <= {0, 1}
     for step in steps:
         assert 0 <= step["staleness"] <= step["staleness_max"] and step["kl"] >= 0 and step["entropy"] > 0
         assert set(step["seconds"]) == PHASES and all(seconds > 0 for seconds in step["seconds"].values())

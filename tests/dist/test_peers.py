@@ -255,7 +255,7 @@ def test_the_step_in_which_a_peer_does_not_come_raises(ctx, moment):
     """At its last collective: no other one follows in that step which could tell."""
     only_fsdp2x(ctx)
     made: list[Truant] = []
-    recorder, _ = install(timeout=4.0, wrap=lambda peers: made.append(Truant(peers)) or made[-1])
+    recorder, _ = install(timeout=2.0, wrap=lambda peers: made.append(Truant(peers)) or made[-1])
     model = with_peers(shard(ctx, wide(), STACK_UNITS, transport="streams"))
 
     def one_step():
@@ -283,7 +283,7 @@ def test_the_step_in_which_a_peer_does_not_come_raises(ctx, moment):
         peers.left_out = last_call
         one_step()
     else:
-        with pytest.raises(RuntimeError, match=f"rank {ctx.rank} waited 4 s for rank 1 in a collective"):
+        with pytest.raises(RuntimeError, match=f"rank {ctx.rank} waited 2 s for rank 1 in a collective"):
             one_step()
     assert peers.num_calls == last_call
     dist.barrier()

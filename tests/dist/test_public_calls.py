@@ -202,7 +202,7 @@ NEEDS = {
     "fsdp2x.optim.Muon": lambda w: {"params": [p for p in w.sharded().parameters() if p.ndim == 2]},
     "fsdp2x.optim.SGD": _params,
     "fsdp2x.optim.muon_param_groups": lambda w: {"model": w.hf()},
-    "fsdp2x.selftest.run_suite": lambda w: {"device": torch.device("cpu")},
+    "fsdp2x.selftest.run_suite": lambda w: {"device": torch.device("cpu"), "num_steps": 2},
     "fsdp2x.selftest.shard_layers": lambda w: {"model": _layers()},
     "fsdp2x.sequence.apply_ulysses": lambda w: {"model": _two_heads(), "group": dist.group.WORLD},
     "fsdp2x.sequence.count_label_tokens": lambda w: {"next_labels": _labels(w)},

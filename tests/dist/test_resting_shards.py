@@ -444,7 +444,7 @@ def run_programs(ctx, num: int) -> None:
 
 @distributed(world_sizes=(2, 3))
 def test_any_order_of_writes_and_runs(ctx):
-    run_programs(ctx, 10)
+    run_programs(ctx, 6)
 
 
 @pytest.mark.full

@@ -1,19 +1,13 @@
-"""Ranks that own several threads compute the same bits as ranks with one, and do use them.
-
-Run by torchrun, this file is the script of a rank.
-"""
+"""Ranks that own several threads compute the same bits as ranks with one, and do use them."""
 
 import hashlib
 import os
-from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness import programs
-from harness.pool import PATH
+from harness import dist_run
 
 # Larger than what is worth a second thread; rows that neither ranks nor threads divide, columns that two ranks do.
 SHAPES = ((331, 258), (100_003,), (3, 6), (129, 4, 211))
@@ -43,19 +37,26 @@ class _Give(torch.autograd.Function):
         return (weight * (dist.get_rank() + 1.5)).to(weight.dtype), grad
 
 
-def run(threads: int) -> list[str]:
-    """What each rank prints with so many threads."""
-    env = programs.environment(OMP_NUM_THREADS=str(threads), PYTHONPATH=PATH)
-    done = programs.run(*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", __file__, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-
-
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_bits_do_not_depend_on_the_number_of_threads():
-    outputs = {threads: run(threads) for threads in (1, 3)}
-    assert len(outputs[1]) == 2 * 5
-    assert outputs[1] == outputs[3]
+    one, three = ([outcome.value for outcome in dist_run(run, 2, threads)] for threads in (1, 3))
+    assert one == three
+
+
+def run(ctx, threads: int) -> list[str]:
+    import fsdp2x
+
+    torch.set_num_threads(threads)
+    stochastic = {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "amsgrad": True}
+    cases = [
+        (torch.float32, 0, fsdp2x.optim.AdamW, {}),
+        (torch.float32, 1, fsdp2x.optim.SGD, {"momentum": 0.9}),
+        (torch.float32, 1, fsdp2x.optim.AdamW, stochastic),
+        (torch.bfloat16, 0, fsdp2x.optim.AdamW, stochastic),
+        (torch.float32, 1, fsdp2x.optim.AdamW, {**stochastic, "moments_dtype": "int8"}),
+    ]
+    digests = [train(*case) for case in cases]
+    check_that_threads_work(threads)
+    return digests
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
@@ -98,28 +99,6 @@ def train(dtype: torch.dtype, shard_dim: int, optimizer_class, options: dict) ->
     return digest(seen)
 
 
-def main() -> None:
-    import fsdp2x
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    threads = int(os.environ["OMP_NUM_THREADS"])
-    torch.set_num_threads(threads)  # torch takes no more than there are cores by itself
-    stochastic = {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "amsgrad": True}
-    cases = [
-        (torch.float32, 0, fsdp2x.optim.AdamW, {}),
-        (torch.float32, 1, fsdp2x.optim.SGD, {"momentum": 0.9}),
-        (torch.float32, 1, fsdp2x.optim.AdamW, stochastic),
-        (torch.bfloat16, 0, fsdp2x.optim.AdamW, stochastic),
-        (torch.float32, 1, fsdp2x.optim.AdamW, {**stochastic, "moments_dtype": "int8"}),
-    ]
-    for number, case in enumerate(cases):
-        # With its newline in one write: torchrun's ranks are unbuffered, and share the pipe.
-        print(f"rank {dist.get_rank()} case {number}: {train(*case)}\n", end="", flush=True)
-    dist.barrier()
-    check_that_threads_work(threads)
-    dist.destroy_process_group()
-
-
 def check_that_threads_work(threads: int) -> None:
     """A large step on a thread of its own, whose team of workers is made by that step."""
     import threading
@@ -142,7 +121,3 @@ def check_that_threads_work(threads: int) -> None:
     worker.start()
     worker.join()
     assert counts == [threads - 1], counts
-
-
-if __name__ == "__main__":
-    main()
