@@ -1,4 +1,4 @@
-"""AdamW with moments in bfloat16: rounding to nearest and stochastically, states, and what ranks must agree on."""
+"""AdamW with moments of a dtype of their own: rounding to nearest and stochastically, states, what ranks agree on."""
 
 import copy
 import io
@@ -43,22 +43,27 @@ def moments_of(optimizer, param):
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_to_nearest_is_a_float32_step_that_is_rounded(dtype, amsgrad):
+def test_to_nearest_is_a_float32_step_that_is_rounded(dtype, moments, amsgrad):
+    """16-bit parameters as their float32 copies, which are rounded after each step; a state is loaded on the way."""
     ours = plain(dtype)
-    optimizer = fsdp2x.optim.AdamW(ours, lr=1e-2, amsgrad=amsgrad, **BF16)
+    optimizer, loaded = (fsdp2x.optim.AdamW(ours, lr=1e-2, amsgrad=amsgrad, moments_dtype=moments) for _ in range(2))
     wide = [nn.Parameter(param.detach().float()) for param in ours]
     reference = torch.optim.AdamW(wide, lr=1e-2, amsgrad=amsgrad)
     for step in range(4):
         set_grads(ours, step)
         for param, copied in zip(ours, wide, strict=True):
             copied.grad = param.grad.float()
+        if step == 2:
+            loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = loaded
         optimizer.step()
         reference.step()
         for param, copied in zip(ours, wide, strict=True):
             for name, value in moments_of(reference, copied).items():
-                assert optimizer.state[param][name].dtype is torch.bfloat16
-                value.copy_(value.bfloat16())
+                assert optimizer.state[param][name].dtype is moments
+                value.copy_(value.to(moments))
                 same(optimizer.state[param][name].float(), value, name, **EXACT)
             tolerance = CLOSE if dtype is torch.float32 else {"rtol": 2.0**-7, "atol": 1e-6}
             same(param.detach().float(), copied.detach(), **tolerance)

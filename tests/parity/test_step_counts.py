@@ -166,11 +166,10 @@ SIDES = {
 }
 # Many parameters, or small ones alone.
 PACKED = ("listed", "lora")
-SHORT = ("dense", "hsdp")
 FEW = ("device, packed", "stock, fp32", "stock, bf16")
-# What is foretold of stock, and of what a device packs, needs fewer of them.
+# What is foretold of stock, and of what a device packs, needs fewer of them; replicas are below, on four ranks.
 EACH = [
-    pytest.param(case, side, marks=[pytest.mark.full] if side in FEW and case not in SHORT else [])
+    pytest.param(case, side, marks=[pytest.mark.full] if case == "hsdp" or side in FEW and case != "dense" else [])
     for case in CASES
     for side in SIDES
 ]

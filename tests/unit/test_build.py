@@ -331,11 +331,11 @@ def kernel_options(werror: bool) -> list[str]:
 
 SPILLS = """
 __global__ void spills(double* values, int num) {
-  double kept[400];
-  for (int i = 0; i < 400; ++i) kept[i] = values[i];
+  double kept[160];
+  for (int i = 0; i < 160; ++i) kept[i] = values[i];
   for (int round = 0; round < num; ++round)
-    for (int i = 0; i < 400; ++i) kept[i] = kept[i] * kept[(i + 7) % 400] + kept[(i + round) % 400];
-  for (int i = 0; i < 400; ++i) values[i] = kept[i];
+    for (int i = 0; i < 160; ++i) kept[i] = kept[i] * kept[(i + 7) % 160] + kept[(i + round) % 160];
+  for (int i = 0; i < 160; ++i) values[i] = kept[i];
 }
 """
 
