@@ -98,7 +98,8 @@ def make_plan(state: State, group: dist.ProcessGroup | None) -> Plan:
     assigned = on_rank_0(assign, group=group)
     rank, _ = rank_and_size(group)
     mine = _kept(local[0], assigned[rank])
-    plan = Plan(state.signature, _chunks(local[0].items), _chunks(mine), _objects(mine))
+    objects = [item.index.fqn for item in mine if item.type == WriteItemType.BYTE_IO]
+    plan = Plan(state.signature, _chunks(local[0].items), _chunks(mine), objects)
     if rank == 0:
         plan.metadata = metadata[0]
         plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
@@ -112,10 +113,6 @@ def _kept(plan: SavePlan, keys: Sequence[tuple]) -> list[WriteItem]:
 
 def _chunks(items: Sequence[WriteItem]) -> list[Chunk]:
     return [_chunk(item) for item in items if item.type != WriteItemType.BYTE_IO]
-
-
-def _objects(items: Sequence[WriteItem]) -> list[str]:
-    return [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
 
 
 def local_data(flat: Mapping[str, Any], chunk: Chunk) -> torch.Tensor:

@@ -107,13 +107,14 @@ def _limits() -> Iterator[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     short = locked != resource.RLIM_INFINITY and _has_gpu()
     advice = "`ulimit -l unlimited`: networks of GPUs and pinned memory lock pages" if short else ""
-    yield Finding("limits", "memlock", _bytes_text(locked), "note" if short else "ok", advice)
+    text = _limit_text(locked, f"{locked / 2**20:.1f} MiB")
+    yield Finding("limits", "memlock", text, "note" if short else "ok", advice)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     short = files != resource.RLIM_INFINITY and files < LEAST_FILES
     advice = f"`ulimit -n {LEAST_FILES}`, or ranks may be unable to share memory" if short else ""
-    yield Finding("limits", "nofile", _count_text(files), "note" if short else "ok", advice)
+    yield Finding("limits", "nofile", _limit_text(files, str(files)), "note" if short else "ok", advice)
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    yield Finding("limits", "file size", _bytes_text(size))
+    yield Finding("limits", "file size", _limit_text(size, f"{size / 2**20:.1f} MiB"))
     yield from _shm_folder()
 
 
@@ -230,11 +231,5 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _bytes_text(limit: int) -> str:
-    if limit == resource.RLIM_INFINITY:
-        return "unlimited"
-    return f"{limit / 2**20:.1f} MiB"
-
-
-def _count_text(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+def _limit_text(limit: int, text: str) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else text

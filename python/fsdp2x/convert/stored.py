@@ -80,7 +80,10 @@ def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
     states: list[dict[str, Source | Shard]] = []
     for path in paths:
         state = read_records(files, path)
-        wrong = [key for key, one in state.items() if not _is_stored(key, one)] if isinstance(state, dict) else [state]
+        wrong = [state]
+        if isinstance(state, dict):
+            plain = {key: one.local if isinstance(one, Shard) else one for key, one in state.items()}
+            wrong = [key for key, one in plain.items() if not (isinstance(key, str) and isinstance(one, Source))]
         if wrong:
             raise CheckpointError(f"{path}: expected a state dict of tensors, got {str(wrong[:3])[:200]}")
         if states and state.keys() != states[0].keys():
@@ -88,10 +91,6 @@ def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
             raise CheckpointError(f"{path}: holds other tensors than the file of rank 0: {', '.join(other[:5])}")
         states.append(state)
     return {key: _joined(f"{folder}: {key}", [state[key] for state in states]) for key in states[0]}
-
-
-def _is_stored(key: object, one: object) -> bool:
-    return isinstance(key, str) and isinstance(one.local if isinstance(one, Shard) else one, Source)
 
 
 def _rank_files(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from fsdp2x.export.entries import Entry
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.memory_file import MemoryFile, whole_pages
+from fsdp2x.runtime.memory_file import MemoryFile, aligned_starts, whole_pages
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import UnitParams
 from fsdp2x.runtime.sharing import Introductions, introduce
@@ -54,11 +54,7 @@ def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
     """Where each whole parameter starts in a slot, and where the last one ends."""
-    starts, end = [], 0
-    for entry in entries:
-        starts.append(end)
-        end += _C.align_up(entry.whole_bytes)
-    return starts, end
+    return aligned_starts(entry.whole_bytes for entry in entries)
 
 
 def ring_bytes(sizes: Sequence[int], in_order: bool) -> int:
@@ -167,17 +163,13 @@ class GroupRing:
 
     def _start(self, entries: Sequence[Entry]) -> None:
         direct = [self._is_direct(entry) for entry in entries]
-        staged: dict[int, int] = {}
-        self._packed, self._end, end = {}, 0, 0
-        for index, entry in enumerate(entries):
-            if not direct[index]:
-                self._packed[index] = end
-                end += _C.align_up(entry.num_bytes(entry.rows(0, self.world)[1]))
-        self._end = end
-        for index, entry in enumerate(entries):
-            if direct[index] and self._needs_copy(entry):
-                staged[index] = end
-                end += _C.align_up(entry.num_bytes(entry.rows(0, self.world)[1]))
+        sizes = [entry.num_bytes(entry.rows(0, self.world)[1]) for entry in entries]
+        packed = [index for index in range(len(entries)) if not direct[index]]
+        copied = [index for index, entry in enumerate(entries) if direct[index] and self._needs_copy(entry)]
+        starts, self._end = aligned_starts(sizes[index] for index in packed)
+        self._packed = dict(zip(packed, starts, strict=True))
+        starts, end = aligned_starts((sizes[index] for index in copied), self._end)
+        staged = dict(zip(copied, starts, strict=True))
         if self._sent.numel() < end:
             self._sent = torch.zeros(end, dtype=torch.uint8, device=self.device)
         for index, start in (*self._packed.items(), *staged.items()):

@@ -19,6 +19,7 @@ from fsdp2x.checkpoint.agree import exchange, rank_and_size, together
 from fsdp2x.hf.layout import in_runs
 from fsdp2x.hf.targets import Target
 from fsdp2x.reading.tensors import Source
+from fsdp2x.runtime.memory_file import aligned_starts
 from fsdp2x.runtime.native import _C
 
 BUCKET_BYTES = 16 << 20
@@ -81,11 +82,8 @@ def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
 
 
 def _place(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
-    starts, end = [], _C.ALIGN_BYTES
-    for index in bucket:
-        starts.append(end)
-        end += _C.align_up(math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize)
-    return starts, end
+    sizes = (math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize for index in bucket)
+    return aligned_starts(sizes, begin=_C.ALIGN_BYTES)
 
 
 def _view(buffer: torch.Tensor, start: int, target: Target, box: Box) -> torch.Tensor:

@@ -111,10 +111,6 @@ class ModelFacts:
     padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
 
 
-def _gradient_bytes(shape: tuple) -> int:
-    return shape[0] * shape[1] * shape[2] * shape[4].itemsize
-
-
 @dataclass(frozen=True)
 class Collectives:
     """What of a unit's settings decides where a device's collectives read and write."""
@@ -147,6 +143,7 @@ def _count(
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
+    gradients = [shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained]  # autograd's, in bytes
     # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
     staged = training if ranks.transport.is_collective else layout
     owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
@@ -176,7 +173,7 @@ def _count(
         replica_segment_bytes=staged.flagged_segment_bytes,
         row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
-        gradient_bytes=(sum if ranks.has_streams else max)([0, *map(_gradient_bytes, trained)]),
+        gradient_bytes=(sum if ranks.has_streams else max)([0, *gradients]),
         wide_scratch_bytes=layout.wide_scratch_bytes,
         num_trained=len(trained),
         trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,23 +33,15 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     names = {id(module): name for name, module in model.named_modules()}
     states = unit_states(model)
     below = {id(inner) for state in states for inner in _below(state, states)}
-    common = _Common(
-        any(state.comm_memory is not None for state in states),
-        any(state.reduces_unpacked for state in states),
-        max((state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None), default=None),
-    )
+    buffers = (state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None)
+    common = {  # what one unit sets for all of its root
+        "registers_memory": any(state.comm_memory is not None for state in states),
+        "reduces_unpacked": any(state.reduces_unpacked for state in states),
+        "max_reduce_buffers": max(buffers, default=None),
+    }
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
     sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
     return ModelFacts(model, units, _unsharded_bytes(model, sharded), tuple(padding_in(states, model)))
-
-
-@dataclass(frozen=True)
-class _Common:
-    """Settings that one unit makes for all of its root."""
-
-    registers_memory: bool
-    reduces_unpacked: bool
-    max_reduce_buffers: int | None
 
 
 def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
@@ -56,7 +49,7 @@ def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
     return [state for state in states if state is not outer and id(state.modules[0]) in inside]
 
 
-def _unit_of_state(state: UnitState, names: dict[int, str], common: _Common, *, is_root: bool) -> UnitFacts:
+def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> UnitFacts:
     options = state.live_options()
     reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
     return UnitFacts(
@@ -75,7 +68,7 @@ def _unit_of_state(state: UnitState, names: dict[int, str], common: _Common, *, 
     )
 
 
-def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> GroupFacts:
+def _group_of_state(state: UnitState, group: GroupParams, common: dict[str, Any]) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     comms, options = state.comms, state.live_options()
     if state.post_forward_world is not None:
@@ -93,7 +86,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: _Common) -> Gr
             gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
             reduces_aside=comms.reduce_scatter is not None
             or comms.all_reduce_hook is not None
-            or common.registers_memory,
+            or common["registers_memory"],
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
         wire=Wire(*wire_formats.names_of(options)),
@@ -105,7 +98,7 @@ def _ranks(
     ranks: ShardGroup,
     state: UnitState,
     group: GroupParams,
-    common: _Common,
+    common: dict[str, Any],
     replicas: int,
     replicas_share: bool = False,
 ) -> Ranks:
@@ -119,9 +112,7 @@ def _ranks(
         has_streams,
         replicas_share,
         gathers=torch_private.gathers_of(ranks.group, ranks.device),
-        registers_memory=common.registers_memory,
-        reduces_unpacked=common.reduces_unpacked,
-        max_reduce_buffers=common.max_reduce_buffers,
+        **common,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp2x.arguments import checked
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.runtime.offload import host_state
-from fsdp2x.runtime.tree import unit_states
+from fsdp2x.runtime.tree import running_step, unit_states
 
 
 class EMA:
@@ -89,7 +89,7 @@ class EMA:
         if self._is_swapped:
             raise RuntimeError("fsdp2x.optim.EMA.swapped: the averages are swapped in already")
         states = unit_states(model)
-        if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
+        if running_step(model) is not None:
             raise RuntimeError("fsdp2x.optim.EMA.swapped: a forward or backward of the model is running")
         for state in states:  # what is gathered has the old values
             state.reshard()
@@ -114,7 +114,8 @@ class EMA:
                     averages.append(local_tensor(state[self.name]))
                     values.append(local_tensor(param).detach().to(averages[-1].dtype))
                 elif param.grad is not None:  # which has its state, of which an empty one means "begin" to some
-                    optimizer.state[param][self.name] = _copied(param, self._dtype)
+                    copied = local_tensor(param).detach().to(_dtype_of(param, self._dtype), copy=True)
+                    optimizer.state[param][self.name] = cut_like(param, copied)
         if averages:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
 
@@ -158,10 +159,6 @@ class EMA:
 
 def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
-
-
-def _copied(param: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return cut_like(param, local_tensor(param).detach().to(_dtype_of(param, dtype), copy=True))
 
 
 @torch.no_grad()

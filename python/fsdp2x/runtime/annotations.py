@@ -45,7 +45,7 @@ class Annotation:
     def apply(self, unsharded: nn.Parameter) -> None:
         """Annotates what modules see; its gradients have no sum pending but the engine's."""
         with unchecked():
-            _package().assert_type(unsharded, self.types, partition_spec=self.partition)
+            imported_package().assert_type(unsharded, self.types, partition_spec=self.partition)
             if self._target() == self.gradient_placements:
                 return
             requires_grad = unsharded.requires_grad
@@ -69,7 +69,7 @@ def annotation_of(param: nn.Parameter, where: str, ranks: ShardGroup) -> Annotat
         ValueError: there is no ``dp_mesh_dims``; the annotation leaves out an axis that is not data-parallel, names one
             that the mesh has not, or is not replicated on a data-parallel one.
     """
-    package = _package()
+    package = imported_package()
     if package is None or isinstance(param, DTensor) or not package.get_local_type(param):
         return None
     names = ranks.spmd_mesh.mesh_dim_names if ranks.spmd_mesh is not None else None
@@ -96,7 +96,7 @@ def annotation_of(param: nn.Parameter, where: str, ranks: ShardGroup) -> Annotat
 
 def unchecked() -> AbstractContextManager:
     """Context: spmd_types does not look at what runs inside."""
-    package = _package()
+    package = imported_package()
     return nullcontext() if package is None else package.no_typecheck()
 
 
@@ -115,7 +115,7 @@ def skips_checks(function: Callable) -> Callable:
 
 def is_checking() -> bool:
     """Whether spmd_types checks what runs now on this thread."""
-    package = _package()
+    package = imported_package()
     return package is not None and package.is_type_checking()
 
 
@@ -131,18 +131,14 @@ def follow_inputs(pre_forward: Callable) -> Callable:
     return call
 
 
-def is_imported() -> bool:
-    """Whether anybody may annotate."""
-    return _package() is not None
-
-
 def _carry_over(before: Any, after: Any) -> None:
     for old, new in zip(torch_private.tree_leaves(before), torch_private.tree_leaves(after), strict=True):
         if isinstance(new, torch.Tensor) and new is not old:
             new.__dict__.update({name: old.__dict__[name] for name in ATTRIBUTES if name in old.__dict__})
 
 
-def _package() -> Any:
+def imported_package() -> Any:
+    """spmd_types, where it is imported: only then anybody may annotate."""
     return sys.modules.get("spmd_types")
 
 

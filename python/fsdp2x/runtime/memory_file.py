@@ -8,8 +8,11 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 
 import torch
+
+from fsdp2x.runtime.native import _C
 
 _LEAST_BYTES = 2 << 20  # for large pages
 
@@ -17,6 +20,15 @@ _LEAST_BYTES = 2 << 20  # for large pages
 def whole_pages(num_bytes: int) -> int:
     """At least one page: nothing maps none."""
     return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int]:
+    """Where each of some tensors of so many bytes starts, one behind the other from ``begin`` on, and the end."""
+    starts, end = [], begin
+    for size in sizes:
+        starts.append(end)
+        end += _C.align_up(size)
+    return starts, end
 
 
 class MemoryFile:

@@ -46,12 +46,8 @@ def padding_of(name: str, facts: ParamFacts, world: int) -> Padding | None:
     wasted_bytes = outer * (padded_rows - rows) * inner * facts.dtype.itemsize
     if wasted_bytes < _WORTH_BYTES or padded_rows < _WORTH_FACTOR * rows:
         return None
-    even = _even_dim(facts.size, world)
+    even = next((dim for dim, size in enumerate(facts.size) if size and size % world == 0), None)
     return Padding(name, tuple(facts.size), facts.shard_dim, world, padded_rows / rows, wasted_bytes, even)
-
-
-def _even_dim(shape: Sequence[int], world: int) -> int | None:
-    return next((dim for dim, size in enumerate(shape) if size and size % world == 0), None)
 
 
 def padding_in(states: Iterable[UnitState], model: nn.Module) -> list[Padding]:

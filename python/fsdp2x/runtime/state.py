@@ -164,7 +164,7 @@ class UnitState(StateNames, torch_private.State):
         # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
         hooks = self.hooks
         engine_pre_forward = hooks.pre_forward
-        if annotations.is_imported():
+        if annotations.imported_package() is not None:
             engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
 
         @torch_private.never_compiled

@@ -12,15 +12,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo with us, not at the first call
-from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # the functions that files of torch.save name
+
+# torch.compiler.disable would import Dynamo with us, not at the first call.
+from torch._compile import _disable_dynamo as never_compiled
+from torch._utils import _rebuild_tensor_v2 as rebuild_tensor  # the functions that files of torch.save name
+from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_of_dtype
 from torch.distributed._composable import contract  # fully_shard.state(module) and the "only once" error
 from torch.distributed._composable.contract import (  # to undo a registration whose sharding failed
     REGISTRY_KEY,
     STATE_KEY,
     _get_registry,
 )
-from torch.distributed._composable_state import _State  # what contract() requires of a state
+from torch.distributed._composable_state import _State as State  # what contract() requires of a state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # whether groups block the host
@@ -32,66 +35,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (  # the values of 
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # from_local would run checks per call
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a local shard lies
-from torch.distributed.tensor.placement_types import _StridedShard  # rows cut by tensor parallelism, then by us
-from torch.distributed.utils import _get_root_modules  # which modules of a list are not below another one
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+
+# Rows cut by tensor parallelism, then by us.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.utils import _get_root_modules as root_modules  # those of a list that are below no other
 from torch.utils._python_dispatch import (  # whether somebody watches the collectives
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,  # tensors that have inner tensors instead of memory
 )
-from torch.utils._pytree import tree_leaves  # noqa: F401 (order of a call's inputs, as the engine walks them)
+from torch.utils._pytree import tree_leaves  # the order of a call's inputs, as the engine walks them
 
+# What is torch's own, beside the functions below.
 __all__ = [
-    "DTensorSpec",
-    "State",
-    "StridedShard",
-    "TrainingState",
-    "accelerator_type",
-    "backward_hooks",
-    "all_gather_group",
-    "reduce_scatter_group",
-    "comm_allocator",
-    "concatenate_meshes",
-    "contract",
-    "dtensor",
-    "dtensor_spec",
-    "flatten_mesh",
-    "gathers_of",
-    "gathers_of_nccl",
-    "forget_contract",
-    "group_timeout",
-    "has_symmetric_pool",
-    "is_observed",
-    "never_compiled",
-    "next_group_name",
-    "local_shape_and_offset",
-    "peer_sharer",
-    "local_tensor",
-    "mesh_info",
-    "is_replicated",
-    "is_traceable_wrapper_subclass",
-    "rebuild_tensor",
-    "rebuild_tensor_of_dtype",
-    "root_modules",
-    "set_local_tensor",
-    "set_spec",
-    "start_memory_history",
-    "stop_memory_history",
-    "spec_of",
-    "spec_with_dtype",
-    "storage_info",
-    "unobserved",
-    "wait_if_async",
-]
-
-State = _State
-never_compiled = _disable_dynamo
-StridedShard = _StridedShard
-rebuild_tensor = _rebuild_tensor_v2
-rebuild_tensor_of_dtype = _rebuild_tensor_v3
-root_modules = _get_root_modules
-local_shape_and_offset = compute_local_shape_and_global_offset
+    "DTensorSpec", "State", "StridedShard", "TrainingState", "contract", "is_traceable_wrapper_subclass",
+    "local_shape_and_offset", "never_compiled", "rebuild_tensor", "rebuild_tensor_of_dtype", "root_modules",
+    "tree_leaves",
+]  # fmt: skip
 
 
 def backward_hooks(modules: list[nn.Module]) -> list[dict]:

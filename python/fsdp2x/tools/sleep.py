@@ -114,7 +114,6 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
     if sleeper.is_asleep:
         raise ValueError("fsdp2x.sleep: the model is asleep already; call fsdp2x.wake first")
     device = states[0].ranks.device
-    freed = 0
     for state in states:
         state.reshard()
     for root in roots_of(states):
@@ -127,8 +126,10 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
                 users = group.pooled_tensors()
                 _park(sleeper, group.pool, group.pool, users)
         for tensor in _state_tensors(optimizer, device):
-            _park(sleeper, tensor, _storage_bytes(tensor), [])
+            memory = torch.empty(0, dtype=torch.uint8, device=device).set_(tensor.untyped_storage())
+            _park(sleeper, tensor, memory, [])
     _synchronize(device)
+    freed = 0
     for parked in sleeper.parked:
         freed += parked.tensor.untyped_storage().nbytes()
         for user, _ in parked.users:
@@ -202,10 +203,6 @@ def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device
                 continue
             seen.add(storage.data_ptr())
             yield local
-
-
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: list) -> None:
