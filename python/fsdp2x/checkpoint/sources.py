@@ -84,9 +84,9 @@ class FullSource:
     """One file with everything, whole."""
 
     def __init__(self, path: Path, files: OpenFiles, trusted: bool):
-        opened = open_archive(files, path, trusted)
-        self._file = opened.values
-        self.tree, self.entries, self._sources = _matched(path, opened.values, opened.records)
+        values, records = open_archive(files, path, trusted)
+        self._file = values
+        self.tree, self.entries, self._sources = _matched(path, values, records)
         if (manifest := manifest_in(self._file)) is not None:
             check_manifest(manifest, f"{path}: manifest")
             _check_records(path, self._sources, tied_names(manifest))
@@ -109,13 +109,13 @@ class PerRankSource:
     def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any], rank: int):
         self._folder, self._trusted = folder, trusted
         self._path = path = folder / rank_file(rank)
-        opened = open_archive(files, path, trusted)
+        values, records = open_archive(files, path, trusted)
         world_size, step = manifest["world_size"], manifest["step"]
-        if opened.values.get("owner") != {"rank": rank, "world_size": world_size, "step": step}:
+        if values.get("owner") != {"rank": rank, "world_size": world_size, "step": step}:
             raise Damaged(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
-        tree, held, self._sources = _matched(path, opened.values, opened.records)
+        tree, held, self._sources = _matched(path, values, records)
         _check_records(path, self._sources, [])
-        self._chunks = opened.values.get("chunks")
+        self._chunks = values.get("chunks")
         stored = {name for name, entry in held.items() if entry is not None}
         if not isinstance(self._chunks, dict) or self._chunks.keys() != stored:
             raise Damaged(f"{path}: damaged, its chunks are not those of its tensors")
@@ -169,7 +169,7 @@ def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with OpenFiles() as files:
-        return detached(open_archive(files, path, trusted).values)
+        return detached(open_archive(files, path, trusted)[0])
 
 
 def verify_archive(path: Path, rank: int, world_size: int) -> None:

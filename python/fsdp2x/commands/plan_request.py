@@ -166,9 +166,10 @@ def make_plan(request: Request) -> MemoryPlan:
         from fsdp2x.commands.plan_training import read_training
 
         given = dataclasses.asdict(request)
-        training = read_training(path, request.overrides, request.world_size, request.local_world_size, given)
-        model, stages_saves = training.model, training.stages_saves
-        request = _filled(request, training.asked)
+        model, asked, stages_saves = read_training(
+            path, request.overrides, request.world_size, request.local_world_size, given
+        )
+        request = _filled(request, asked)
     request = _filled(request, {"transport": Transport.SHM if request.device == "cpu" else Transport.PROCESS_GROUP})
     request = _filled(request, {"device": usual_device(request.transport), **_DEFAULTS})
     names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",

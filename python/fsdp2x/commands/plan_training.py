@@ -7,7 +7,6 @@ walks through all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,16 @@ from fsdp2x.train.strategy import plan_mesh
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 
-@dataclass(frozen=True)
-class Training:
-    """A run before it exists. `asked`: arguments of `plan_memory`, and `dtype` and dtypes of the policy by name."""
-
-    model: nn.Module
-    asked: dict[str, Any]
-    stages_saves: bool  # a copy of what is saved stays in host memory
-
-
 def read_training(
     path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
-) -> Training:
-    """`given`: what the caller has decided, such as the device, on which other settings depend.
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """A run before it exists.
+
+    `given`: what the caller has decided, such as the device, on which other settings depend.
+
+    Returns:
+        The model; arguments of `plan_memory`, and `dtype` and dtypes of the policy by name; whether a copy of what is
+        saved stays in host memory.
 
     Raises:
         ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
@@ -75,7 +71,7 @@ def read_training(
     dtype = getattr(torch, given.get("dtype") or config.model.dtype)
     model = prepare(_build(config, dtype), config)
     asked["auto_wrap"] = unit_policy(model, parallel)
-    return Training(model, asked, trains and config.checkpoint.async_save)
+    return model, asked, trains and config.checkpoint.async_save
 
 
 def _read(path: Path, overrides: Sequence[str]) -> TrainConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -98,14 +98,14 @@ def load_hf(
     what = f"loading {', '.join(map(str, paths))}"
     base, _ = hf_base(model)
     targets = find_targets(model)
-    opened, mode, seed, classes = _open(paths, mode, what)
+    opened, tensors, mode, seed, classes = _open(paths, mode, what)
     try:
-        if is_quantized(base) and not all(map(is_adapter, opened.tensors)):
+        if is_quantized(base) and not all(map(is_adapter, tensors)):
             raise NotImplementedError(
                 "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them "
                 "with transformers and shard the result"
             )
-        plan = together(lambda: _plan(model, base, targets, opened), what=what)
+        plan = together(lambda: _plan(model, base, targets, tensors), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
         reads = mode == "each" or rank_and_size()[0] == 0
         together(lambda: _check(plan.steps, mode) if reads else None, what=what)
@@ -123,10 +123,10 @@ def load_hf(
         loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
         if any(not is_adapter(name) for name in loaded):
             remember_source(base, plan.recipes.conversions, loaded, paths[0])
-        report.read_bytes = opened.read_bytes if isinstance(opened, Checkpoint) else 0
+        report.read_bytes = 0 if opened is None else opened.read_bytes
         return report
     finally:
-        if isinstance(opened, Checkpoint):
+        if opened is not None:
             opened.close()
 
 
@@ -141,18 +141,11 @@ def _partly_filled() -> Iterator[None]:
         )
 
 
-class _Catalogue:
-    """What a rank without files knows of them."""
-
-    def __init__(self, described: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.tensors: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
-
-
-def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | _Catalogue, Mode, int, set[str]]:
+def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[str, Source], Mode, int, set[str]]:
     """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
 
-    Returns the files, the mode ("auto" decided), rank 0's seed of the moment, and the classes that configs beside the
-    files name.
+    Returns the files, their tensors, the mode ("auto" decided), rank 0's seed of the moment, and the classes that
+    configs beside the files name.
     """
     rank, _ = rank_and_size()
     opened: Checkpoint | None = None
@@ -168,7 +161,8 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | _Catalogue, 
     try:
         mode, seed, described, classes = on_rank_0(on_first, what=what)
         if mode == "broadcast":
-            return opened or _Catalogue(described), mode, seed, classes
+            remote: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
+            return opened, remote if opened is None else opened.tensors, mode, seed, classes
 
         def on_each() -> None:
             nonlocal opened
@@ -180,7 +174,7 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | _Catalogue, 
 
         together(on_each, what=what)
         assert opened is not None
-        return opened, mode, seed, classes
+        return opened, opened.tensors, mode, seed, classes
     except BaseException:
         if opened is not None:
             opened.close()
@@ -204,9 +198,9 @@ class _Plan:
     missing: list[Target] = field(default_factory=list)
 
 
-def _plan(model: nn.Module, base: nn.Module, targets: list[Target], opened: Checkpoint | _Catalogue) -> _Plan:
+def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Mapping[str, Source]) -> _Plan:
     shapes = {name: target.shape for target in targets for name in target.names}
-    plan = _Plan(make_recipes(base, opened.tensors, shapes))
+    plan = _Plan(make_recipes(base, tensors, shapes))
     # An adapter alone goes into a model whose base has its weights, and the other way round.
     holds_base = any(not is_adapter(name) for name in plan.recipes.sources)
     holds_adapter = any(is_adapter(name) for name in plan.recipes.sources)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,8 @@ from .records import read_records
 from .regular import OpenFiles
 
 
-@dataclass(frozen=True)
-class Opened:
-    """``values``: as torch loads them, tensors mapped from the file. ``records``: the same with sources for tensors."""
-
-    values: dict[str, Any]
-    records: dict[str, Any]
-
-
-def open_archive(files: OpenFiles, path: Path, trusted: bool) -> Opened:
-    """A file that holds a mapping.
+def open_archive(files: OpenFiles, path: Path, trusted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A file that holds a mapping: as torch loads it, tensors mapped from the file; the same with sources for tensors.
 
     Args:
         trusted: classes are looked up and called, which may execute code. Otherwise what needs that is refused.
@@ -43,7 +34,7 @@ def open_archive(files: OpenFiles, path: Path, trusted: bool) -> Opened:
     for one in (values, records):
         if not isinstance(one, dict):
             raise Damaged(f"{path}: got {type(one).__name__}, expected a mapping of parts")
-    return Opened(values, records)
+    return values, records
 
 
 def load_run(

@@ -124,15 +124,15 @@ def read_records(
         length = files.num_bytes(path) - offset
     try:
         with zipfile.ZipFile(_Run(files, path, offset, length)) as archive:
-            places = _places(files, path, offset, archive)
-            order = archive.read(places.members["byteorder"]) if "byteorder" in places.members else b"little"
+            members, places = _places(files, path, offset, archive)
+            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
             if order != b"little":
                 raise CheckpointError(f"byte order {order!r} is not supported")
-            said = archive.read(places.members[LABEL]) if LABEL in places.members else b""
+            said = archive.read(members[LABEL]) if LABEL in members else b""
             if labels is not None and said not in labels:
                 raise Damaged(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
-            pickled = archive.read(places.members["data.pkl"])
-        found = _Records(io.BytesIO(pickled), files, path, places.data, inert).load()
+            pickled = archive.read(members["data.pkl"])
+        found = _Records(io.BytesIO(pickled), files, path, places, inert).load()
     except Damaged as error:
         raise Damaged(f"{path}: damaged, {error}") from None
     except CheckpointError as error:
@@ -146,16 +146,13 @@ def read_records(
     return found
 
 
-@dataclass
-class _Places:
-    """Records of an archive: by name without the folder, and (offset in the file, bytes) of those with data."""
+def _places(
+    files: OpenFiles, path: Path, base: int, archive: zipfile.ZipFile
+) -> tuple[dict[str, zipfile.ZipInfo], dict]:
+    """Records of an archive: by name without the folder, and (offset in the file, bytes) of each.
 
-    members: dict[str, zipfile.ZipInfo]
-    data: dict[str, tuple[int, int]]
-
-
-def _places(files: OpenFiles, path: Path, base: int, archive: zipfile.ZipFile) -> _Places:
-    """Raises `Damaged` when records are not what torch writes: plain, of one folder, each in a place of its own."""
+    Raises `Damaged` when they are not what torch writes: plain, of one folder, each in a place of its own.
+    """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     members = {info.filename.partition("/")[2]: info for info in infos}
     if len(members) != len(infos) or len({info.filename.partition("/")[0] for info in infos}) > 1:
@@ -177,7 +174,7 @@ def _places(files: OpenFiles, path: Path, base: int, archive: zipfile.ZipFile) -
         if end > follower or info.file_size != info.compress_size or tail not in _tails(info):
             raise Damaged(f"{info.filename} does not end where the next record begins")
         data[name] = base + start, info.file_size
-    return _Places(members, data)
+    return members, data
 
 
 def _tails(info: zipfile.ZipInfo) -> list[bytes]:

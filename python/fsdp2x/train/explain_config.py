@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import typing
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,6 @@ from .strategy import MeshPlan, plan_mesh, usual_node
 from .tokenizer import Tokenizer, choose_tokenizer, make_tokenizer
 
 
-@dataclass(frozen=True)
-class UnitRow:
-    """Units of the same kind: how many, of which class, why, and their parameters."""
-
-    count: int
-    modules: str
-    reason: str
-    num_parameters: int
-
-
 @dataclass
 class Explanation:
     path: str
@@ -38,7 +29,7 @@ class Explanation:
     world_size: int
     plan: MeshPlan
     batching: str
-    units: list[UnitRow] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)  # of one kind: count, modules, reason, num_parameters
     idle: list[str] = field(default_factory=list)  # settings that mean nothing for this model
     model: str = ""
     no_units: str = ""
@@ -58,7 +49,7 @@ class Explanation:
             "reshard_after_forward": self.plan.reshard_after_forward,
             "idle": self.idle,
             "model": self.model,
-            "units": [dataclasses.asdict(unit) for unit in self.units],
+            "units": self.units,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -80,7 +71,7 @@ class Explanation:
         if self.units:
             lines.append(f"{self.model} in units:")
             lines += [
-                f"  {unit.count} x {unit.modules}: {unit.num_parameters:,} parameters each ({unit.reason})"
+                "  {count} x {modules}: {num_parameters:,} parameters each ({reason})".format(**unit)
                 for unit in self.units
             ]
         else:
@@ -105,7 +96,7 @@ def explain(
     translation = translate_file(path, overrides)
     parallel = build(ParallelConfig, translation.settings.get("parallel"), "parallel")
     train = build(TrainSection, translation.settings.get("train"), "train")
-    for name, kind in _sections().items():
+    for name, kind in typing.get_type_hints(TrainConfig).items():
         if name not in ("parallel", "train", "model", "data") or translation.settings.get(name):
             if not (name in ("model", "data") and translation.needs):
                 build(kind, translation.settings.get(name), name)
@@ -124,12 +115,6 @@ def explain(
     found = Explanation(str(path), translation, world_size, plan, sentence)
     _find_units(found, translation.settings)
     return found
-
-
-def _sections() -> dict[str, type]:
-    import typing
-
-    return typing.get_type_hints(TrainConfig)
 
 
 def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
@@ -157,18 +142,20 @@ def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
     with said_of("parallel.auto_wrap"):
         units = plan_units(model, unit_policy(model, config.parallel))
     found.model = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
-    counted: dict[tuple[str, str, int], int] = {}
+    counted: Counter[tuple[str, str, int]] = Counter()
     taken: set[int] = set()
     for unit in units:  # inner before outer: what an inner unit has taken is not the outer's
         params = [p for module in unit.modules for p in module.parameters() if id(p) not in taken]
         taken.update(map(id, params))
         numel = sum(p.numel() for p in {id(p): p for p in params}.values())
-        key = (" + ".join(type(module).__name__ for module in unit.modules), unit.reason, numel)
-        counted[key] = counted.get(key, 0) + 1
-    found.units = [UnitRow(count, names, reason, numel) for (names, reason, numel), count in counted.items()]
+        counted[" + ".join(type(module).__name__ for module in unit.modules), unit.reason, numel] += 1
     rest = sum(p.numel() for p in model.parameters() if id(p) not in taken)
     if rest:
-        found.units.append(UnitRow(1, type(model).__name__, "the root: what is left", rest))
+        counted[type(model).__name__, "the root: what is left", rest] += 1
+    found.units = [
+        {"count": count, "modules": names, "reason": reason, "num_parameters": numel}
+        for (names, reason, numel), count in counted.items()
+    ]
 
 
 def _tokenizer(config: TrainConfig) -> Tokenizer | None:
