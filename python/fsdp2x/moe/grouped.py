@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.moe.structure import ExpertGroup, find_experts
+from fsdp2x.moe.structure import ExpertGroup, experts_of
 
 logger = logging.getLogger("fsdp2x")
 
@@ -33,10 +33,8 @@ def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: t
     Raises:
         ValueError: no experts, or experts that transformers' interface does not reach.
     """
-    groups = find_experts(model)
+    groups = experts_of(model, "use_grouped_gemm")
     outer = next((module for module in model.modules() if hasattr(module, "set_experts_implementation")), None)
-    if not groups:
-        raise ValueError(f"fsdp2x.use_grouped_gemm: {type(model).__name__} has no experts")
     foreign = [group for group in groups if not (group.is_fused and hasattr(group.experts, "is_concatenated"))]
     if outer is None or foreign:
         raise ValueError(

@@ -25,7 +25,7 @@ from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
 from fsdp2x.hf.names import unsharded_class
 from fsdp2x.moe.dispatch import dispatch
-from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
+from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, experts_of
 from fsdp2x.moe.units import touch
 
 
@@ -79,12 +79,11 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
 
 def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
     """The experts of ``model``, which ``world`` ranks can share; errors as of ``expert_parallel``."""
-    groups = find_experts(model)
-    if not groups or not all(group.is_fused for group in groups):
-        what = "has no experts" if not groups else f"keeps the experts {groups[0].name} in a list of modules"
+    groups = experts_of(model, "expert_parallel")
+    if not all(group.is_fused for group in groups):
         raise ValueError(
-            f"fsdp2x.expert_parallel: {type(model).__name__} {what}; fused experts are needed (transformers 5), whose "
-            "weights have one row per expert"
+            f"fsdp2x.expert_parallel: {type(model).__name__} keeps the experts {groups[0].name} in a list of modules; "
+            "fused experts are needed (transformers 5), whose weights have one row per expert"
         )
     for group in groups:
         _check(group, world)

@@ -43,6 +43,17 @@ def find_experts(model: nn.Module) -> list[ExpertGroup]:
     return found
 
 
+def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
+    """The same; raises ValueError, which begins with ``caller``, where there are none."""
+    groups = find_experts(model)
+    if not groups:
+        raise ValueError(
+            f"fsdp2x.{caller}: {type(model).__name__} has no experts: neither a module with 3-D weights that takes "
+            "hidden states, expert indices and weights, nor a ModuleList named 'experts'"
+        )
+    return groups
+
+
 def _fused_count(module: nn.Module) -> int | None:
     """The number of experts, when two tensors or more have three dims, the first of them the same size."""
     stacked = [param for param in module._parameters.values() if param is not None and param.dim() == 3]

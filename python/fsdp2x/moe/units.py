@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
 from fsdp2x.hf.names import unsharded_class
-from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, find_experts
+from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, experts_of
 
 logger = logging.getLogger("fsdp2x")
 
@@ -58,7 +58,7 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
     """
     if per not in ("block", "expert"):
         raise ValueError(f'fsdp2x.shard_experts: per must be "block" or "expert", got {per!r}')
-    groups = _experts_of(model, "shard_experts")
+    groups = experts_of(model, "shard_experts")
     fused = [group for group in groups if group.is_fused]
     if per == "expert" and fused:
         raise NotImplementedError(
@@ -96,7 +96,7 @@ def apply_expert_patch(model: nn.Module) -> int:
     Before or after ``fully_shard``, once or twice. A model without experts: ValueError.
     """
     count = 0
-    for group in _experts_of(model, "apply_expert_patch"):
+    for group in experts_of(model, "apply_expert_patch"):
         if group.is_fused:
             allow_no_tokens(group.experts)
         else:
@@ -108,16 +108,6 @@ def apply_expert_patch(model: nn.Module) -> int:
             type(model).__name__,
         )
     return count
-
-
-def _experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
-    groups = find_experts(model)
-    if not groups:
-        raise ValueError(
-            f"fsdp2x.{caller}: {type(model).__name__} has no experts: neither a module with 3-D weights that takes "
-            "hidden states, expert indices and weights, nor a ModuleList named 'experts'"
-        )
-    return groups
 
 
 # ---- fused experts

@@ -138,16 +138,17 @@ class BlockStream:
 
     def next_batch(self) -> torch.Tensor:
         """The next micro-batch of this rank, int64 `[batch_size, block_size]`; advances by all ranks' batches."""
-        first = self.position + self.rank * self.batch_size
-        rows = [self._block_at(first + i) for i in range(self.batch_size)]
-        self.position += self.world_size * self.batch_size
-        return self.blocks.train[rows].to(torch.int64)
+        return self.blocks.train[self._advance()].to(torch.int64)
 
     def next_samples(self) -> list[torch.Tensor]:
         """The same of `Samples`: `batch_size` tensors, int64 `[length]`."""
+        return [self.blocks.train[row].to(torch.int64) for row in self._advance()]
+
+    def _advance(self) -> list[int]:
+        """The blocks of this rank's next batch."""
         first = self.position + self.rank * self.batch_size
         self.position += self.world_size * self.batch_size
-        return [self.blocks.train[self._block_at(first + i)].to(torch.int64) for i in range(self.batch_size)]
+        return [self._block_at(first + i) for i in range(self.batch_size)]
 
     def _block_at(self, position: int) -> int:
         epoch, index = divmod(position, len(self.blocks.train))
