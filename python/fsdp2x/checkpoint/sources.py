@@ -25,7 +25,7 @@ from fsdp2x.reading.regular import OpenFiles, open_regular
 from ..arguments import checked
 from .directory import FULL_FILE, PARTS_FILE, rank_file
 from .manifest import Entries, FormName, check_manifest, manifest_in, tied_names
-from .plan import chunks_of
+from .plan import Chunk, chunks_of
 from .state import flatten, nest
 
 _BLOCK_BYTES = 8 << 20
@@ -56,31 +56,43 @@ def run(copies: Iterable[Copy]) -> None:
         copy.source.read(copy.start, copy.target)
 
 
-class ShardedSource:
+class CheckpointSource:
+    """A checkpoint of one form: its `tree`, and `entries`, what the manifest is to say of it."""
+
+    entries: Entries
+    tree: dict[str, Any]
+    _folder: Path
+    _trusted: bool
+
+    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
+        by_name = {leaf.name: target for leaf, target in targets.items()}
+        return [Copy(*self._place(chunk), _local(by_name[chunk.name])) for chunk in chunks_of(by_name)]
+
+    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
+        """What holds a chunk of this rank, and where in it the chunk begins."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, Any]:
+        return read_parts(self._folder, self._trusted)
+
+
+class ShardedSource(CheckpointSource):
     """A directory of torch DCP, written by us or, without a manifest, by anybody."""
 
     def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any] | None):
         self._folder, self._files, self._trusted = folder, files, trusted
         self._tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)) if manifest else None)
         table = self._tensors.table
-        self.entries: Entries = table.entries
+        self.entries = table.entries
         leaves: dict[str, Any] = {name: Leaf(name, one.shape, one.dtype) for name, one in table.tensors.items()}
         leaves |= {name: self._tensors.value(name, trusted) for name in table.objects}
         self.tree = nest(table.paths, leaves)
 
-    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
-        by_name = {leaf.name: target for leaf, target in targets.items()}
-        copies = []
-        for chunk in chunks_of(by_name):
-            source = self._tensors.part(chunk.name, (chunk.offsets, chunk.sizes))
-            copies.append(Copy(source, chunk.offsets, _local(by_name[chunk.name])))
-        return copies
-
-    def parts(self) -> dict[str, Any]:
-        return read_parts(self._folder, self._trusted)
+    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
+        return self._tensors.part(chunk.name, (chunk.offsets, chunk.sizes)), chunk.offsets
 
 
-class FullSource:
+class FullSource(CheckpointSource):
     """One file with everything, whole."""
 
     def __init__(self, path: Path, files: OpenFiles, trusted: bool):
@@ -91,19 +103,14 @@ class FullSource:
             check_manifest(manifest, f"{path}: manifest")
             _check_records(path, self._sources, tied_names(manifest))
 
-    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
-        by_name = {leaf.name: target for leaf, target in targets.items()}
-        return [
-            Copy(self._sources[chunk.name], chunk.offsets, _local(by_name[chunk.name]))
-            for chunk in chunks_of(by_name)
-            if 0 not in chunk.sizes
-        ]
+    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
+        return self._sources[chunk.name], chunk.offsets
 
     def parts(self) -> dict[str, Any]:
         return detached({name: value for name, value in self._file.items() if name not in _TOPS})
 
 
-class PerRankSource:
+class PerRankSource(CheckpointSource):
     """The file of this rank."""
 
     def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any], rank: int):
@@ -126,30 +133,20 @@ class PerRankSource:
         self.entries = {name: held[name] and (leaves[name].shape, leaves[name].dtype) for name in held}
         self.tree = nest(paths, leaves)
 
-    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
-        by_name = {leaf.name: target for leaf, target in targets.items()}
-        copies = []
-        for chunk in chunks_of(by_name):
-            saved = self._chunks[chunk.name]
-            if (saved["offsets"], saved["sizes"]) != (list(chunk.offsets), list(chunk.sizes)):
-                raise CheckpointError(
-                    f"{self._path}: {chunk.name} was cut otherwise: this rank had {saved['sizes']} at "
-                    f"{saved['offsets']}, it has {list(chunk.sizes)} at {list(chunk.offsets)}; per-rank files load "
-                    "into the same sharding only"
-                )
-            copies.append(Copy(self._sources[chunk.name], (0,) * len(chunk.sizes), _local(by_name[chunk.name])))
-        return copies
-
-    def parts(self) -> dict[str, Any]:
-        return read_parts(self._folder, self._trusted)
-
-
-Source = ShardedSource | FullSource | PerRankSource
+    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
+        saved = self._chunks[chunk.name]
+        if (saved["offsets"], saved["sizes"]) != (list(chunk.offsets), list(chunk.sizes)):
+            raise CheckpointError(
+                f"{self._path}: {chunk.name} was cut otherwise: this rank had {saved['sizes']} at "
+                f"{saved['offsets']}, it has {list(chunk.sizes)} at {list(chunk.offsets)}; per-rank files load "
+                "into the same sharding only"
+            )
+        return self._sources[chunk.name], (0,) * len(chunk.sizes)
 
 
 def open_source(
     path: Path, form: FormName, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
-) -> Source:
+) -> CheckpointSource:
     """The reader for a checkpoint of that form; `path` may be the one file of a full one."""
     match form:
         case "full":
