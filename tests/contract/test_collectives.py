@@ -88,26 +88,12 @@ def test_steps_and_accumulation(ctx, mesh, reshard, how):
         assert found == {**OFF, "all_gather": num_gathers, "reduce_scatter": 4 * sync, "all_reduce": reduces}
 
 
-@distributed(world_sizes=(2,))
-def test_mixed_precision(ctx):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ours, stock = both(ctx, Stack, STACK_UNITS, lambda model: counts_of(ctx, model), mp_policy=policy)
-    assert ours == stock
-
-
 def frozen() -> Stack:
     """A unit without a trainable parameter, and one of which a part is frozen."""
     model = Stack()
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.requires_grad_(False)
     return model
-
-
-@distributed(world_sizes=(2,))
-def test_frozen_units_reduce_nothing(ctx):
-    ours, stock = both(ctx, frozen, STACK_UNITS, lambda model: counts_of(ctx, model))
-    assert ours == stock
-    assert all(found["reduce_scatter"] == 3 for found in ours)
 
 
 @distributed(world_sizes=(2,))
@@ -138,11 +124,23 @@ class Checkpointed(Stack):
         return self.head(self.norm(x))
 
 
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Model, options, reductions of a step.
+CASES = {
+    "mixed precision": (Stack, {"mp_policy": MIXED}, 4),
+    "frozen units": (frozen, {}, 3),
+    "checkpoints outside the units": (lambda: Checkpointed(False), {}, 4),
+    "reentrant ones": (lambda: Checkpointed(True), {}, 4),
+}
+
+
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_outside_the_units(ctx, reentrant):
-    ours, stock = both(ctx, lambda: Checkpointed(reentrant), STACK_UNITS, lambda model: counts_of(ctx, model))
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_as_stock(ctx, case):
+    make, options, num_reductions = CASES[case]
+    ours, stock = both(ctx, make, STACK_UNITS, lambda model: counts_of(ctx, model), **options)
     assert ours == stock
+    assert all(found["reduce_scatter"] == num_reductions for found in ours)
 
 
 @distributed(world_sizes=(2,))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, batch, build, inputs, tiny_lora
+from models import STACK_UNITS, Stack, batch, inputs, tiny_lora
 from reference import full, grads, mean_of_ranks, params, same, shard
 
 
@@ -136,16 +136,3 @@ def test_peft_adapters_switched_off(ctx):
     loss = model(**inputs_).loss
     loss.backward()
     same(loss.detach(), plain(**inputs_).loss.detach(), rtol=1e-6, atol=1e-7)
-
-
-@distributed(world_sizes=(2,))
-def test_sharded_weight_outside_of_its_unit(ctx):
-    """The error of a weight that is read while its unit is sharded names the weight."""
-    model = shard(ctx, build("llama"), ("model.layers.0", "model.layers.1"))
-    unsharded = []
-    block = model.model.layers[0]
-    handle = block.register_forward_pre_hook(lambda *args: unsharded.append(block.mlp.up_proj.weight))
-    model(**batch("llama", ctx.rank))
-    handle.remove()
-    with pytest.raises(RuntimeError, match="model.layers.0.mlp.up_proj.weight"):
-        unsharded[0].sum()

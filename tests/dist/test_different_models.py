@@ -244,27 +244,6 @@ def test_values_may_differ(ctx, transport):
 
 @distributed(world_sizes=(2,))
 @both_transports
-def test_adapters(ctx, transport):
-    pytest.importorskip("peft")
-    from models import batch, tiny_lora
-
-    def losses(model):
-        found = []
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for number in range(2):
-            loss = model(**batch("llama", ctx.rank + 10 * number)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        return found
-
-    layers = [f"base_model.model.model.layers.{index}" for index in range(2)]
-    same(losses(shard(ctx, tiny_lora(), layers, transport=transport)), losses(shard_stock(tiny_lora(), layers)))
-
-
-@distributed(world_sizes=(2,))
-@both_transports
 def test_a_rank_whose_forward_skips_a_parameter(ctx, transport):
     """Trained by all, used by some: stock reduces zeros for it, and so does this."""
 

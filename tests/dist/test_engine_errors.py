@@ -159,26 +159,6 @@ def test_uneven_shard_on_another_dim(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_weight_used_outside_of_its_unit(ctx):
-    """Not a crash and not silence: an error that names the parameter."""
-
-    class Peeks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Stack()
-            self.out = nn.Linear(3, 3)
-
-        def forward(self, x):
-            kept = self.inner.blocks[0].up.weight if torch.is_grad_enabled() else None
-            x = self.out(self.inner(x))
-            return x + kept.sum() if kept is not None else x
-
-    model = shard(ctx, Peeks(), ("inner.blocks.0", "inner"))
-    message = refused(lambda: model(inputs(ctx.rank)), RuntimeError)
-    assert "DTensor" in message
-
-
-@distributed(world_sizes=(2,))
 def test_freed_weight_names_itself(ctx):
     """A reference to an unsharded weight kept beyond the unit's forward."""
     only_fsdp2x(ctx)

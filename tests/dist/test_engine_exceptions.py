@@ -1,5 +1,6 @@
 """Exceptions in forward and backward, and what is left of a model: the slot ledger, file descriptors, memory."""
 
+import contextlib
 import gc
 import os
 import weakref
@@ -67,25 +68,11 @@ def test_the_next_step_is_right_after_an_exception(ctx, moment, reshard, transpo
         each.fail = ""
         each.reset_iter_state()
         each.zero_grad()
+        if each is model and ctx.impl == "fsdp2x":
+            assert stats(model)["gather_slots_owned"] == stats(model)["scratch_slots_owned"] == 0
     losses = [step(ctx, each, 2) for each in (model, twin)]
     same(losses[0], losses[1], "loss")
     same(grads(model), grads(twin), "gradients")
-    if ctx.impl == "fsdp2x":
-        assert stats(model)["gather_slots_owned"] == 0 and stats(model)["scratch_slots_owned"] == 0
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@both_transports
-def test_slots_are_free_after_an_exception(ctx, moment, transport):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Failing(), STACK_UNITS, transport=transport)
-    model.fail = moment
-    with pytest.raises(KeyError):
-        step(ctx, model, 0)
-    model.reset_iter_state()
-    found = stats(model)
-    assert found["gather_slots_owned"] == 0 and found["scratch_slots_owned"] == 0, found
 
 
 @distributed(world_sizes=(1, 2, 3))
@@ -141,14 +128,6 @@ def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
     assert after["python_calls"] == before["python_calls"]
 
 
-def open_files():
-    return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))
-
-
-def _is_open(fd):
-    return os.path.islink(f"/proc/self/fd/{fd}")
-
-
 def mapped_bytes():
     lines = [line.split() for line in open("/proc/self/maps") if "memfd" in line]
     return sum(int(a, 16) - int(b, 16) for b, a in (line[0].split("-") for line in lines))
@@ -157,7 +136,8 @@ def mapped_bytes():
 @distributed(world_sizes=(2,), fresh=True)
 @both_transports
 def test_nothing_is_left_after_del_model(ctx, transport):
-    """Descriptors, mappings and threads after the tenth model are those after the second one."""
+    """Descriptors, mappings and threads after the sixth model are those after the second one, although a backward
+    of each raises, with reductions posted or without."""
     only_fsdp2x(ctx)
     counts = []
     for number in range(6):
@@ -166,12 +146,15 @@ def test_nothing_is_left_after_del_model(ctx, transport):
         for i in range(2):
             step(ctx, model, i)
             optimizer.step()
+        model.blocks[number % 2].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            step(ctx, model, 2)
         parameter = weakref.ref(model.head.weight)
         del model, optimizer
         gc.collect()
         assert parameter() is None, f"model {number} is alive"
         torch.distributed.barrier()
-        counts.append((len(open_files()), mapped_bytes(), len(os.listdir("/proc/self/task"))))
+        counts.append((len(os.listdir("/proc/self/fd")), mapped_bytes(), len(os.listdir("/proc/self/task"))))
     assert len(set(counts[2:])) == 1, counts
 
 

@@ -20,9 +20,9 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_killed(ctx, moment, victim, transport, folder):
+def train_until_killed(ctx, moment, victim, folder):
     tempfile.tempdir = folder
-    model = shard(ctx, Stack(), STACK_UNITS, transport=transport, timeout=timedelta(seconds=TIMEOUT_S))
+    model = shard(ctx, Stack(), STACK_UNITS, transport="shm", timeout=timedelta(seconds=TIMEOUT_S))
     model(inputs(ctx.rank)).square().mean().backward()
     if ctx.rank == victim:
         if moment == "forward":
@@ -48,8 +48,8 @@ def in_shared_memory():
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (3, 1)])
 def test_kill_with_shared_memory(tmp_path, moment, world, victim):
     before = in_shared_memory()
-    arguments = (moment, victim, "shm", str(tmp_path))
-    outcomes = dist_run(train_until_killed, world, *arguments, timeout=60, expect_exit={victim: -signal.SIGKILL})
+    died = {victim: -signal.SIGKILL}
+    outcomes = dist_run(train_until_killed, world, moment, victim, str(tmp_path), timeout=60, expect_exit=died)
     for outcome in outcomes:
         if outcome.rank != victim:
             message, seconds = outcome.value
@@ -57,12 +57,3 @@ def test_kill_with_shared_memory(tmp_path, moment, world, victim):
             assert seconds < TIMEOUT_S, f"a dead process is seen at once, not after {seconds:.1f} s"
     assert in_shared_memory() <= before
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_kill_with_the_process_group(tmp_path, moment):
-    """Here the backend notices; the survivors must end as well."""
-    arguments = (moment, 1, "process_group", str(tmp_path))
-    outcomes = dist_run(train_until_killed, 2, *arguments, timeout=60, expect_exit={1: -signal.SIGKILL})
-    message, seconds = outcomes[0].value
-    assert message != "no error" and seconds < 40

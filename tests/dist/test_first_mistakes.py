@@ -1,7 +1,6 @@
 """What people get wrong at first, at `fully_shard` and before any of a run's text is read: one sentence, at once."""
 
 import argparse
-import logging
 import re
 
 import pytest
@@ -17,7 +16,7 @@ from fsdp2x.train import ConfigError, Trainer, parse_config
 from harness import distributed, programs
 from models import Stack, inputs
 from reference import only_fsdp2x
-from training import MODEL, settings, shared_folder, write_model
+from training import MODEL, Said, settings, shared_folder, write_model
 
 SCRIPT = "import torch, fsdp2x; fsdp2x.fully_shard(torch.nn.Linear(4, 4))"
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -111,17 +110,10 @@ def test_no_class_to_wrap(ctx, nothing):
 def test_a_plain_model_that_names_its_blocks(ctx, auto_wrap, kind):
     """Split when it is asked for; else one unit, and a word about it unless it is what was said."""
     only_fsdp2x(ctx)
-    model, said = Stack(num=3), []
-    block = type(model.blocks[0]).__name__
-    model._no_split_modules = kind([block])
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("fsdp2x")
-    logger.addHandler(handler)
-    try:
+    model = Stack(num=3)
+    model._no_split_modules = kind([type(model.blocks[0]).__name__])
+    with Said() as said:
         fsdp2x.fully_shard(model, auto_wrap=auto_wrap)
-    finally:
-        logger.removeHandler(handler)
     assert len(fsdp2x.describe(model).units) == (4 if auto_wrap else 1)
     assert bool(said) == (auto_wrap is None) and all("auto_wrap=True makes units" in one for one in said)
 

@@ -24,20 +24,13 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
-def test_two_agents(tmp_path):
-    port = free_port()
-    agents = []
+def run_agents(tmp_path, *program) -> list[str]:
+    """What two agents of two ranks print, each as on a host of its own."""
+    port, agents = free_port(), []
     try:
         for node in range(2):
-            words = (
-                *programs.TORCHRUN,
-                "--nnodes=2",
-                "--nproc_per_node=2",
-                f"--node_rank={node}",
-                "--master_addr=127.0.0.1",
-            )
-            words += (f"--master_port={port}", f"--log-dir={tmp_path / str(node)}", __file__)
+            words = (*programs.TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}")
+            words += ("--master_addr=127.0.0.1", f"--master_port={port}", f"--log-dir={tmp_path / str(node)}", *program)
             env = programs.environment(FSDP2X_HOST=f"host{node}", PYTHONPATH=PATH)
             agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
         statuses = [agent.wait(AGENT_TIMEOUT_S) for agent in agents]
@@ -46,6 +39,12 @@ def test_two_agents(tmp_path):
             agent.end()
     outputs = [agent.log.read_text() for agent in agents]
     assert statuses == [0, 0], "\n".join(outputs)
+    return outputs
+
+
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
+def test_two_agents(tmp_path):
+    outputs = run_agents(tmp_path, __file__)
     assert sum(output.count("equal to one process") for output in outputs) == 4 * 2, "\n".join(outputs)
 
 

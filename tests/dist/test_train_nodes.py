@@ -1,12 +1,11 @@
 """Two torchrun agents as two nodes: ranks, devices and the hybrid mesh follow LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
 import os
-import socket
 
 import pytest
 import yaml
+from test_hosts import run_agents
 
-from harness import programs
 from training import settings, write_text
 
 pytestmark = [
@@ -20,22 +19,7 @@ def test_a_hybrid_mesh_shards_inside_nodes_and_copies_across(tmp_path):
 
     config = settings(write_text(tmp_path / "text"), tmp_path / "run", parallel={"strategy": "HYBRID_SHARD"})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    agents = []
-    try:
-        for node in range(2):
-            words = (*programs.TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}")
-            words += ("--master_addr=127.0.0.1", f"--master_port={port}")
-            words += ("-m", "fsdp2x.train", tmp_path / "config.yaml", "train.steps=3")
-            env = programs.environment(FSDP2X_HOST=f"host{node}")
-            agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
-        statuses = [agent.wait(120) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.end()
-    assert statuses == [0, 0], [agent.log.read_text() for agent in agents]
+    run_agents(tmp_path, "-m", "fsdp2x.train", tmp_path / "config.yaml", "train.steps=3")
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[0]["strategy"].startswith("HYBRID_SHARD: mesh (2, 2) [ddp, fsdp], 2 copies of 2 shards")
     assert lines[0]["world_size"] == 4 and len({line["step"] for line in lines if line["event"] == "train"}) == 3
