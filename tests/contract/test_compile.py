@@ -55,15 +55,17 @@ def compiled(ctx, make, **options) -> tuple[list, list[dict]]:
         counters.clear()
 
 
-def check_blocks(ctx, prepare, *, transport: str, units=STACK_UNITS, exact=None, **options) -> list[dict]:
-    """Ours with compiled blocks against ours without and against stock with. Returns what Dynamo did."""
+def check_blocks(ctx, prepare, *, transport: str, after=False, exact=None, **options) -> list[dict]:
+    """Ours with compiled blocks against ours without and against stock with. Returns what Dynamo did.
+
+    after: they are compiled when they are sharded.
+    """
     skip_transport(ctx, transport)
 
     def make(apply, compiles):
-        model = Stack()
-        if compiles:
-            model = prepare(model)
-        model = apply(model, units, **options)
+        model = prepare(Stack()) if compiles and not after else Stack()
+        model = apply(model, STACK_UNITS, **options)
+        model = prepare(model) if compiles and after else model
         return model, model
 
     ours = functools.partial(shard, ctx, transport=transport)
@@ -86,13 +88,14 @@ def check_graphs(seen: list[dict], *, num_graphs: int = NUM_GRAPHS, num_calls: i
 
 
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.parametrize("how", ["method", "wrapped"])
+@pytest.mark.parametrize("how", ["method", "wrapped", "after"])
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
 @pytest.mark.each_value
-def test_blocks_compiled_before_sharding(ctx, how, reshard, transport):
+def test_blocks_compiled(ctx, how, reshard, transport):
     prepare = functools.partial(compile_blocks, how=how, backend="aot_eager")
-    check_graphs(check_blocks(ctx, prepare, transport=transport, reshard_after_forward=reshard))
+    after = how == "after"
+    check_graphs(check_blocks(ctx, prepare, transport=transport, after=after, reshard_after_forward=reshard))
 
 
 @distributed(world_sizes=(2,), timeout=120)
@@ -115,22 +118,6 @@ def test_blocks_checkpointed_and_compiled(ctx):
 
     seen = check_blocks(ctx, prepare, transport="auto")
     assert all(one == seen[0] for one in seen) and seen[0]["breaks"] == 0, seen
-
-
-@distributed(world_sizes=(2,), timeout=120)
-@both_transports
-@pytest.mark.each_value
-def test_blocks_compiled_after_sharding(ctx, transport):
-    skip_transport(ctx, transport)
-
-    def make(apply):
-        model = apply(Stack(), STACK_UNITS)
-        return compile_blocks(model, "method", backend="aot_eager"), model
-
-    got, seen = compiled(ctx, lambda: make(functools.partial(shard, ctx, transport=transport)))
-    expected, _ = compiled(ctx, lambda: make(shard_stock))
-    same(got, expected, rtol=1e-5, atol=1e-6)
-    check_graphs(seen)
 
 
 @distributed(world_sizes=(2,), timeout=120)
