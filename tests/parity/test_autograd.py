@@ -1,5 +1,7 @@
 """What autograd can do to a unit: checkpoints, several calls, shared weights, hooks, in-place writes, freezing."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,9 +56,9 @@ class CheckpointedMlp(nn.Module):
 
 
 @distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("where", "reentrant"), [*itertools.product(("outside", "inside"), (False, True))])
 @both_transports
+@pytest.mark.each_value
 def test_activation_checkpointing(ctx, where, reentrant, transport):
     parity(ctx, Checkpointed(where, reentrant), lambda m: steps(ctx, m), STACK_UNITS, transport=transport)
 
@@ -80,6 +82,7 @@ def test_checkpoint_around_several_units(ctx, reentrant, reshard):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("reshard", [True, False, None])
 @both_transports
+@pytest.mark.each_value
 def test_a_unit_called_twice(ctx, reshard, transport):
     parity(
         ctx, Twice(), lambda m: steps(ctx, m), ("block", "other"), transport=transport, reshard_after_forward=reshard
@@ -137,6 +140,7 @@ class Tied(nn.Module):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("units", [("block",), ("block", "first+last")])
 @both_transports
+@pytest.mark.each_value
 def test_a_tied_weight_in_one_unit(ctx, units, transport):
     results = parity(ctx, Tied(), lambda m: steps(ctx, m), units, transport=transport)
     assert "last.weight" not in results[0][1]
@@ -156,6 +160,7 @@ def test_a_weight_tied_across_units_is_refused(ctx):
 
 @distributed(world_sizes=(1, 2, 3))
 @both_transports
+@pytest.mark.each_value
 def test_a_weight_tied_across_units_after_sharding(ctx, transport):
     """Loaders tie anew after sharding: both units see every update. Stock loses some where rows are uneven."""
     only_fsdp2x(ctx)
@@ -294,6 +299,7 @@ def test_post_accumulate_hooks_inside_forward(ctx):
 
 @distributed(world_sizes=(2, 3))
 @both_transports
+@pytest.mark.each_value
 def test_frozen_parameters(ctx, transport):
     model = Stack()
     model.blocks[0].requires_grad_(False)
@@ -348,6 +354,7 @@ class MaxNorm(nn.Module):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
+@pytest.mark.each_value
 def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
     """max_norm rescales the rows that this rank looks up: its own business, and gone after the next gather."""
 
@@ -388,6 +395,7 @@ class Aside(nn.Module):
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("without", [(0,), (0, 1)])
+@pytest.mark.each_value
 def test_unused_parameters_as_zeros(ctx, transport, without):
     """Also of a unit that this rank ran without grad: others may have gradients of it."""
 

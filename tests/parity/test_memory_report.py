@@ -86,12 +86,12 @@ def run_text(model) -> None:
 @distributed(world_sizes=(1, 2, 3))
 @both_transports
 @all_policies
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.each_value
-def test_like_units(ctx, transport, policy):
+def test_like_units(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
-    for reshard in (True, False):
-        options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
-        check(shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, transport=transport, **options), run_stack)
+    options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
+    check(shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, transport=transport, **options), run_stack)
 
 
 @distributed(world_sizes=(2,))
@@ -366,6 +366,7 @@ def test_pages_of_shared_memory(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.each_value
 def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
     only_fsdp2x(ctx)
     for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):

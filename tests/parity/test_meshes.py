@@ -120,6 +120,7 @@ class Routed(Stack):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("mesh", ["1d", "2d"])
 @pytest.mark.parametrize(("transport", "whole"), [("shm", True), ("shm", False), ("process_group", False)])
+@pytest.mark.each_value
 def test_ranks_with_different_gradients(ctx, mesh, transport, whole):
     """Parameters, or on shared memory whole units, that one rank uses: zeros count for the others; nobody hangs."""
     only_fsdp2x(ctx)
@@ -221,6 +222,7 @@ def test_all_reduce_hook(ctx, transport):
 
 @distributed(world_sizes=(2, 3))
 @both_transports
+@pytest.mark.each_value
 def test_mixed_dtypes_in_one_unit(ctx, transport):
     """LoRA-like: fp32 adapters beside frozen bf16 weights and raw bytes. Stock refuses: compared with the unsharded."""
     only_fsdp2x(ctx)

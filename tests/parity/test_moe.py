@@ -160,6 +160,7 @@ class Blocks(nn.Module):
 @distributed(world_sizes=(3,))
 @KINDS
 @both_transports
+@pytest.mark.each_value
 def test_a_rank_without_tokens(ctx, transport, implementation, own_units):
     only_fsdp2x(ctx)
     torch.manual_seed(0)

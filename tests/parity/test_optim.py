@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
+from models import STACK_UNITS, Stack, inputs, train
 from reference import both_transports, changes, full, grads, mean_of_ranks, params, parity, same, shard
 
 OPTIMIZERS = {
@@ -29,13 +29,7 @@ def loss_of(model, rank, step=0):
 def test_optimizer_steps(ctx, name, transport):
     def run(model):
         optimizer = OPTIMIZERS[name](model.parameters())
-        losses = []
-        for step in range(5):
-            loss = loss_of(model, ctx.rank, step % 2)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = train(ctx, model, optimizer, (0, 1, 0, 1))
         return losses, params(model), full(optimizer.state_dict()["state"])
 
     losses, *_ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
@@ -62,6 +56,7 @@ def test_gradients_equal_the_mean_of_the_unsharded_ones(ctx, transport):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @both_transports
+@pytest.mark.each_value
 def test_clip_grad_norm(ctx, norm_type, transport):
     def run(model):
         loss_of(model, ctx.rank).backward()
@@ -116,6 +111,7 @@ def test_accumulation_in_low_precision(ctx, reduce, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("set_to_none", [True, False])
 @both_transports
+@pytest.mark.each_value
 def test_zero_grad(ctx, set_to_none, transport):
     def run(model):
         results = []
@@ -170,6 +166,7 @@ def test_foreign_gradients_are_accumulated_into(ctx):
 
 @distributed(world_sizes=(2, 3))
 @both_transports
+@pytest.mark.each_value
 def test_optimizer_in_backward(ctx, transport):
     """A sharded parameter's post-accumulate hook steps and drops the gradient while backward goes on."""
 

@@ -244,7 +244,7 @@ def tensor_parallel(ctx, mesh):
 
 
 @distributed(world_sizes=(4,))
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(3.0, marks=pytest.mark.full), math.inf])
 def test_tensor_parallelism(ctx, norm_type):
     """Weights cut by both axes, biases of the second linear by one, and norms and heads on a mesh of their own.
 

@@ -143,6 +143,7 @@ def test_two_models_in_one_process(ctx, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
+@pytest.mark.each_value
 def test_no_grad_eval_and_train_again(ctx, reshard, transport):
     def run(model):
         results = train(ctx, model, num=1)[0]
@@ -215,6 +216,7 @@ def test_setters(ctx, setting, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("order", ["forward", "backward", "both"])
 @both_transports
+@pytest.mark.each_value
 def test_explicit_prefetch(ctx, order, transport):
     def run(model):
         blocks = list(model.blocks)
@@ -277,6 +279,7 @@ def test_ignored_parameters_stay_plain(ctx):
 
 @distributed(world_sizes=(2, 4))
 @both_transports
+@pytest.mark.each_value
 def test_shard_on_another_dim(ctx, transport):
     """Widths that the ranks divide: upstream requires it."""
 

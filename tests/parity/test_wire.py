@@ -49,6 +49,7 @@ def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, trans
 
 @distributed(world_sizes=(2, 4))
 @over_both
+@pytest.mark.each_value
 def test_columns_and_replicas(ctx, transport):
     only_fsdp2x(ctx)
     whole = Stack(num=2, width=WIDTH, hidden=64)
