@@ -295,6 +295,7 @@ def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):
     for name in files:
         assert "import fsdp2x" not in (text := (tmp_path / name).read_text()) and "from fsdp2x" not in text
     worker = worker_file.Fsdp2xWorker()
+    worker.device = "cpu"  # as vLLM's own worker has one
     first, again = worker.fsdp2x_listen(), worker.fsdp2x_listen()
     assert first == again and first["ok"] and first["state"] == "initial"
     assert worker.fsdp2x_receive(True, 0.0)["error"].startswith("WireError: no trainer has begun")
