@@ -171,13 +171,7 @@ RULES = (
         "makes zeros of missing gradients of a checkpoint's inputs: its post-backward node is a Python function",
         lambda case: _has_checkpoint(case) and case.kind in ("backward", "input_grad", "accumulate"),
     ),
-    Rule(
-        STOCK,
-        ALL,
-        True,
-        "the same: optimizers step with them",
-        _zeros_of_a_checkpoint,
-    ),
+    Rule(STOCK, ALL, True, "the same: optimizers step with them", _zeros_of_a_checkpoint),
     Rule(
         STOCK,
         ALL,
@@ -233,13 +227,7 @@ RULES = (
         lambda case: case.program.policy != "full",
     ),
     Rule(UNSHARDED, ALL, True, "gives gradients through what upstream casts without", _cast_without_gradients),
-    Rule(
-        (),
-        GRADS,
-        False,
-        "may add gradients before finalize_backward",
-        lambda case: "unfinished" in case.got.taint,
-    ),
+    Rule((), GRADS, False, "may add gradients before finalize_backward", lambda case: "unfinished" in case.got.taint),
     Rule(
         (),
         frozenset({"log"}),

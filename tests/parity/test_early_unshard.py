@@ -10,18 +10,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.runtime import sharing
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import (
-    both_transports,
-    full,
-    grads,
-    mean_of_ranks,
-    only_fsdp2x,
-    params,
-    parity,
-    same,
-    shard,
-    shard_stock,
-)
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
 
 # Paths of modules that are unsharded before the first forward, "" the root. "*": asynchronously, waited for behind the
 # first forward; "+": asynchronously, waited for at once; "!": resharded again at once.
