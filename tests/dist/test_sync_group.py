@@ -18,7 +18,9 @@ from test_sync_failures import make_model
 import fsdp2x
 from engines import OVER, Store, peer
 from fsdp2x.sync import Peer, SyncError, engine_tcp
-from fsdp2x.sync.engine_group import BroadcastGroup
+from fsdp2x.sync import engine as engine_file
+from fsdp2x.sync.engine import WireError, send_frame
+from fsdp2x.sync.engine_group import BroadcastGroup, common_host
 from fsdp2x.sync.engine_tcp import TcpReceiver
 from harness import dist_run, distributed
 from reference import same
@@ -117,25 +119,52 @@ def test_a_group_that_cannot_be(ctx):
             same(sink.weights, expected)
 
 
+def no_sockets(self, body, files):
+    raise OSError("out of sockets")
+
+
+def reset(connection, kind, body, deadline, files=()):
+    if kind in ("join", "bucket"):
+        raise WireError("reset by peer")
+    send_frame(connection, kind, body, deadline, files)
+
+
+LEAVE = {
+    "refuses": (TcpReceiver, "_on_join", no_sockets, "begin"),
+    "cannot be asked": (engine_file, "send_frame", reset, "begin"),
+    "fails in a broadcast": (BroadcastGroup, "broadcast", no_sockets, "load"),
+}
+
+
+@pytest.mark.parametrize("way", LEAVE)
 @distributed(world_sizes=(2,))
-def test_members_that_leave_before_they_meet(ctx):
-    """An engine is gone between its invitation and the meeting: the others are not left waiting there."""
+def test_a_member_that_leaves_the_others_alone(ctx, way):
+    """The first of two engines does: it is named, the other is not, and nobody waits until the limit of time."""
     model, expected = make_model(ctx)
     sinks = [Store(), Store()]
     with peer(ctx, *sinks, over="group") as (target, served):
-        with fsdp2x.sync.connect(model, target, timeout_s=2) as sync:
+        with fsdp2x.sync.connect(model, target, timeout_s=60) as sync:
+            first, second = target._addresses
+            place, name, act, phase = LEAVE[way]
+            done = getattr(place, name)
+            sync.push(version=0) if phase == "load" else None
+
+            def leave(self, *rest):
+                is_first = {
+                    "refuses": lambda: self is served[0].receiver,
+                    "cannot be asked": lambda: self is target._connections.get(first),
+                    "fails in a broadcast": lambda: served and self is served[0].receiver._group,
+                }[way]()
+                return (act if is_first else done)(self, *rest)
+
+            began = time.monotonic()
             with pytest.MonkeyPatch.context() as patch:
-                join = TcpReceiver._on_join
-
-                def leave(self, body, files):
-                    if self is served[0].receiver:
-                        raise OSError("out of sockets")
-                    return join(self, body, files)
-
-                patch.setattr(TcpReceiver, "_on_join", leave)
-                with pytest.raises(SyncError, match="rank 0 in phase 'begin'.*(no group of 3 members|out of sockets)"):
+                patch.setattr(place, name, leave)
+                with pytest.raises(SyncError, match=f"rank 0 in phase '{phase}'") as caught:
                     sync.push(version=1)
-            for attempt in range(20):
+            assert time.monotonic() - began < 30
+            assert repr(first) in str(caught.value) and repr(second) not in str(caught.value)
+            for attempt in range(20):  # engines take their time to notice that they were given up
                 try:
                     sync.push(version=2)
                     break
@@ -144,6 +173,13 @@ def test_members_that_leave_before_they_meet(ctx):
         for one, sink in zip(served or (), sinks, strict=bool(served)):
             assert one.receiver.status["version"] == 2
             same(sink.weights, expected)
+
+
+def test_addresses_that_do_not_go_together():
+    assert common_host(["10.0.0.1", "10.0.0.1"]) == "10.0.0.1" and common_host(["::1"]) == "::1"
+    assert common_host(["10.0.0.1", "10.1.0.1"]) == "", "the store listens at all of them"
+    with pytest.raises(WireError, match=r"know this host as \['10.0.0.1', '127.0.0.1'\] cannot reach each other"):
+        common_host(["127.0.0.1", "10.0.0.1"])
 
 
 @distributed(world_sizes=(3,))
@@ -157,7 +193,7 @@ def test_groups_that_torch_makes(ctx):
     name, size = invitation[0]["name"], invitation[0]["size"]
     data = torch.arange(1000).to(torch.uint8)
     if ctx.rank == 0:
-        group.join(True, deadline)
+        group.join(True, deadline, lambda: False)
         group.broadcast(data, deadline, lambda: False)
         group.close()
     else:

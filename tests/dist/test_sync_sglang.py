@@ -97,10 +97,10 @@ GROUP_ROUTES = {"init_weights_update_group": "begin", "update_weights_from_distr
 @pytest.mark.parametrize("route", GROUP_ROUTES)
 @distributed(world_sizes=(2,))
 def test_a_broadcast_that_a_server_refuses(ctx, route):
-    """One of two does: nobody waits for it longer than the limit of time, and the next push heals both."""
+    """One of two does: nobody waits for it until the limit of time, and the next push heals both."""
     model, shapes = stack_model(ctx)
     with engines(ctx, shapes, 2, group="gloo") as (target, servers):
-        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=1.5) as sync:
+        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=2) as sync:
             for server in servers[1:]:
                 server.broken[route] = "out of order"
             began = time.monotonic()
@@ -270,6 +270,11 @@ def test_what_is_refused(ctx):
             sync.push(version=0)
         assert caught.value.phase == "begin"
         assert all(server.mode is None for server in servers), "a server that was refused is paused"
+    with engines(ctx, shapes, group="gloo") as (target, servers), fsdp2x.sync.connect(model, target) as sync:
+        for server in servers:
+            server.on_server_info = lambda body: {"tp_size": 1, "pp_size": 2}
+        with pytest.raises(SyncError, match="has 2 pipeline stages, and numbers the workers of a group by"):
+            sync.push(version=0)
     with fsdp2x.sync.connect(model, Sglang("http://127.0.0.1:9"), timeout_s=5) as sync:
         with pytest.raises(SyncError, match="does not answer /server_info"):
             sync.push(version=0)

@@ -14,7 +14,8 @@ that they know the same secret, in three messages of fixed size:
     trainer -> receiver    its nonce, HMAC-SHA256(secret, "trainer" + receiver's nonce + its own)
     receiver -> trainer    HMAC-SHA256(secret, "engine" + trainer's nonce + its own)
 
-So no stranger gets weights or brings any. What follows is not encrypted: it is for the network of a cluster.
+So no stranger gets weights or brings any. What follows is not encrypted, and a process group, as torch makes them, lets
+in whoever finds its store, a port of the trainer's that engines connect back to: it is for the network of a cluster.
 """
 
 from __future__ import annotations
@@ -233,6 +234,8 @@ class TcpReceiver(Receiver):
         self._host, self._port = split_address(address)
         self._secret = check_secret(secret)
         self._group: Any = None  # a `engine_group.BroadcastGroup`
+        # Of who makes it: the thread that polls may have another one.
+        self._device_index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         super().__init__(address, sink, timeout_s=timeout_s)
         if held is not None:
             self._state, self._version, self._reason = held["state"], held["version"], held["reason"]
@@ -281,11 +284,11 @@ class TcpReceiver(Receiver):
     def _on_invite(self, body: dict[str, Any], files: list[int]) -> None:
         module = importlib.import_module(".engine_group" if __package__ else "engine_group", __package__)
         host, trainer = self._connection.getsockname()[0], self._connection.getpeername()[0]
-        self._group = module.BroadcastGroup.invited(body, trainer, host, self._timeout_s)
+        self._group = module.BroadcastGroup.invited(body, trainer, host, self._timeout_s, self._device_index)
 
     def _on_join(self, body: dict[str, Any], files: list[int]) -> None:
         deadline, connection = time.monotonic() + self._timeout_s, self._connection
-        self._group.join(False, deadline)
+        self._group.join(False, deadline, lambda: is_closed(connection))
         self._group.meet(deadline, lambda: is_closed(connection))
         self._files = [GroupLanding(self._group, file.num_bytes) for file in self._files]
 

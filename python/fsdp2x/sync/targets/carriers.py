@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,15 +34,15 @@ class Carrier:
         """
         raise NotImplementedError
 
-    def invite(self, receiver: socket.socket, timeout_s: float) -> dict[str, Any] | None:
+    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
         """What all receivers are told before they ``join`` a group, None where there is none, or they are in it.
 
         Raises:
             engine.WireError: there can be none.
         """
 
-    def join(self, receivers: Collection[socket.socket], deadline: float) -> None:
-        """Meets them in that group.
+    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        """Meets them in that group; ``is_lost``: whether one of them is known not to come.
 
         Raises:
             engine.WireError: they did not come in time.
@@ -56,7 +56,7 @@ class Carrier:
         """The body of a bucket's request, and the bytes that follow it. ``indices``: of names in the layout."""
         raise NotImplementedError
 
-    def deliver(self, receivers: Collection[socket.socket], deadline: float) -> None:
+    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
         """What was placed and neither lies in memory nor follows the requests, which all receivers have been sent.
 
         Raises:
@@ -135,10 +135,8 @@ class DeviceCarrier(Carrier):
         self._memory: HandedMemory | None = None
 
     def prepare(self, layout: WireLayout) -> None:
-        room = max(_C.ALIGN_BYTES, *(sum(_C.align_up(s.num_bytes) for s in bucket) for bucket in layout.buckets))
         if self._memory is None:
-            # Deltas take at most half of their tensors' bytes, besides what aligns them.
-            self._memory = HandedMemory(accelerator_or_cpu(), room + _C.ALIGN_BYTES * len(layout.specs))
+            self._memory = HandedMemory(accelerator_or_cpu(), parcel_room(layout))
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
         return connected(address, timeout_s)
@@ -219,31 +217,40 @@ class GroupCarrier(StreamCarrier):
         self._group: engine_group.BroadcastGroup | None = None
         self._num_bytes = 0
 
-    def invite(self, receiver: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-        host = receiver.getsockname()[0]
+    def prepare(self, layout: WireLayout) -> None:
+        self._room = parcel_room(layout)
+
+    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
         if self._group is not None:
             return None
-        self._group, invitation = engine_group.BroadcastGroup.opened(self._backend, self._num_engines, host, timeout_s)
+        host = engine_group.common_host([receiver.getsockname()[0] for receiver in receivers])
+        opened = engine_group.BroadcastGroup.opened(self._backend, self._num_engines, host, timeout_s)
+        self._group, invitation = opened
         self._bytes = torch.empty(self._room, dtype=torch.uint8, device=self._group.device)
         return invitation
 
-    def join(self, receivers: Collection[socket.socket], deadline: float) -> None:
-        self._group.join(True, deadline)
-        self._group.meet(deadline, lambda: any(map(engine.is_closed, receivers)))
+    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        self._group.join(True, deadline, is_lost)
+        self._group.meet(deadline, is_lost)
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
         body = packed(parcel, indices, self._bytes)
         self._num_bytes = body["bytes"]
         return body, []
 
-    def deliver(self, receivers: Collection[socket.socket], deadline: float) -> None:
-        data = self._bytes[: self._num_bytes]
-        self._group.broadcast(data, deadline, lambda: any(map(engine.is_closed, receivers)))
+    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        self._group.broadcast(self._bytes[: self._num_bytes], deadline, is_lost)
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group = self._bytes = None
+
+
+def parcel_room(layout: WireLayout) -> int:
+    """Bytes that any parcel takes, packed; deltas take at most half of their tensors' bytes, and what aligns them."""
+    buckets = (sum(_C.align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
+    return max(_C.ALIGN_BYTES, *buckets) + _C.ALIGN_BYTES * len(layout.specs)
 
 
 def packed(parcel: Parcel, indices: Mapping[str, int], memory: torch.Tensor) -> dict[str, Any]:

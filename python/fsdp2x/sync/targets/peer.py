@@ -7,9 +7,10 @@ and read there what the ranks write; on others the bytes follow each request, or
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from fsdp2x.arguments import checked
@@ -74,6 +75,7 @@ class Peer(EngineTarget):
         self._connections: dict[str, socket.socket] = {}
         self._timeout_s = 0.0
         self._failure: Failure | None = None
+        self._early: dict[str, dict] = {}  # answers that came while others were in the group
         self._taken: Parcel | None = None  # sent, not answered for yet
 
     def receives(self, rank: int) -> bool:
@@ -119,17 +121,50 @@ class Peer(EngineTarget):
     def _gather_group(self) -> None:
         """Engines and this rank join the carrier's group, where it has one and they have not."""
         try:
-            invitation = self._carrier.invite(self._connections[self._addresses[0]], self._timeout_s)
-            if invitation is not None:
-                self._ask(self._addresses, "begin", "invite", invitation)
-                self._tell(self._addresses, "begin", "join", {})
-                self._carrier.join(self._connections.values(), time.monotonic() + self._timeout_s)
-                self._hear(self._addresses, "begin")
-        except (TargetError, engine.WireError) as error:
+            invitation = self._carrier.invite(self._connections.values(), self._timeout_s)
+            if invitation is None:
+                return
+            self._ask(self._addresses, "begin", "invite", invitation)
+            self._tell(self._addresses, "begin", "join", {})
+            self._together("begin", self._carrier.join)
+            self._hear(self._addresses, "begin")
+        except TargetError:
             self.close()  # whoever waits in the group hears of it
-            if isinstance(error, TargetError):
-                raise
+            raise
+        except engine.WireError as error:
+            self.close()
             raise TargetError(Failure("begin", str(error))) from error
+
+    def _together(self, phase: str, act: Callable[[float, Callable[[], bool]], None]) -> None:
+        """What the carrier does with all engines at once. When it fails, none of them knows what it got.
+
+        Raises:
+            TargetError: with what engines said or did meanwhile, and then what failed.
+        """
+        self._early = {}
+        try:
+            act(time.monotonic() + self._timeout_s, self._has_one_failed)
+        except engine.WireError as error:
+            self._has_one_failed()
+            reasons = [
+                f"the engine at {address!r}: {answer['error']}"
+                for address, answer in self._early.items()
+                if not answer["ok"]
+            ]
+            self.close()
+            raise TargetError(Failure(phase, "; ".join([*reasons, str(error)]))) from error
+
+    def _has_one_failed(self) -> bool:
+        """Looks at what came from engines, without waiting: answers that are errors, connections that ended."""
+        rest = {self._connections[address]: address for address in self._addresses if address not in self._early}
+        for connection in select.select(list(rest), [], [], 0)[0]:
+            try:
+                _, answer, files = engine.receive_frame(connection, time.monotonic() + self._timeout_s)
+                engine.close_files(files)
+            except engine.WireError as error:
+                answer = {"ok": False, "error": str(error)}
+            self._early[rest[connection]] = answer
+        return not all(answer["ok"] for answer in self._early.values())
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._failure, self._taken, self._has_begun = None, None, True
@@ -148,17 +183,10 @@ class Peer(EngineTarget):
         try:
             body, parts = self._carrier.place(parcel, self._indices)
             self._tell(self._addresses, "load", "bucket", body, parts=parts)
-            self._deliver()
+            self._together("load", self._carrier.deliver)
             self._taken, parcel.wait = parcel, self._answered
         except Exception as error:
             self._failure = Failure("load", str(error), parcel.index, span(parcel.names))
-
-    def _deliver(self) -> None:
-        try:
-            self._carrier.deliver(self._connections.values(), time.monotonic() + self._timeout_s)
-        except engine.WireError:
-            self.close()  # no engine knows what it got
-            raise
 
     def _answered(self) -> None:
         """All engines are done with the parcel that was sent last, or it is known why not."""
@@ -185,6 +213,7 @@ class Peer(EngineTarget):
                 pass  # the connection is closed by then, which tells the engine as well
 
     def close(self) -> None:
+        self._early = {}
         for address in list(self._connections):
             self._disconnect(address)
         self._carrier.close()
@@ -216,6 +245,9 @@ class Peer(EngineTarget):
             except engine.WireError as error:
                 self._disconnect(address)
                 failed.append(f"the engine at {address!r}: {error}")
+        if failed and self._carrier.is_group and kind in ("join", "bucket"):
+            self.close()  # the others wait for all, and cannot answer
+            raise TargetError(Failure(phase, "; ".join(failed)))
         if failed:
             # The others' answers are taken now, so that none is mistaken for that of a later request.
             self._hear([address for address in addresses if address in self._connections], phase, failed)
@@ -232,8 +264,10 @@ class Peer(EngineTarget):
             try:
                 if address not in self._connections:
                     raise engine.WireError("there is no connection any more")
-                _, answer, files = engine.receive_frame(self._connections[address], deadline)
-                engine.close_files(files)
+                answer = self._early.pop(address, None)
+                if answer is None:
+                    _, answer, files = engine.receive_frame(self._connections[address], deadline)
+                    engine.close_files(files)
                 if not answer["ok"]:
                     reasons.append(f"the engine at {address!r} says: {answer['error']}")
             except (engine.WireError, KeyError) as error:

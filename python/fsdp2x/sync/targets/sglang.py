@@ -62,7 +62,9 @@ class Sglang(EngineTarget):
                 until the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire.
             group: buckets are broadcast to all workers of all servers at once, in SGLang's weights-update group of this
                 backend, which lasts as long as a push. ``"nccl"``: no worker shares a GPU with the rank that talks to
-                them, whose current GPU a bucket is copied to. None: they go as ``memory`` says.
+                them, whose current GPU a bucket is copied to; SGLang's side of a broadcast that failed has no limit of
+                ours, start such servers again. SGLang answers for the first tensor-parallel worker: another one that
+                could not load is a line in its log. None: they go as ``memory`` says; such an error ends the server.
         """
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
@@ -138,6 +140,11 @@ class Sglang(EngineTarget):
                         f"{server.name} has {about['dp_size']} data-parallel replicas, and passes weights on to none "
                         "of them; start a server for each, and give Sglang all their addresses"
                     )
+                if self._backend is not None and about.get("pp_size", 1) > 1:
+                    raise ControlError(
+                        f"{server.name} has {about['pp_size']} pipeline stages, and numbers the workers of a group by "
+                        "their tensor-parallel rank alone; leave group out"
+                    )
                 self._num_workers[server.name] = about.get("tp_size", 1)
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
@@ -204,8 +211,10 @@ class Sglang(EngineTarget):
             self._failure = Failure("load", "; ".join(reasons), parcel.index, span(parcel.names))
 
     def finish(self, version: int | str) -> None:
-        self._leave_group()
         with _phase("finish"):
+            if self._group is not None:
+                group, self._group = self._group, None
+                group.leave()
             for server in self._servers:
                 if server.name in self._open:
                     require_success(server, server.ask("POST", "/end_weight_update", body={}))
@@ -224,7 +233,7 @@ class Sglang(EngineTarget):
         self._handed.clear()
 
     def abort(self, reason: str) -> None:
-        self._leave_group()
+        self._abandon_group()
         self._answered()
         for server in self._servers if self._has_begun else ():
             # Some may have gone on already, when another one failed at its commit.
@@ -235,7 +244,7 @@ class Sglang(EngineTarget):
         self._handed.clear()
 
     def close(self) -> None:
-        self._leave_group()
+        self._abandon_group()
         self._handed.clear()
         if self._pool is not None:
             self._pool.shutdown()
@@ -243,10 +252,10 @@ class Sglang(EngineTarget):
 
     # ---- parts
 
-    def _leave_group(self) -> None:
+    def _abandon_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.leave()
+            group.abandon()
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from fsdp2x.sync.engine import WireError
-from fsdp2x.sync.engine_group import BroadcastGroup
+from fsdp2x.sync.engine_group import BroadcastGroup, common_host
 from fsdp2x.sync.engine_tcp import own_host
 from fsdp2x.sync.targets.base import Parcel
 from fsdp2x.sync.targets.routes import ControlError, Routes, require_success
@@ -38,24 +38,25 @@ class UpdateGroup:
         timeout_s = min(server.timeout_s for server in servers)
         deadline = time.monotonic() + timeout_s
         try:
-            host = own_host(urlsplit(servers[0].name).hostname or "").strip("[]")
-            self._group, invitation = BroadcastGroup.opened(backend, sum(counts), host, timeout_s)
+            hosts = [own_host(urlsplit(server.name).hostname or "").strip("[]") for server in servers]
+            self._group, invitation = BroadcastGroup.opened(backend, sum(counts), common_host(hosts), timeout_s)
         except (OSError, WireError) as error:
             raise ControlError(f"no group with {servers[0].name}: {error}") from error
         self._name = invitation["name"]
-        about = {"master_address": host, "master_port": invitation["port"], "world_size": invitation["size"]}
+        about = {"master_port": invitation["port"], "world_size": invitation["size"]}
         about |= {"group_name": self._name, "backend": backend}
-        answers, offset = [], 1
-        for server, count in zip(servers, counts, strict=True):
-            answers.append(self._ask(server, "/init_weights_update_group", {**about, "rank_offset": offset}))
-            offset += count
+        answers, rank = [], 1
+        for server, host, count in zip(servers, hosts, counts, strict=True):
+            body = {**about, "master_address": host, "rank_offset": rank}
+            answers.append(self._ask(server, "/init_weights_update_group", body))
+            rank += count
         try:
-            self._group.join(True, deadline)
+            self._group.join(True, deadline, lambda: any(map(_has_failed, answers)))
             reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
         except WireError as error:
             reasons = [str(answer.exception()) for answer in answers if _has_failed(answer)] + [str(error)]
         if reasons:
-            self.leave()
+            self.abandon()
             raise ControlError("; ".join(reasons))
 
     def send(self, parcel: Parcel) -> list[Future]:
@@ -71,22 +72,36 @@ class UpdateGroup:
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        data = [tensor.detach().reshape(-1).view(torch.uint8).to(self._group.device) for _, tensor in tensors]
+        data = torch.cat([one.detach().reshape(-1).view(torch.uint8).to(self._group.device) for _, one in tensors])
         answers = [self._ask(server, "/update_weights_from_distributed", body) for server in self._servers]
         try:
-            self._group.broadcast(torch.cat(data), deadline, lambda: any(map(_has_failed, answers)))
+            self._group.broadcast(data, deadline, lambda: any(map(_has_failed, answers)))
         except WireError as error:
             answers.append(Future())
             answers[-1].set_exception(error)
         return answers
 
     def leave(self) -> None:
-        """Ends the group here, which ends what servers wait for, and there."""
+        """Ends the group everywhere at the same time, when what was sent has arrived.
+
+        Raises:
+            ControlError: a server does not.
+        """
+        ends = self._end()
+        self._group.end(time.monotonic() + min(server.timeout_s for server in self._servers))
+        for end in ends:
+            end.result()
+
+    def abandon(self) -> None:
+        """Ends the group here, which ends what servers wait for over gloo, and there, where they still can."""
         self._group.close()
-        body = {"group_name": self._name}
-        for end in [self._ask(server, "/destroy_weights_update_group", body) for server in self._servers]:
+        for end in self._end():
             with contextlib.suppress(ControlError):
                 end.result()
+
+    def _end(self) -> list[Future]:
+        body = {"group_name": self._name}
+        return [self._ask(server, "/destroy_weights_update_group", body) for server in self._servers]
 
     def _ask(self, server: Routes, path: str, body: dict[str, Any]) -> Future:
         return self._pool.submit(_asked, server, path, body)
