@@ -63,8 +63,10 @@ def eventually(probe, expected):
 def belongings():
     """Descriptors and threads by kind, and what is left elsewhere."""
     gc.collect()
-    paths = [path for path in Path("/proc/self/fd").iterdir() if os.path.islink(path)]
-    opened = Counter(re.sub(r"\d+", "", os.readlink(path)) for path in paths)
+    opened = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, by a thread or with the list itself
+            opened[re.sub(r"\d+", "", os.readlink(path))] += 1
     children = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
     threads = Counter(thread.name for thread in threading.enumerate())
     shared = [name for name in os.listdir("/dev/shm") if "fsdp2x" in name]
