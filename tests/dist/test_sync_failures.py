@@ -16,7 +16,7 @@ from torch import nn
 
 import fsdp2x
 from engine_process import digests
-from engines import OVER, EngineProcess, Layerwise, Store, new_address, peer
+from engines import OVER, EngineProcess, Layerwise, Store, new_address, peer, push_when_noticed
 from fsdp2x.sync import InProcess, Peer, SyncError
 from fsdp2x.sync.engine import TornWeights
 from harness import dist_run, distributed
@@ -199,12 +199,7 @@ def test_an_engine_that_hangs(ctx, over, place):
             with pytest.raises(SyncError, match="hangs or is busy|no receiver answers"):
                 sync.push(version=2)
             engine.go_on.set()
-            for attempt in range(20):  # the engine takes its time to notice that it was given up
-                try:
-                    sync.push(version=3)
-                    break
-                except SyncError:
-                    assert attempt < 19
+            push_when_noticed(sync, 3)
             if served:
                 with served.receiver.reading() as version:
                     assert version == 3

@@ -16,7 +16,7 @@ from test_sync_deaths import digests, engines, held_by
 from test_sync_failures import make_model
 
 import fsdp2x
-from engines import OVER, Store, peer
+from engines import OVER, Store, peer, push_when_noticed
 from fsdp2x.sync import Peer, SyncError, engine_tcp
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import WireError, send_frame
@@ -64,12 +64,7 @@ def push_to_three(ctx, addresses, pids):
         if ctx.rank == 0:
             os.kill(pids[1], signal.SIGCONT)
         dist.barrier()
-        for attempt in range(20):  # it takes its time to notice that it was given up
-            try:
-                sync.push(version=3)
-                break
-            except SyncError:
-                assert attempt < 19
+        push_when_noticed(sync, 3)
     assert dist.group.WORLD is default
     return digests(expected)
 
@@ -164,12 +159,7 @@ def test_a_member_that_leaves_the_others_alone(ctx, way):
                     sync.push(version=1)
             assert time.monotonic() - began < 30
             assert repr(first) in str(caught.value) and repr(second) not in str(caught.value)
-            for attempt in range(20):  # engines take their time to notice that they were given up
-                try:
-                    sync.push(version=2)
-                    break
-                except SyncError:
-                    assert attempt < 19
+            push_when_noticed(sync, 2)
         for one, sink in zip(served or (), sinks, strict=bool(served)):
             assert one.receiver.status["version"] == 2
             same(sink.weights, expected)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import device_handles
 import fsdp2x
-from fsdp2x.sync import Peer
+from fsdp2x.sync import Peer, SyncError
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
 from fsdp2x.sync.engine_tcp import TcpReceiver
@@ -128,6 +128,16 @@ def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
         dist.broadcast_object_list(addresses, src=rank)
         target = Peer(addresses[0], rank=rank, **OVER[over])
         yield target, (served if len(served) > 1 else served[0]) if served else None
+
+
+def push_when_noticed(sync, version):
+    """The next push after one that failed: engines take their time to notice that they were given up."""
+    for attempt in range(20):
+        try:
+            sync.push(version=version)
+            break
+        except SyncError:
+            assert attempt < 19
 
 
 class EngineProcess:

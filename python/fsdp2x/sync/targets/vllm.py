@@ -268,12 +268,12 @@ class Vllm(EngineTarget):
                 f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
                 "memory of this one: start a server there, and give Vllm its address"
             )
-        if not all("tcp" in answer for answer in answers[control.name]) and self._group is not None:
-            raise ControlError(
-                f"a worker of {control.name} has an older copy of vllm_worker.py, which knows no group: copy it anew, "
-                "with engine.py, engine_tcp.py and engine_group.py"
-            )
         if not all("tcp" in answer for answer in answers[control.name]):
+            if self._group is not None:
+                raise ControlError(
+                    f"a worker of {control.name} has an older copy of vllm_worker.py, which knows no group: copy it "
+                    "anew, with engine.py, engine_tcp.py and engine_group.py"
+                )
             raise ControlError(
                 f"a worker of {control.name} runs on another host or in another network namespace, and has an older "
                 "copy of vllm_worker.py: copy it anew, with engine.py and engine_tcp.py"
