@@ -7,6 +7,7 @@ same calls; what was written is on disk when `close()` returns.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2x.runtime.memory_file import advise_large_pages, whole_pages
+from fsdp2x.runtime.memory_file import whole_pages
 
 from .crc import combine
 
@@ -26,10 +27,12 @@ _PAGE = 4096
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes that start and end at a page, in large pages where the system has them."""
-    memory = torch.frombuffer(mmap.mmap(-1, whole_pages(num_bytes)), dtype=torch.uint8)
-    advise_large_pages(memory)
-    return memory
+    """Zeroed bytes of this process that start and end at a page, in large pages where the system has them."""
+    # Private: what is shared, as by default, comes in large pages only where the system was told so.
+    memory = mmap.mmap(-1, whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from fsdp2x.hf.names import hf_base
 from fsdp2x.hf.sources import differ
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.memory_file import advise_large_pages
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.tree import unit_states
@@ -127,8 +126,6 @@ def materialize(model: nn.Module, targets: list[Target]) -> None:
         state.reshard()
         for group in state.groups:
             group.materialize()
-            if group.pool is not None:
-                advise_large_pages(group.pool)
     device = next((state.ranks.device for state in unit_states(model)), torch.device("cpu"))
     for target in targets:
         if target.record is None and target.tensor.is_meta:
