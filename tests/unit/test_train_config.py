@@ -92,6 +92,24 @@ def test_what_is_offloaded(setting, mode):
     assert policy == fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
 
 
+@pytest.mark.parametrize("name", ["bf16", "torch.bfloat16", "bfloat16"])
+def test_a_dtype_goes_by_every_name_it_has(name):
+    """Where a setting takes it: int8 and fp8 go by one name, and float16 is no dtype of moments."""
+    config = parse_config(
+        with_settings(
+            model={"dtype": name, "config": {"model_type": "qwen3"}},
+            parallel={"param_dtype": name, "wire_gradients": name},
+            optimizer={"moments_dtype": name},
+        )
+    )
+    parallel = config.parallel
+    assert {config.model.dtype, parallel.param_dtype, parallel.wire_gradients, config.optimizer.moments_dtype} == {
+        "bfloat16"
+    }
+    with pytest.raises(ConfigError, match="optimizer.moments_dtype: got 'fp16' (str), expected one of float32, bfloat16"):
+        parse_config(with_settings(optimizer={"moments_dtype": "fp16"}))
+
+
 def test_scientific_numbers_without_a_dot_are_numbers():
     assert parse_config(with_settings(optimizer={"lr": "1e-3"})).optimizer.lr == 1e-3
 
