@@ -106,7 +106,7 @@ def test_a_dtype_goes_by_every_name_it_has(name):
     assert {config.model.dtype, parallel.param_dtype, parallel.wire_gradients, config.optimizer.moments_dtype} == {
         "bfloat16"
     }
-    with pytest.raises(ConfigError, match="optimizer.moments_dtype: got 'fp16' (str), expected one of float32, bfloat16"):
+    with pytest.raises(ConfigError, match="optimizer.moments_dtype: got 'fp16'"):
         parse_config(with_settings(optimizer={"moments_dtype": "fp16"}))
 
 
