@@ -25,10 +25,10 @@ import bench_collectives
 import bench_step
 import harness
 import peers
+import plots
 
 CASES = ("comm", "many", "compute", "moe")
 SIZES = (2**18, 2**24)
-SIDES = ("process_group", "shm", "stock")
 
 
 def machine_of(transport: str, timed: list[dict], memory_bytes_per_s: float):
@@ -79,12 +79,12 @@ def run_case(name: str, machines: dict, steps: int) -> dict:
     # The fastest of each: what else runs on the machine only adds to a step.
     measured = {side: _mean_of_ranks(min(one.phases["both"])) for side, one in samples.items()}
     compute_s = measured["unsharded"]
-    planned = {side: foretell(plain, case.tokens, side, machines, compute_s) for side in SIDES}
+    planned = {side: foretell(plain, case.tokens, side, machines, compute_s) for side in plots.SIMULATED}
     return {
         "case": name,
         "world": dist.get_world_size(),
         "compute_ms": 1e3 * compute_s,
-        **{side: {"foretold_ms": 1e3 * planned[side], "measured_ms": 1e3 * measured[side]} for side in SIDES},
+        **{side: {"foretold_ms": 1e3 * planned[side], "measured_ms": 1e3 * measured[side]} for side in plots.SIMULATED},
     }
 
 
@@ -129,9 +129,8 @@ def copy_bytes_per_s() -> float:
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: foretold, measured, and the error of what is foretold."""
     rows = [["case", "ranks", "unsharded, ms", "side", "foretold, ms", "measured, ms", "error"]]
-    titles = {"process_group": "fsdp2x, gloo", "shm": "fsdp2x, shared memory", "stock": "stock FSDP2"}
     for one in results:
-        for side, title in titles.items():
+        for side, title in plots.SIMULATED.items():
             foretold, measured = one[side]["foretold_ms"], one[side]["measured_ms"]
             head = [one["case"], str(one["world"]), f"{one['compute_ms']:.1f}", title]
             rows.append([*head, f"{foretold:.1f}", f"{measured:.1f}", f"{foretold / measured - 1:+.0%}"])
@@ -149,7 +148,8 @@ def main() -> int:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
     rank = harness.start_group()
     steps = args.steps or (5 if args.quick else 9)
-    timed = [bench_collectives.run_size(size, steps) for size in SIZES]
+    meet = bench_collectives.Meeting()
+    timed = [bench_collectives.run_size(size, steps, meet) for size in SIZES]
     memory_bytes_per_s = copy_bytes_per_s()
     machines = {name: machine_of(name, timed, memory_bytes_per_s) for name in ("gloo", "shm")}
     results = [run_case(name, machines, steps) for name in args.cases or (CASES[:1] if args.quick else CASES)]

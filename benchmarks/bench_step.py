@@ -35,6 +35,11 @@ class Case:
     intermediate: int
     kind: str = "dense"
 
+    @property
+    def title(self) -> str:
+        kind = {"dense": "", "moe": ", 8 experts", "lora": ", LoRA"}[self.kind]
+        return f"{self.layers} layers of {self.hidden}{kind}, {self.tokens} tokens"
+
 
 CASES = {
     "comm": Case(hidden=512, layers=12, tokens=16, intermediate=1536),

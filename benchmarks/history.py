@@ -3,16 +3,20 @@
     python benchmarks/history.py record [--runs 5] [--only step_cpu_2ranks ...]    appends to benchmarks/history.jsonl
     python benchmarks/history.py show                                              ratios of every row, with their range
     python benchmarks/history.py check out/bench                                   results of a run against that range
-    python benchmarks/history.py write                                             the table of steps in README.md
+    python benchmarks/history.py write                                             README.md: its table and its picture
 
-A line of the history is one run in processes of its own: when, where, of which commit, and for each row the ratio of
-the other side's median to ours; the last run's result itself stays in results/. `check` names rows below the range of
-at least five runs, and fails then. The file tells of one engine: a change of its speed begins it anew.
+A line of the history is one run in processes of its own: when, where, of which commit, what ours took, and for each row
+the ratio of the other side's median to ours; the last run's result itself stays in results/. `check` names rows below
+the range of at least five runs, and fails then. The file tells of one engine: a change of its speed begins it anew.
+
+A machine is a processor and a boot: a virtual machine that is started anew may stand on another host, with other
+neighbours, and what it is called or which processor it sees says nothing of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -24,6 +28,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import bench_step
 import plots
 import run_all
 
@@ -36,12 +41,34 @@ LEAST_RUNS = 5
 
 def ratios(record: Mapping) -> dict[str, float]:
     """Row -> how many times ours the other side takes, of one result; rows are those of its bars."""
-    found = {}
-    for panel in plots.PANELS.get(record["benchmark"], lambda _: [])(record["results"]):
-        if isinstance(panel, plots.Bars) and panel.bars[0].value:
-            for bar in panel.bars[1:]:
-                found[f"{panel.title}: {bar.label}"] = bar.value / panel.bars[0].value
+    return {
+        f"{panel.title}: {bar.label}": bar.value / panel.bars[0].value
+        for panel in plots.panels_of(record)
+        if isinstance(panel, plots.Bars) and panel.bars[0].value
+        for bar in panel.bars[1:]
+    }
+
+
+def details(record: Mapping) -> dict[str, float]:
+    """The same of the phases that bars of others have, and of the points of curves."""
+    found: dict[str, float] = {}
+    for panel in plots.panels_of(record):
+        if isinstance(panel, plots.Bars):
+            base = panel.bars[0].parts
+            for bar in (bar for bar in panel.bars[1:] if bar.color != plots.OURS_TOO):
+                shared = [part for part in bar.parts if base.get(part)]
+                found |= {f"{panel.title}: {bar.label}, {part}": bar.parts[part] / base[part] for part in shared}
+        elif panel.is_logarithmic:
+            (_, (_, base)), *others = panel.lines.items()
+            for label, (_, points) in others:
+                for (x, value), (_, least) in zip(points, base, strict=True):
+                    found[f"{panel.title}, {x:,} {panel.xlabel}: {label}"] = value / least
     return found
+
+
+def ours(record: Mapping) -> dict[str, float]:
+    """Title -> what ours takes, in the panel's unit."""
+    return {panel.title: panel.bars[0].value for panel in plots.panels_of(record) if isinstance(panel, plots.Bars)}
 
 
 def read(path: Path) -> list[dict]:
@@ -61,16 +88,23 @@ def machine() -> str:
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores"
 
 
+def boot() -> str:
+    """The same for all runs of a machine until it is started anew; says nothing of what it is called."""
+    return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:8]
+
+
 def entry(name: str, record: Mapping, load: float) -> dict:
     """One line of the history. ``load``: of the machine before the run, without which a ratio cannot be judged."""
     return {
         "name": name,
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
+        "boot": boot(),
         "load": round(load, 2),
         "commit": record["environment"]["commit"],
         "torch": record["environment"]["torch"],
-        "ratios": {row: round(value, 3) for row, value in ratios(record).items()},
+        "ours": {title: round(value, 3) for title, value in ours(record).items()},
+        "ratios": {row: round(value, 3) for row, value in (ratios(record) | details(record)).items()},
     }
 
 
@@ -84,26 +118,44 @@ def ranges(lines: Iterable[Mapping]) -> dict[tuple[str, str], list[float]]:
 
 
 def days_and_machines(lines: Iterable[Mapping]) -> tuple[int, int]:
-    """On how many days, and on how many machines."""
-    days, machines = zip(*((line["day"], line["machine"]) for line in lines), strict=True)
+    """On how many days, and on how many machines. The oldest lines do not know their boot: they count as one."""
+    days, machines = zip(*((line["day"], (line["machine"], line.get("boot"))) for line in lines), strict=True)
     return len(set(days)), len(set(machines))
 
 
 def table(lines: list[Mapping]) -> list[str]:
-    """Rows of Markdown: the median of all runs, their range, how many, on how many days and machines."""
-    rows = [
-        "| result | row | median | range | runs | days | machines |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    """Rows of Markdown: how many times ours the other side takes, median and range of all runs, bold where it is ahead.
+
+    A phase is a row where the other side is ahead in it.
+    """
+    rows = ["| row | median | range | runs | days | machines |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for (name, row), values in ranges(lines).items():
+        is_ahead = round(statistics.median(values), 2) < 1
+        if row.rpartition(", ")[2] in plots.PHASES and not is_ahead:
+            continue
         days, machines = days_and_machines(line for line in lines if line["name"] == name and row in line["ratios"])
-        middle, spread = f"{statistics.median(values):.2f}x", f"{min(values):.2f}x to {max(values):.2f}x"
-        rows.append(f"| {name} | {row} | {middle} | {spread} | {len(values)} | {days} | {machines} |")
+        middle = f"{'**' * is_ahead}{statistics.median(values):.2f}x{'**' * is_ahead}"
+        spread = f"{min(values):.2f}x to {max(values):.2f}x"
+        rows.append(f"| {row} | {middle} | {spread} | {len(values)} | {days} | {machines} |")
     return rows
+
+
+def shown(lines: list[Mapping]) -> str:
+    """The table of each result, under its name."""
+    of = {name: [line for line in lines if line["name"] == name] for name in sorted({line["name"] for line in lines})}
+    return "\n\n".join("\n".join([name, "", *table(one)]) for name, one in of.items())
 
 
 # What the columns of README.md are called, and the bars behind them.
 PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
+
+
+# Panels of the picture at the top of README.md: result, its row, title, unit.
+OVERVIEW = (
+    ("step_cpu_2ranks", "comm", f"Step: {bench_step.CASES['comm'].title}", "ms"),
+    ("step_cpu_2ranks", "compute", f"Step: {bench_step.CASES['compute'].title}", "ms"),
+    ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks, 16 tokens", "MiB"),
+)
 
 
 def steps_table(lines: list[Mapping]) -> str:
@@ -121,8 +173,25 @@ def steps_table(lines: list[Mapping]) -> str:
             cells.append(
                 f"{statistics.median(values):.1f}x ({min(values):.1f} to {max(values):.1f})" if values else "–"
             )
-        rows.append(f"| {model} | {' | '.join(cells)} |")
+        rows.append(f"| {model}: {bench_step.CASES[model].title} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def overview(lines: list[Mapping]) -> list[plots.Panel]:
+    """The picture of README.md, of the runs of its table: medians and ranges of ratios, times the median of ours."""
+    panels: list[plots.Panel] = []
+    for name, row, title, unit in OVERVIEW:
+        of = [line for line in lines if line["name"] == name]
+        own = [line["ours"][row] for line in of if "ours" in line]
+        bars = [plots.Bar("fsdp2x", plots.OURS, statistics.median(own), min(own), max(own))]
+        found = ranges(of)
+        for label, color in plots.SIDES.values():
+            values = found.get((name, f"{row}: {label}"), [])
+            if values and label in PEERS.values():
+                bounds = (bars[0].value * value for value in (statistics.median(values), min(values), max(values)))
+                bars.append(plots.Bar(label, color, *bounds))
+        panels.append(plots.Bars(title, unit, tuple(bars)))
+    return panels
 
 
 def written(text: str, lines: list[Mapping]) -> str:
@@ -135,6 +204,7 @@ def regressions(lines: list[Mapping], results: Mapping[str, Mapping]) -> list[st
     known, found = ranges(lines), []
     for name, record in results.items():
         for row, value in ratios(record).items():
+            value = round(value, 3)  # as the history has it
             values = known.get((name, row), [])
             if len(values) >= LEAST_RUNS and value < min(values):
                 found.append(
@@ -175,10 +245,11 @@ def main() -> int:
         )
     lines = read(args.history)
     if args.action == "show":
-        print("\n".join(table(lines)) if lines else "no runs are recorded yet: python benchmarks/history.py record")
+        print(shown(lines) or "no runs are recorded yet: python benchmarks/history.py record")
         return 0
     if args.action == "write":
         README.write_text(written(README.read_text(), lines))
+        plots.draw(overview(lines), HERE / "plots/overview.png")
         return 0
     if args.folder is None:
         parser.error("check: name the folder of the results")

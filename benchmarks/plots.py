@@ -25,6 +25,8 @@ SIDES = {
     "ddp": ("DDP, unsharded", OTHERS),
     "unsharded": ("unsharded, foreach", OTHERS),
 }
+# What the simulator foretells.
+SIMULATED = {"process_group": "fsdp2x, gloo", "shm": "fsdp2x, shared memory", "stock": "FSDP2"}
 PHASES = ("forward", "backward", "clip", "optimizer")
 MIB = 2**20
 MOST_BARS = 8
@@ -37,7 +39,7 @@ class Bar:
     value: float
     low: float
     high: float
-    parts: tuple[float, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines: label -> (color, points). Both axes are logarithmic, unless the lines are of equal steps."""
+    """Lines: label -> (color, points). Both axes are logarithmic and the first line ours, unless steps are equal."""
 
     title: str
     xlabel: str
@@ -66,7 +68,7 @@ Panel = Bars | Curves
 def timed(label: str, color: str, phases: Mapping, scale: float = 1.0) -> Bar:
     """The bar of a step; its phases are parts where they are most of it."""
     step = phases["step"]
-    parts = tuple(scale * phases[name]["median_ms"] for name in PHASES if name in phases)
+    parts = {name: scale * phases[name]["median_ms"] for name in PHASES if name in phases}
     return Bar(label, color, *(scale * step[f"{of}_ms"] for of in ("median", "min", "max")), parts=parts)
 
 
@@ -169,6 +171,34 @@ def of_moe(results: Mapping) -> list[Panel]:
     ]
 
 
+def of_moments(results: Mapping) -> list[Panel]:
+    steps = {name: (one["step"]["median_ms"], name != "torch") for name, one in results.items()}
+    return [of_ways("a step, by moments", steps, "ms")]
+
+
+def of_wire(results: list) -> list[Panel]:
+    """Ours first: over gloo, in the parameters' dtype."""
+    panels: list[Panel] = []
+    for link in dict.fromkeys(one["link_mbits"] for one in results):
+        steps = {one["side"]: one["step"]["median_ms"] for one in results if one["link_mbits"] == link}
+        steps = {"gloo": steps.pop("gloo"), **steps}
+        title = f"gloo as if over {link:,} Mbit/s" if link else "gloo of one host"
+        panels.append(of_ways(title, {side: (ms, side.startswith("gloo")) for side, ms in steps.items()}, "ms"))
+    return panels
+
+
+def of_simulate(results: list) -> list[Panel]:
+    return [
+        of_ways(
+            f"{one['case']}: {title}",
+            {"measured": (one[side]["measured_ms"], True), "foretold": (one[side]["foretold_ms"], False)},
+            "ms",
+        )
+        for one in results
+        for side, title in SIMULATED.items()
+    ]
+
+
 def of_score(results: Mapping) -> list[Panel]:
     return [
         of_ways(
@@ -232,6 +262,7 @@ PANELS: dict[str, Callable[..., list[Panel]]] = {
     "step": of_step,
     "optimizer": of_step,
     "muon": of_muon,
+    "moments": of_moments,
     "host": of_host,
     "collectives": of_collectives,
     "memory": of_memory,
@@ -243,20 +274,14 @@ PANELS: dict[str, Callable[..., list[Panel]]] = {
     "score": of_score,
     "checkpoint": of_checkpoint,
     "curves": of_curves,
+    "wire": of_wire,
+    "simulate": of_simulate,
 }
 
 
-def overview(step: dict, memory: dict) -> list[Panel]:
-    """The picture of README.md."""
-    cases = {"comm": "Step: 12 layers of 512, 16 tokens", "compute": "Step: the same, 512 tokens"}
-    shown = [side for side in SIDES if side != "fsdp2x_torch_adamw"]
-    found: list[Panel] = []
-    for case, title in cases.items():
-        sides = step["results"][case]
-        whole = {side: {"step": sides[side]["step"]} for side in shown if side in sides}
-        found.append(of_sides(title, whole))
-    (peak,) = of_memory([one for one in memory["results"] if one["case"] == "comm"])
-    return [*found, Bars("Peak memory, both ranks, 16 tokens", "MiB", peak.bars)]
+def panels_of(record: Mapping) -> list[Panel]:
+    """Of one recorded result; none where a table says it better."""
+    return PANELS[record["benchmark"]](record["results"]) if record["benchmark"] in PANELS else []
 
 
 # ---- drawing
@@ -292,7 +317,7 @@ def _draw_bars(axes, panel: Bars) -> None:
     for place, bar in zip(places, panel.bars, strict=True):
         axes.barh(place, bar.value, 0.66, color=bar.color)
         left = 0.0
-        for index, part in enumerate(bar.parts if len(bar.parts) > 1 else ()):
+        for index, part in enumerate(bar.parts.values() if len(bar.parts) > 1 else ()):
             axes.barh(place, part, 0.66, left=left, color="white", alpha=0.22 * index, edgecolor="none")
             left += part
         if bar.high > bar.low:

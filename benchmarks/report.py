@@ -33,6 +33,7 @@ import bench_step
 import bench_sync
 import bench_wire
 import harness
+import history
 import plots
 from gpu import bench_kernels, bench_units
 from gpu import bench_memory as bench_gpu_memory
@@ -40,8 +41,6 @@ from gpu import bench_step as bench_gpu_step
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-# What the picture of README.md at the top of the repository is drawn from.
-OVERVIEW = ("step_cpu_2ranks", "memory_cpu_2ranks")
 
 TITLES = {
     "step": "One training step",
@@ -112,8 +111,8 @@ def load(folder: Path) -> list[dict]:
     return sorted(found, key=lambda record: list(TITLES).index(record["benchmark"]))
 
 
-def section(record: dict, plot: str | None) -> str:
-    """One result: its title, the machine, its table and its plot."""
+def section(record: dict, plot: str | None, runs: list[dict]) -> str:
+    """One result: its title, the machine, its table, that of all recorded runs of it, and its plot."""
     environment = record["environment"]
     ranks = f", {environment['world']} ranks" if environment.get("world") else ""
     where = f"torch {environment['torch']}, {environment['cores']} cores{ranks}, commit {environment['commit']}"
@@ -124,6 +123,10 @@ def section(record: dict, plot: str | None) -> str:
                 parts += [f"### {title}", harness.table(rows_of(record["results"][entry]))]
     else:
         parts.append(harness.table(ROWS[record["benchmark"]](record["results"])))
+    of = [line for line in runs if line["name"] == record["name"]]
+    if of:
+        about = "Over all recorded runs, how many times the first bar or line the others take, bold where it is less:"
+        parts += [about, "\n".join(history.table(of))]
     if plot is not None:
         parts.append(f"![{TITLES[record['benchmark']]}]({plot})")
     return "\n\n".join(parts)
@@ -151,16 +154,13 @@ def main() -> int:
     text = (HERE / "README.md").read_text()
     has_plots = "![" in text if args.check else not args.no_plots
     sections = []
-    records = load(args.results)
+    records, runs = load(args.results), history.read(history.HISTORY)
     for record in records:
         plot = f"plots/{record['name']}.png" if has_plots and record["benchmark"] in plots.PANELS else None
         if plot is not None and not args.check:
-            plots.draw(plots.PANELS[record["benchmark"]](record["results"]), args.out / plot)
-        sections.append(section(record, plot))
+            plots.draw(plots.panels_of(record), args.out / plot)
+        sections.append(section(record, plot, runs))
     filled = fill(text, sections)
-    of_overview = [record for name in OVERVIEW for record in records if record["name"] == name]
-    if not (args.check or args.no_plots) and len(of_overview) == len(OVERVIEW):
-        plots.draw(plots.overview(*of_overview), args.out / "plots/overview.png")
     if args.check:
         if filled != text:
             print("README.md does not show these results: run benchmarks/report.py", file=sys.stderr)

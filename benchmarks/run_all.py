@@ -37,8 +37,8 @@ FULL = {
     "scale": ["bench_scale.py"],
     "score_cpu": ["bench_score.py"],
     "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
-    "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48"],
-    "load_cold_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--cold"],
+    "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--repeats", "1"],
+    "load_cold_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--repeats", "1", "--cold"],
 }
 QUICK = {
     "step_cpu_2ranks": ["bench_step.py", "--cases", "comm", "many", "--steps", "5"],

@@ -1,0 +1,57 @@
+"""Every benchmark, as short as it gets: it runs to its end, its sides agree, its result makes a table and a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import programs
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ONE_SMALL_MODEL = ("--hidden", "64", "--layers", "2", "--repeats", "1")
+SHORTEST = {
+    "bench_checkpoint.py": ONE_SMALL_MODEL,
+    "bench_collectives.py": ("--sizes", "4096", "--steps", "2"),
+    "bench_counts.py": ("--quick",),
+    "bench_curves.py": ("--quick",),
+    "bench_export.py": ONE_SMALL_MODEL,
+    "bench_host.py": ("--quick",),
+    "bench_load.py": ONE_SMALL_MODEL,
+    "bench_memory.py": ("--quick",),
+    "bench_moe.py": ("--quick", "--steps", "1"),
+    "bench_moments.py": ("--steps", "1"),
+    "bench_muon.py": ("--cases", "layers", "--steps", "1"),
+    "bench_optimizer.py": ("--steps", "1"),
+    "bench_scale.py": ("--quick",),
+    "bench_score.py": ("--quick", "--steps", "1"),
+    "bench_sequence.py": ("--quick", "--steps", "1"),
+    "bench_simulate.py": ("--quick",),
+    "bench_step.py": ("--cases", "many", "--steps", "1"),
+    "bench_sync.py": ONE_SMALL_MODEL,
+    "bench_wire.py": ("--quick", "--steps", "1"),
+}
+USE = """
+import history, json, report, sys
+record = json.load(open(sys.argv[1]))
+print(report.section({**record, "name": "x"}, None, []))
+print(json.dumps(history.entry("x", record, 0.0)["ratios"]))
+"""
+
+
+@pytest.mark.full
+def test_none_is_missing():
+    assert {path.name for path in FOLDER.glob("bench_*.py")} == set(SHORTEST)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", SHORTEST)
+def test_a_benchmark_runs(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    if script == "bench_step.py":
+        pytest.importorskip("peft")
+    result = tmp_path / "result.json"
+    done = programs.run(FOLDER / script, *SHORTEST[script], "--json", result, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(result.read_text())["benchmark"] == script[len("bench_") : -len(".py")]
+    done = programs.run("-c", USE, result, cwd=FOLDER)
+    assert done.returncode == 0 and done.stdout.count("|") > 20, done.stdout + done.stderr
