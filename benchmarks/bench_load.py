@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import re
 import statistics
@@ -128,10 +127,9 @@ def _read_bytes() -> int:
 
 def own_memory(folder: str) -> None:
     """Uses what the files take, in huge pages, and frees it: memory that the machine then has."""
-    num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    from fsdp2x.checkpoint.disk import page_aligned
+
+    page_aligned(sum(file.stat().st_size for file in Path(folder).iterdir())).fill_(1)
 
 
 def sample(way: str, folder: str) -> None:

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 import harness
-from bench_step import CASES, Case, build_model
+from bench_step import build_model
 from peers import ZeRO3, has_deepspeed, shard_stock
+from step_cases import CASES, Case
 
 SIDES = ("fsdp2x", "stock", "ddp", "zero3")
 QUICK = Case(hidden=256, layers=4, tokens=16, intermediate=768)

@@ -26,6 +26,7 @@ import bench_step
 import harness
 import peers
 import plots
+import step_cases
 
 CASES = ("comm", "many", "compute", "moe")
 SIZES = (2**18, 2**24)
@@ -65,7 +66,7 @@ def step_of(model: nn.Module, tokens: int) -> Callable[[harness.PhaseTimer], Non
 def run_case(name: str, machines: dict, steps: int) -> dict:
     import fsdp2x
 
-    case = bench_step.CASES[name]
+    case = step_cases.CASES[name]
     plain = bench_step.build_model(case)
     models = {
         "unsharded": plain,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,30 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import harness
 import peers
-
-
-@dataclass(frozen=True)
-class Case:
-    hidden: int
-    layers: int
-    tokens: int
-    intermediate: int
-    kind: str = "dense"
-
-    @property
-    def title(self) -> str:
-        kind = {"dense": "", "moe": ", 8 experts", "lora": ", LoRA"}[self.kind]
-        return f"{self.layers} layers of {self.hidden}{kind}, {self.tokens} tokens"
-
-
-CASES = {
-    "comm": Case(hidden=512, layers=12, tokens=16, intermediate=1536),
-    "many": Case(hidden=64, layers=48, tokens=8, intermediate=176),
-    "compute": Case(hidden=512, layers=12, tokens=512, intermediate=1536),
-    "moe": Case(hidden=256, layers=8, tokens=32, intermediate=512, kind="moe"),
-    "lora": Case(hidden=512, layers=12, tokens=16, intermediate=1536, kind="lora"),
-}
-
+from step_cases import CASES, Case
 
 LR = 1e-4
 TITLES = {

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import harness
 import peers
-from bench_step import CASES, Case, build_model, make_step
+from bench_step import build_model, make_step
+from step_cases import CASES, Case
 
 QUICK = Case(hidden=64, layers=2, tokens=8, intermediate=176)
 # Name -> transport and formats; None: stock FSDP2.

@@ -28,9 +28,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import bench_step
 import plots
 import run_all
+from step_cases import CASES
 
 HERE = Path(__file__).parent
 HISTORY = HERE / "history.jsonl"
@@ -108,6 +108,11 @@ def entry(name: str, record: Mapping, load: float) -> dict:
     }
 
 
+def runs_of(name: str, lines: Iterable[Mapping]) -> list[Mapping]:
+    """The lines of one result."""
+    return [line for line in lines if line["name"] == name]
+
+
 def ranges(lines: Iterable[Mapping]) -> dict[tuple[str, str], list[float]]:
     """(result, row) -> ratios of all runs."""
     found: dict[tuple[str, str], list[float]] = {}
@@ -130,37 +135,37 @@ def table(lines: list[Mapping]) -> list[str]:
     """
     rows = ["| row | median | range | runs | days | machines |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for (name, row), values in ranges(lines).items():
-        is_ahead = round(statistics.median(values), 2) < 1
+        middle = statistics.median(values)
+        is_ahead = round(middle, 2) < 1
         if row.rpartition(", ")[2] in plots.PHASES and not is_ahead:
             continue
         days, machines = days_and_machines(line for line in lines if line["name"] == name and row in line["ratios"])
-        middle = f"{'**' * is_ahead}{statistics.median(values):.2f}x{'**' * is_ahead}"
+        mark = "**" if is_ahead else ""
         spread = f"{min(values):.2f}x to {max(values):.2f}x"
-        rows.append(f"| {row} | {middle} | {spread} | {len(values)} | {days} | {machines} |")
+        rows.append(f"| {row} | {mark}{middle:.2f}x{mark} | {spread} | {len(values)} | {days} | {machines} |")
     return rows
 
 
 def shown(lines: list[Mapping]) -> str:
     """The table of each result, under its name."""
-    of = {name: [line for line in lines if line["name"] == name] for name in sorted({line["name"] for line in lines})}
-    return "\n\n".join("\n".join([name, "", *table(one)]) for name, one in of.items())
+    names = sorted({line["name"] for line in lines})
+    return "\n\n".join("\n".join([name, "", *table(runs_of(name, lines))]) for name in names)
 
 
 # What the columns of README.md are called, and the bars behind them.
 PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
 
-
 # Panels of the picture at the top of README.md: result, its row, title, unit.
 OVERVIEW = (
-    ("step_cpu_2ranks", "comm", f"Step: {bench_step.CASES['comm'].title}", "ms"),
-    ("step_cpu_2ranks", "compute", f"Step: {bench_step.CASES['compute'].title}", "ms"),
+    ("step_cpu_2ranks", "comm", f"Step: {CASES['comm'].title}", "ms"),
+    ("step_cpu_2ranks", "compute", f"Step: {CASES['compute'].title}", "ms"),
     ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks, 16 tokens", "MiB"),
 )
 
 
 def steps_table(lines: list[Mapping]) -> str:
     """Markdown for README.md: a row for each model of bench_step, and how many times our step each peer takes."""
-    of = [line for line in lines if line["name"] == "step_cpu_2ranks"]
+    of = runs_of("step_cpu_2ranks", lines)
     found = ranges(of)
     models = list(dict.fromkeys(row.partition(": ")[0] for _, row in found))
     days, machines = days_and_machines(of)
@@ -173,7 +178,7 @@ def steps_table(lines: list[Mapping]) -> str:
             cells.append(
                 f"{statistics.median(values):.1f}x ({min(values):.1f} to {max(values):.1f})" if values else "–"
             )
-        rows.append(f"| {model}: {bench_step.CASES[model].title} | {' | '.join(cells)} |")
+        rows.append(f"| {model}: {CASES[model].title} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -181,7 +186,7 @@ def overview(lines: list[Mapping]) -> list[plots.Panel]:
     """The picture of README.md, of the runs of its table: medians and ranges of ratios, times the median of ours."""
     panels: list[plots.Panel] = []
     for name, row, title, unit in OVERVIEW:
-        of = [line for line in lines if line["name"] == name]
+        of = runs_of(name, lines)
         own = [line["ours"][row] for line in of if "ours" in line]
         bars = [plots.Bar("fsdp2x", plots.OURS, statistics.median(own), min(own), max(own))]
         found = ranges(of)

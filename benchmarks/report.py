@@ -123,7 +123,7 @@ def section(record: dict, plot: str | None, runs: list[dict]) -> str:
                 parts += [f"### {title}", harness.table(rows_of(record["results"][entry]))]
     else:
         parts.append(harness.table(ROWS[record["benchmark"]](record["results"])))
-    of = [line for line in runs if line["name"] == record["name"]]
+    of = history.runs_of(record["name"], runs)
     if of:
         about = "Over all recorded runs, how many times the first bar or line the others take, bold where it is less:"
         parts += [about, "\n".join(history.table(of))]

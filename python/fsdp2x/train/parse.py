@@ -127,8 +127,9 @@ def convert(kind: Any, value: Any, path: str) -> Any:
             return "on" if value else "off"  # YAML 1.1 reads these words as booleans
         if any(value == option and type(value) is type(option) for option in args):
             return value
-        if isinstance(value, str) and DTYPE_NAMES.get(value.removeprefix("torch.")) in args:
-            return DTYPE_NAMES[value.removeprefix("torch.")]
+        dtype = DTYPE_NAMES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
+        if dtype in args:
+            return dtype
         near = difflib.get_close_matches(str(value), [str(option) for option in args], n=1)
         raise ConfigError(_mismatch(path, value, kind) + (f"; did you mean {near[0]}?" if near else ""))
     elif origin is list and isinstance(value, list):
