@@ -1,5 +1,7 @@
 """``install()``: makes the names of ``torch.distributed.fsdp`` stand for ours, wherever they were imported.
 
+Gradient clipping of ``torch.nn.utils`` is replaced, too (``optim/torch_clip.py``).
+
 What is replaced are functions, by identity: every global of a loaded module that *is* upstream's function becomes ours,
 whatever its name there. Classes stay: ours are subclasses of upstream's, so ``isinstance`` holds for both kinds of
 model, and a replaced class would break it for models that upstream sharded. Upstream's engine stays usable: each
@@ -26,6 +28,7 @@ from fsdp2x.accelerate_on_cpu import FollowAccelerate
 from fsdp2x.arguments import checked
 from fsdp2x.module import FSDPModule
 from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.optim import torch_clip
 
 logger = logging.getLogger("fsdp2x")
 
@@ -119,7 +122,7 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
     for name, (_, new) in pairs.items():
         # By this name pickle finds it, as it finds upstream's.
         new.__module__, new.__qualname__ = torch_fsdp.__name__, name
-    return pairs
+    return pairs | {theirs.__name__: (theirs, ours) for theirs, ours in torch_clip.replacements()}
 
 
 def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:

@@ -47,20 +47,58 @@ def clip_grad_norm_(
         RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"fsdp2x.clip_grad_norm_: norm_type is {norm_type}, expected a positive number or inf")
+    norm_type = _checked_norm_type("clip_grad_norm_", float(norm_type))
     gradients, norm, factor = _measure("clip_grad_norm_", params, float(max_norm), norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm):
+    if error_if_nonfinite:
+        _require_finite("clip_grad_norm_", norm, norm_type)
+    _multiply(params, gradients, factor)
+    return norm
+
+
+def norm_of(caller: str, tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm of full tensors as one vector, by torch on the local ones. Collective, see ``clip_grad_norm_``."""
+    buckets = _Buckets(_checked_norm_type(caller, norm_type))
+    for tensor in tensors:
+        refuse_sparse(caller, tensor)
+        buckets.add_gradient(tensor)
+    is_double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    norm = _root(buckets.total(local_tensor(tensors[0]).device), norm_type)
+    norm = norm.to(torch.float64 if is_double else torch.float32)
+    if error_if_nonfinite:
+        _require_finite(caller, norm, norm_type)
+    return norm
+
+
+def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
+    """Multiplies the local gradients by ``factor`` (f64, no dimensions), in place."""
+    _multiply(params, _C.LocalGradients(params, _kernels_for(params)), factor)
+
+
+def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor) -> None:
+    for index in gradients.multiply(factor):
+        local = local_tensor(params[index].grad)
+        local.mul_(factor.to(local.device))
+
+
+def _checked_norm_type(caller: str, norm_type: float) -> float:
+    if not norm_type > 0:
+        raise ValueError(f"fsdp2x.{caller}: norm_type is {norm_type}, expected a positive number or inf")
+    return norm_type
+
+
+def _require_finite(caller: str, norm: Tensor, norm_type: float) -> None:
+    if not torch.isfinite(norm):
         raise RuntimeError(
-            f"fsdp2x.clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
+            f"fsdp2x.{caller}: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
             "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
         )
-    for index in gradients.multiply(factor):
-        grad = params[index].grad
-        local = local_tensor(grad)
-        local.mul_(factor.to(local.device))
-    return norm
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    """The norm, from the sum of powers or the largest value."""
+    if math.isinf(norm_type):
+        return total
+    return total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
 
 
 def check_max_grad_norm(name: str, value: float | None) -> None:
@@ -117,8 +155,7 @@ def _measure(
     if norm_type == 2.0 and on_device.serves(device):
         norm, factor = on_device.clip_numbers(total, max_norm, dtype is torch.float64)
     else:
-        norm = total if math.isinf(norm_type) else total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
-        norm = norm.to(dtype)
+        norm = _root(total, norm_type).to(dtype)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).double()
     return gradients, norm, factor
 
