@@ -211,17 +211,6 @@ def test_a_sharded_weight_used_outside_its_unit(ctx, through):
     assert model.blocks[0](inputs(ctx.rank)).shape == (4, 6)
 
 
-@distributed(world_sizes=(2,))
-def test_a_view_as_output_is_warned_of(ctx):
-    class Viewing(Stack):
-        def forward(self, x):
-            return super().forward(x)[:2]
-
-    model = shard(ctx, Viewing(), STACK_UNITS)
-    with pytest.warns(UserWarning, match="returned a view tensor"):
-        model(inputs(ctx.rank)).sum().backward()
-
-
 @distributed(world_sizes=(1,))
 def test_compiled_autograd_is_refused(ctx):
     """A traced backward would not see memory move; torch asks each node how to trace it, ours says what to do."""

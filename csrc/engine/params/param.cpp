@@ -11,9 +11,10 @@ namespace {
 
 std::string poison_message(const std::string& fqn) {
   return "fsdp2x: the unsharded parameter '" + fqn +
-         "' was used while it is resharded. Its memory exists only inside its unit's forward and backward: use it "
-         "there, "
-         "or call unshard() on the unit's module first.";
+         "' was used while it is resharded. In backward, start from a tensor that its unit's forward returned (return "
+         "it from forward), or keep the parameters with reshard_after_forward=False, and for second-order gradients "
+         "with set_reshard_after_backward(False). Elsewhere, use it inside its unit's forward, or call unshard() on "
+         "the unit's module first.";
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What runs around a module's forward.
 #include "engine/schedule/hooks.hpp"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
@@ -149,7 +150,6 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
   if (root.backward_has_raised()) root.abandon_backward();
   const PyObject* const old_args = args.ptr();
   const PyObject* const old_kwargs = kwargs.ptr();
-  if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
   if (unit.phase() == Phase::backward) {
     // A checkpoint inside this unit's backward recomputes it: the hooks of the first forward still stand.
     root.unshard(unit);
@@ -160,6 +160,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
       root.abandon_forward(/*interrupted=*/true, "");
     }
     const bool first = unit.phase() != Phase::forward;
+    if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
     unit.set_phase(Phase::forward);
     ++unit.num_running;
     if (first && !root.in_forward()) {
@@ -181,6 +182,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
         unit.armed = true;
         unit.packs_late = has_backward_hooks();
         attach_post_backward(args, kwargs);
+        first_node_ = at::sequence_number::peek();
       }
     }
   }
@@ -203,34 +205,40 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
     }
   }
   const ProfileRange range(unit.ranges.post_forward);
-  bool done = unit.phase() != Phase::backward;
-  if (modules_.size() > 1) {
-    const auto found = std::find(remaining_.begin(), remaining_.end(), module.ptr());
-    const bool was_remaining = found != remaining_.end();
-    if (was_remaining) remaining_.erase(found);
-    done = done && was_remaining && remaining_.empty();
-  }
   py::object result = output;
-  if (done) {
-    finish_forward(output);
+  if (unit.phase() != Phase::backward) {
+    attach_pre_backward(output);
     result = mark_outputs(output);
-    if (unit.root->is_forward_root(&unit)) {
-      result = complete_others(result);
-      unit.root->end_forward();
+    if (is_last_call(module)) {
+      finish_forward();
+      if (unit.root->is_forward_root(&unit)) {
+        result = complete_others(result);
+        unit.root->end_forward();
+      }
     }
   }
   result = cast_output(result);
   return result.ptr() == output.ptr() ? py::none() : result;
 }
 
-void UnitHooks::finish_forward(const py::object& output) {
+bool UnitHooks::is_last_call(const py::object& module) {
+  if (modules_.size() == 1) return true;
+  const size_t num_before = remaining_.size();
+  std::erase(remaining_, module.ptr());
+  if (remaining_.size() < num_before && remaining_.empty()) return true;
+  // A member that was called past the root: nobody else ends this forward.
+  if (!unit_->root->is_forward_root(unit_.get()) || unit_->num_running > 0) return false;
+  remaining_.clear();
+  return true;
+}
+
+void UnitHooks::finish_forward() {
   if (!inside_backward()) {
     const bool frees =
         unit_->options.reshard_after_forward || (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
     if (frees && unit_->num_running == 0) unit_->reshard_after_forward();
     unit_->root->record_forward(*unit_);
   }
-  attach_pre_backward(output);
   unit_->set_phase(Phase::idle);
 }
 
@@ -239,8 +247,8 @@ py::object UnitHooks::complete_others(py::object output) {
     const auto hooks = it->lock();
     if (!hooks || hooks.get() == this || hooks->remaining_.empty()) continue;
     hooks->remaining_.clear();
-    hooks->finish_forward(output);
-    output = hooks->cast_output(hooks->mark_outputs(output));
+    hooks->finish_forward();
+    output = hooks->cast_output(output);
   }
   return output;
 }
@@ -335,14 +343,6 @@ bool UnitHooks::has_backward_hooks() const {
   });
 }
 
-void UnitHooks::warn_of_view() {
-  if (std::exchange(has_warned_, true)) return;
-  const std::string text = "FSDP2-wrapped module (" + unit_->name +
-                           ") returned a view tensor. An in-place operation on it would drop the hook that gathers the "
-                           "parameters for backward: use out-of-place operations, or clone() the output before.";
-  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
-}
-
 // A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per
 // leaf, since a parameter outlives its forward. It must not own the unit, which owns the parameter.
 void UnitHooks::hook_leaf(PyObject* tensor) {
@@ -366,11 +366,16 @@ void UnitHooks::attach_pre_backward(const py::object& output) {
   const auto attach = [this](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!tensor.requires_grad()) return;
-    if (tensor.is_view()) warn_of_view();
     if (const auto& node = tensor.grad_fn()) {
       node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
     } else {
       hook_leaf(object);
+    }
+    if (!tensor.is_view()) return;
+    // An in-place operation on a view replaces its node, and keeps that of its base.
+    const auto& base = tensor._base().grad_fn();
+    if (base && base != tensor.grad_fn() && base->sequence_nr() >= first_node_) {
+      base->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
     }
   };
   for_each_tensor(output.ptr(), attach, python_calls());

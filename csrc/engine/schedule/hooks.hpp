@@ -26,8 +26,8 @@ class UnitCall {
   std::optional<uint64_t> entry_;
 };
 
-// The hooks of one unit. A unit of several modules runs its pre-forward before the first of them and its post-forward
-// after the last; each module's inputs and outputs are cast.
+// The hooks of one unit. A unit of several modules gathers before the first of them and reshards after the last. Inputs
+// and outputs of each module are cast, and each output starts the unit's backward.
 class UnitHooks {
  public:
   // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and
@@ -75,11 +75,12 @@ class UnitHooks {
   // Inside a transform a tensor may need a gradient without saying so.
   py::object mark_outputs(const py::object& output) const;
   void hook_leaf(PyObject* tensor);
-  void finish_forward(const py::object& output);
+  // Whether every module of the unit has run, or the one that was called past the root.
+  bool is_last_call(const py::object& module);
+  void finish_forward();
   py::object complete_others(py::object output);
   void fail_forward();
   bool has_backward_hooks() const;
-  void warn_of_view();
   uint64_t& python_calls() const;
 
   cpu::ProcessGuard guard_;
@@ -90,9 +91,9 @@ class UnitHooks {
   py::object mark_output_;
   py::object is_running_;
   std::vector<py::object> backward_hooks_;
-  Handled handled_before_;  // the running forward
-  py::object leaf_hook_;    // the pre-backward hook on inputs and parameters that the unit returned as they are
-  bool has_warned_ = false;
+  Handled handled_before_;   // the running forward
+  py::object leaf_hook_;     // the pre-backward hook on inputs and parameters that the unit returned as they are
+  uint64_t first_node_ = 0;  // of autograd, behind the inputs of the last forward under grad
   std::vector<PyObject*> modules_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward
   std::vector<std::weak_ptr<UnitHooks>> all_;

@@ -182,6 +182,8 @@ void Root::prefetch_forward(Unit& unit) {
   if (!unit.forward_prefetch.empty()) {
     for (const auto& weak : unit.forward_prefetch) {
       if (auto target = weak.lock(); target && target->param_state() == ParamState::sharded) {
+        // A checkpoint recomputes units one by one, and the backward of the next one is over.
+        if (inside_backward() && target->phase() == Phase::reduced) continue;
         if (!inside_backward()) target->drop_post_forward();
         const ProfileRange range(target->ranges.forward_prefetch);
         prefetch(*target);

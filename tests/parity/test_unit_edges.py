@@ -1,0 +1,222 @@
+"""The edges of a unit: views that it returns, members that run alone, losses that bypass its output, recomputation."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2x
+from harness import distributed
+from models import inputs
+from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, same, shard, train_alike
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+VIEWS = {
+    "view": lambda y: y.view(-1, 3, 2),
+    "transpose": lambda y: y.transpose(0, 1),
+    "slice": lambda y: y[:, 1:5],
+    "select": lambda y: y[:, 2],
+    "view of a view": lambda y: y.view(-1, 3, 2)[..., :1],
+    "broadcast first": lambda y: (y + torch.zeros(2, 1, 1)).flatten(0, 1),
+}
+WRITES = {
+    "add": lambda o, scale: o.add_(1),
+    "mul by another": lambda o, scale: o.mul_(scale),
+    "masked": lambda o, scale: o.masked_fill_(o.detach() > 0, 0.5),
+    "twice, in a part": lambda o, scale: (o[:1].mul_(2), o.add_(scale)),
+}
+
+
+class Viewing(nn.Module):
+    def __init__(self, view, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.view = view
+        self.linear = Viewing(lambda y: y.view(-1, 6), None) if inner else nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.view(self.linear(x))
+
+
+class Writing(nn.Module):
+    """Changes in place what the unit has returned."""
+
+    def __init__(self, view, write, how):
+        super().__init__()
+        torch.manual_seed(1)
+        self.how, self.write = how, write
+        self.unit, self.scale = Viewing(view, inner=how == "nested"), nn.Linear(1, 1)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(self.how != "no input gradient")
+        o = checkpoint(self.unit, x, use_reentrant=False) if self.how == "checkpoint" else self.unit(x)
+        self.write(o, self.scale(x.new_ones(1)))
+        return o.square().mean()
+
+
+@distributed(world_sizes=(1, 2, 3))
+@pytest.mark.parametrize("reshard", [None, False])
+@both_transports
+def test_writes_to_returned_views(ctx, transport, reshard):
+    hows = ("plain", "nested", "checkpoint", "no input gradient")
+    for number, view in enumerate(list(VIEWS.values()) * 2):
+        write, how = list(WRITES.values())[number % 4], hows[(number + number // 4) % 4]
+        plain = Writing(view, write, how)
+        units = ("unit.linear", "unit") if how == "nested" else ("unit",)
+        ours = shard(ctx, copy.deepcopy(plain), units, transport=transport, reshard_after_forward=reshard)
+        train_alike(ctx, plain, ours, lambda m, rank, step: m(inputs(rank, step)), num_steps=1, **CLOSE)
+
+
+class Members(nn.Module):
+    """`norm` and `head` are one unit; `calls` names who runs, in which order, each on an output of its own."""
+
+    def __init__(self, calls):
+        super().__init__()
+        torch.manual_seed(0)
+        self.calls, self.inner = calls, nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.kept = []
+        h = self.inner(x)
+        for call in self.calls.split():
+            run = getattr(self, call.strip("+!"))
+            o = checkpoint(run, h, use_reentrant="!" in call) if call[-1] in "+!" else run(h)
+            h = o if call == "norm" else h
+            self.kept.append(o)
+        return self.kept[0]
+
+    def loss(self, x):
+        self(x)
+        return sum((i + 1) * kept.square().mean() for i, kept in enumerate(self.kept))
+
+
+CALLS = ["norm head", "norm head head", "head norm head", "head", "norm", "head head", "head norm norm head"]
+RECOMPUTED = ["norm head+", "norm+ head+ head+", "norm head! head", "head!", "norm! head!"]
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("reshard", [None, False])
+@both_transports
+def test_members_that_run_alone(ctx, transport, reshard):
+    """In any order and number, also recomputed: every output of a member starts the unit's backward."""
+    for calls in CALLS + RECOMPUTED:
+        plain = Members(calls)
+        ours = shard(
+            ctx, copy.deepcopy(plain), ("inner", "norm+head"), transport=transport, reshard_after_forward=reshard
+        )
+        train_alike(ctx, plain, ours, lambda m, rank, step: m.loss(inputs(rank, step)), num_steps=2, **CLOSE)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("grad", [False, True])
+@both_transports
+def test_a_member_called_past_the_root(ctx, transport, grad):
+    """A forward of its own: the next one of the root is whole, and no unit stays gathered."""
+    only_fsdp2x(ctx)
+    plain = Members("norm head")
+    ours = shard(ctx, copy.deepcopy(plain), ("inner", "norm+head"), transport=transport)
+
+    def loss_of(model, rank, step):
+        loss = model.loss(inputs(rank, step))
+        with contextlib.nullcontext() if grad else torch.no_grad():
+            alone = model.head(model.norm(inputs(rank, step))).square().mean()
+        return loss + alone
+
+    train_alike(ctx, plain, ours, loss_of, num_steps=3, **CLOSE)
+    with torch.no_grad():
+        ours(inputs(ctx.rank))
+    assert {unit.param_state for unit in fsdp2x.describe(ours).units} == {"SHARDED"}
+
+
+class Bypassing(nn.Module):
+    """Keeps a tensor of its own beside what it returns, or is asked for second-order gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        self.aux = self.b(self.a(x).tanh())
+        return self.a(x)
+
+
+def bypassing_loss(model, x):
+    model(x)
+    return model.unit.aux.square().mean()
+
+
+def penalty(model, x):
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("kind", ["bypasses the output", "second order"])
+@both_transports
+def test_losses_that_need_resharded_parameters(ctx, transport, kind):
+    """The error names ways out, and each of them gives the unsharded model's gradients."""
+    only_fsdp2x(ctx)
+    loss_of = penalty if kind == "second order" else bypassing_loss
+    plain = nn.Sequential()
+    plain.add_module("unit", Bypassing())
+
+    def make(**options):
+        return shard(ctx, copy.deepcopy(plain), ("unit",), transport=transport, **options)
+
+    with pytest.raises(RuntimeError, match="was used while it is resharded") as error:
+        loss_of(make(), inputs(ctx.rank)).backward()
+    for part in ("return it from forward", "reshard_after_forward=False", "set_reshard_after_backward(False)"):
+        assert part in str(error.value)
+    ours = make(reshard_after_forward=False)
+    if kind == "second order":
+        ours.set_reshard_after_backward(False)
+
+    mean_of_ranks(plain, lambda model, rank: loss_of(model, inputs(rank)), ctx.world)
+    loss_of(ours, inputs(ctx.rank)).backward()
+    for unit in (ours, ours.unit):
+        unit.reshard()
+    same(grads(ours), grads(plain), "gradients", **CLOSE)
+
+
+class Recomputing(nn.Module):
+    """`look` is called when the backward has come to the input."""
+
+    def __init__(self, reentrant, span):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.span, self.look = reentrant, span, lambda: None
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        x.register_hook(lambda gradient: self.look())
+        for i in range(0, 4, self.span):
+            x = checkpoint(nn.Sequential(*self.blocks[i : i + self.span]), x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("span", [1, 2])
+@both_transports
+def test_prefetch_with_checkpoints(ctx, transport, reentrant, span):
+    """Explicit forward prefetch gathers nothing again whose backward is over: as many gathers as without it."""
+    only_fsdp2x(ctx)
+    plain, gathers = Recomputing(reentrant, span), []
+    for prefetches in (False, True):
+        ours = shard(ctx, copy.deepcopy(plain), [f"blocks.{i}" for i in range(4)], transport=transport)
+        seen = []
+        ours.look = lambda model=ours, seen=seen: seen.extend(u.param_state for u in fsdp2x.describe(model).units[1:])
+        for block, following in zip(ours.blocks, list(ours.blocks)[1:], strict=False):
+            block.set_modules_to_forward_prefetch([following] if prefetches else [])
+        train_alike(ctx, plain, ours, lambda m, rank, step: m(inputs(rank, step)), num_steps=2, **CLOSE)
+        assert seen == ["SHARDED"] * 8, seen
+        gathers.append(fsdp2x.describe(ours).stats["gathers"])
+        plain = Recomputing(reentrant, span)
+    assert gathers[0] == gathers[1], gathers
