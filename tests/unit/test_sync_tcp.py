@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines import SECRET, Served, Store
-from fsdp2x.sync import Peer
+from fsdp2x.sync import Peer, engine_tcp
 from fsdp2x.sync.engine import WIRE, WireError, is_closed, receive_frame, send_frame
 from fsdp2x.sync.engine_tcp import TcpReceiver, greet_engine, own_host, send_bytes, split_address
 from fsdp2x.sync.targets.base import TargetError, WireLayout
@@ -107,6 +107,29 @@ def test_strangers_leave_a_push_alone(stranger):
             stranger(stack.enter_context(dial(served.receiver)))
         assert push(connection, 1, VALUES)["ok"]
         assert torch.equal(store.weights["b"], B)
+
+
+def test_strangers_who_send_a_byte_now_and_then_keep_nobody_out(monkeypatch):
+    """All visitors that are greeted at a time, and one more; a greeting has one deadline, not one for each byte."""
+    monkeypatch.setattr(engine_tcp, "_GREETING_S", 0.4)
+    with Served(ANY_PORT, Store()) as served, contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(dial(served.receiver)) for _ in range(engine_tcp._MOST_VISITORS + 1)]
+        stop = threading.Event()
+
+        def drip():
+            while not stop.wait(0.1):
+                for stranger in strangers:
+                    with contextlib.suppress(OSError):
+                        stranger.send(b"x")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        try:
+            with dial(served.receiver, 5) as connection:
+                greet_engine(connection, SECRET, 5)
+        finally:
+            stop.set()
+            thread.join(10)
 
 
 def test_a_second_trainer_is_told():

@@ -134,8 +134,8 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float, files: 
                 numbers = array.array("i")
                 numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
                 files.extend(numbers)
-        if not part:
-            raise WireError("the other side closed the connection")
+        if not part or len(files) > _MAX_FILES:
+            raise WireError("the other side closed the connection" if not part else "too many descriptors")
         received += part
     return bytes(received)
 
@@ -153,7 +153,7 @@ def _deadline(connection: socket.socket, deadline: float, what: str) -> Iterator
         yield
     except TimeoutError as error:
         raise WireError(f"cannot {what} in time: the other side hangs or is busy") from error
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last one: of nested JSON
         raise WireError(f"cannot {what}: {error or type(error).__name__}") from error
 
 
@@ -419,9 +419,9 @@ class Receiver:
         self._layout = layout
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
-        mode = body["mode"]
-        if not self._layout:
-            raise WireError("a push before a layout")
+        mode, version = body["mode"], body["version"]
+        if not self._layout or mode not in ("full", "delta") or not isinstance(version, int | str):
+            raise WireError("a push before a layout, or of an unknown mode or version")
         if mode == "delta":
             if not hasattr(self._sink, "apply_delta"):
                 raise NotImplementedError('this engine takes no deltas (its sink has no apply_delta); push mode="full"')
@@ -470,7 +470,7 @@ class Receiver:
         self._num_ends += 1
 
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
-        self.tear(body["reason"])
+        self.tear(str(body["reason"]))
         self._num_ends += 1
 
     def tear(self, reason: str) -> None:

@@ -43,7 +43,7 @@ SCHEME = "tcp://"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _NAME = WIRE.encode()
 _LEAST_SECRET = 16
-_GREETING_S = 10.0  # for both messages of a visitor
+_GREETING_S = 10.0  # for a whole greeting
 _MOST_VISITORS = 16  # that are greeted at a time; more wait
 
 
@@ -90,14 +90,14 @@ def greet_engine(connection: socket.socket, secret: str, timeout_s: float) -> No
     Raises:
         OSError: the other side knows another secret, speaks another protocol or says nothing in time.
     """
-    connection.settimeout(timeout_s)
-    said = _receive_exactly(connection, len(_NAME) + _NONCE_BYTES)
+    deadline = time.monotonic() + timeout_s
+    said = _receive_exactly(connection, len(_NAME) + _NONCE_BYTES, deadline)
     if not said.startswith(_NAME):
         raise OSError(f"it does not speak {WIRE}")
     theirs, mine = said[len(_NAME) :], secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(mine + _proof(secret, b"trainer", theirs, mine))
     try:
-        proof = _receive_exactly(connection, _PROOF_BYTES)
+        proof = _receive_exactly(connection, _PROOF_BYTES, deadline)
     except ConnectionError as error:
         raise OSError("it closed the connection: its secret is another one") from error
     if not hmac.compare_digest(proof, _proof(secret, b"engine", mine, theirs)):
@@ -110,10 +110,11 @@ def greet_trainer(connection: socket.socket, secret: str, timeout_s: float) -> b
     Raises:
         OSError: it has gone, or says nothing in time.
     """
+    deadline = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_NAME + mine)
-    said = _receive_exactly(connection, _NONCE_BYTES + _PROOF_BYTES)
+    said = _receive_exactly(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
     theirs, proof = said[:_NONCE_BYTES], said[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"trainer", mine, theirs)):
         return False
@@ -125,9 +126,11 @@ def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(secret.encode(), role + first + second, "sha256")
 
 
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def _receive_exactly(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Every byte counts against one deadline: a visitor who sends them one by one gets no more time."""
     received = b""
     while len(received) < num_bytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         part = connection.recv(num_bytes - len(received))
         if not part:
             raise ConnectionError("the other side closed the connection")

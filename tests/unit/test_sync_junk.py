@@ -1,0 +1,159 @@
+"""Frames that no trainer sends, at every door of an engine: the peer is let go, and the next push arrives."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from engines import SECRET, new_address
+from fsdp2x.rollout.server import RolloutServer
+from fsdp2x.sync.engine import WIRE, Parameters, Receiver, bind_address, receive_frame, send_frame
+from fsdp2x.sync.engine_tcp import TcpReceiver, greet_engine, send_bytes, split_address
+
+KINDS = b"hello layout begin bucket finish commit abort invite join status sample".split()
+FIELDS = "wire session tensors files mode version base bucket bytes deltas reason device".split()
+VALUES = torch.tensor([1.5, -2.0])
+LAYOUT = {"tensors": [["w", "float32", [2]]], "files": [64]}
+DEEP = b"[" * 200_000
+NEST = b"[" * 900 + b"]" * 900
+NESTED = b'{"version":' + NEST + b',"mode":"full","base":null,"reason":' + NEST + b"}"
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.floats(), st.text(max_size=5), st.sampled_from(["float32", "full", WIRE, "w"]),
+    st.sampled_from([-1, 0, 1, 2, 64, 2**31, 2**63, -(2**63), 2**64, 10**400]),
+)  # fmt: skip
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6).map(lambda body: json.dumps(body).encode())
+odd = st.sampled_from([DEEP, b'{"a":' + DEEP, NESTED, b'"\\ud800"', b'{"reason":"\\ud800"}'])
+texts = st.one_of(bodies, st.binary(max_size=40), odd)
+# (magic, kind, what the head says of descriptors, and of bytes beyond those that come, the body)
+junk = st.tuples(
+    st.sampled_from([WIRE.encode()] * 7 + [b"fsdp2x-0"]),
+    st.sampled_from(KINDS * 2 + [b"\xff\xfe", b"__init__", b"answer"]),
+    st.sampled_from([0] * 9 + [1, 2**32 - 1]),
+    st.sampled_from([0] * 9 + [1, 2**40, 2**64 - 1]),
+    texts,
+)
+
+
+def frame(magic, kind, num_files, more, text):
+    return struct.pack("<8s8sIQ", magic, kind, num_files, min(len(text) + more, 2**64 - 1)) + text
+
+
+class Door:
+    """An engine that a thread serves, and how trainers come to it."""
+
+    def __init__(self, kind):
+        self.kind, self.weight, self.failure, self._stop = kind, torch.zeros(2), None, threading.Event()
+        sink, address = Parameters({"w": self.weight}), new_address()
+        if kind == "rollout":
+            self.engine = RolloutServer(nn.Module(), address)
+            self.address, self._serve = address, lambda: self.engine.serve(contact_s=0.05)
+        else:
+            made = Receiver(address, sink, timeout_s=5.0) if kind == "unix" else None
+            self.engine = made or TcpReceiver("tcp://127.0.0.1:0", sink, secret=SECRET, timeout_s=5.0)
+            self.address, self._serve = self.engine.address, lambda: self.engine.poll(0.02)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        try:
+            while not self._stop.is_set():
+                self._serve()
+        except BaseException as error:
+            self.failure = error
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join(20)
+        self.engine.close()
+        assert self.failure is None, f"the engine is gone: {self.failure!r}"
+
+    def dial(self):
+        if self.kind == "tcp":
+            connection = socket.create_connection(split_address(self.address), 20)
+            greet_engine(connection, SECRET, 20)
+            return connection
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(bind_address(self.address))
+        return connection
+
+    def visit(self, introduced, begun, frames):
+        """Says what belongs there, then ``frames``, and waits until it is let go."""
+        with self.dial() as connection, contextlib.suppress(OSError):
+            if introduced and self.kind != "rollout":
+                self.ask(connection, "layout", LAYOUT)
+            if introduced and begun and self.kind != "rollout":
+                self.ask(connection, "begin", {"mode": "full", "version": 2, "base": None})
+            connection.settimeout(20)
+            try:
+                connection.sendall(b"".join(frame(*one) for one in frames))
+                connection.shutdown(socket.SHUT_WR)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            while connection.recv(1 << 16):
+                pass
+        assert self._thread.is_alive(), f"the engine is gone: {self.failure!r}"
+
+    def ask(self, connection, kind, body, parts=()):
+        with open(os.memfd_create("fsdp2x-junk"), "r+b") as file:
+            os.pwrite(file.fileno(), VALUES.numpy().tobytes().ljust(64), 0)
+            deadline = time.monotonic() + 20
+            files = [file.fileno()] if kind == "layout" and self.kind == "unix" else []
+            send_frame(connection, kind, body, deadline, files)
+            send_bytes(connection, parts, deadline)
+            return receive_frame(connection, deadline)[1]
+
+    def require_service(self):
+        """A trainer that speaks the protocol gets what it asks for."""
+        with self.dial() as connection:
+            if self.kind == "rollout":
+                assert "config" in self.ask(connection, "status", {})["error"], "this model has none"
+                return
+            for kind, body in (
+                ("hello", {"wire": WIRE, "session": "s"}),
+                ("layout", LAYOUT),
+                ("begin", {"mode": "full", "version": 1, "base": None}),
+                ("bucket", {"bucket": 0, "bytes": 8, "tensors": [[0, 0, 0]], "deltas": []}),
+                ("finish", {}),
+                ("commit", {"version": 1}),
+            ):
+                parts = [memoryview(VALUES.numpy().tobytes())] if (kind, self.kind) == ("bucket", "tcp") else []
+                answer = self.ask(connection, kind, body, parts)
+                assert answer["ok"], answer
+            assert (answer["state"], answer["version"]) == ("clean", 1) and torch.equal(self.weight, VALUES)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp", "rollout"])
+def test_junk_ends_no_engine(kind):
+    with Door(kind) as door:
+
+        @settings(
+            max_examples=60,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=(Phase.explicit, Phase.generate),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.booleans(), st.booleans(), st.lists(junk, min_size=1, max_size=4))
+        @example(False, False, [(WIRE.encode(), b"hello", 0, 0, b'{"a":' + DEEP)])
+        @example(True, False, [(WIRE.encode(), b"begin", 0, 0, NESTED)])
+        @example(True, True, [(WIRE.encode(), b"abort", 0, 0, NESTED)])
+        def check(introduced, begun, frames):
+            door.visit(introduced, begun, frames)
+
+        check()
+        door.require_service()
