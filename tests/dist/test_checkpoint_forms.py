@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from checkpoints import OPTIMIZERS, Mixed, Training, on_first, shared_folder
 from harness import dist_run, distributed
@@ -188,6 +189,33 @@ def test_marked_ones_stay(ctx):
         training.save(folder, step=7, keep=1)
         assert not (folder / "step-000002").exists()
         assert training.load(folder / "step-000005").step == 5
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("async_save", [False, True])
+def test_buffers_that_differ_are_those_of_rank_0(ctx, async_save):
+    """Each rank's own in the files of each rank; in the others all of one rank, also next to what stays on a rank."""
+    import fsdp2x
+
+    def make(value):
+        model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(3)))
+        fsdp2x.fully_shard(model)
+        for index, buffer in enumerate(model.buffers()):
+            buffer.fill_(10 * value + index)
+        return model
+
+    with shared_folder() as folder:
+        for form in FORMS:
+            model = make(ctx.rank)
+            saved = fsdp2x.checkpoint.save(folder / form, model, step=0, form=form, async_save=async_save)
+            for buffer in model.buffers():
+                buffer.fill_(-1)
+            saved.wait()
+            fresh = make(ctx.rank + 5)
+            fsdp2x.checkpoint.load(folder / form, fresh)
+            expected = make(ctx.rank if form == "per_rank" else 0)
+            for mine, theirs in zip(fresh.buffers(), expected.buffers(), strict=True):
+                assert mine.equal(theirs), form
 
 
 @distributed(world_sizes=(4,))

@@ -93,7 +93,9 @@ def make_plan(state: State, group: dist.ProcessGroup | None) -> Plan:
         except ValueError as error:
             raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
         metadata.append(described)
-        return [[_key(item) for item in plan.items] for plan in plans]
+        whole = _first_holders([plan for plan, _ in everything])
+        dealt = [[_key(item) for item in plan.items if item.type == WriteItemType.SHARD] for plan in plans]
+        return [[*keys, *(key for key, owner in whole.items() if owner == rank)] for rank, keys in enumerate(dealt)]
 
     assigned = on_rank_0(assign, group=group)
     rank, _ = rank_and_size(group)
@@ -104,6 +106,20 @@ def make_plan(state: State, group: dist.ProcessGroup | None) -> Plan:
         plan.metadata = metadata[0]
         plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
     return plan
+
+
+def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:
+    """The rank that writes each entry that is no shard: the first one that has it.
+
+    Buffers may differ by rank, such as statistics of batches. torch would take each from another rank, to write alike
+    many bytes on all.
+    """
+    found: dict[tuple, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type != WriteItemType.SHARD:
+                found.setdefault(_key(item), rank)
+    return found
 
 
 def _kept(plan: SavePlan, keys: Sequence[tuple]) -> list[WriteItem]:
