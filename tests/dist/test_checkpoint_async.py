@@ -68,6 +68,48 @@ def test_the_next_save_waits_or_skips(ctx):
         assert names == ["latest", "step-000003", "step-000004"]
 
 
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("second_is_async", [False, True])
+def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async):
+    """While the first is being written, the second is refused as if it had been, or waits for it."""
+    from fsdp2x import checkpoint
+
+    actor, critic = Training(), Training()
+    actor.steps(1)
+
+    def kept(path):
+        return Training().load(path).step
+
+    with shared_folder() as folder:
+        for step in (1, 2):
+            with pytest.MonkeyPatch.context() as patch:
+                held = Held(patch)
+                first = actor.save(folder / "run", step=step, async_save=True)
+                with pytest.raises(checkpoint.CheckpointError, match=f"another model's step-00000{step} is being wr"):
+                    critic.save(folder / "run", step=1, async_save=second_is_async)
+                held.go.set()
+                first.wait()
+                assert kept(folder / "run") == step
+        for way, options in {
+            "later": {"step": 3},
+            "overwritten": {"step": 1, "overwrite": True},
+            "file.pt": {"step": 1, "form": "full"},
+        }.items():
+            with pytest.MonkeyPatch.context() as patch:
+                held = Held(patch)
+                first = actor.save(
+                    folder / way, step=1, async_save=True, overwrite=True, form=options.get("form", "sharded")
+                )
+                threading.Timer(0.2, held.go.set).start()
+                second = critic.save(folder / way, async_save=second_is_async, **options)
+                assert first.wait() and second.wait()
+            fresh = Training()
+            assert fresh.load(folder / way).step == options["step"]
+            for mine, theirs in zip(fresh.model.parameters(), critic.model.parameters(), strict=True):
+                assert mine.to_local().equal(theirs.to_local())
+            assert not [path for path in (folder, folder / way) if path.is_dir() and list(path.glob(".*"))]
+
+
 @distributed
 def test_staging_memory_is_used_again(ctx):
     from fsdp2x.checkpoint.background import Saver

@@ -36,8 +36,14 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 
+class _Target(Protocol):
+    path: Path
+    final: Path
+    step: int
+
+
 class _Job(Protocol):
-    target: Any
+    target: _Target
     form: Form
     data: list[torch.Tensor]
     staged: torch.Tensor | None
@@ -84,6 +90,7 @@ class Saver:
         self.roots: set[Path] = set()
         self.plan: Plan | None = None
         self.lost_ranks: LostRanks | None = None
+        self.target: _Target | None = None  # of its last asynchronous save
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -127,6 +134,15 @@ class Saver:
                 raise CheckpointError(f"the asynchronous save before failed: {error}") from None
             raise RuntimeError(f"the asynchronous save before failed: {error}") from error
 
+    def others_writing(self, path: Path) -> list[Saver]:
+        """Savers of other models whose asynchronous save to this folder, or file, is not over."""
+        return [s for s in _writing if s is not self and s.target is not None and s.target.path.resolve() == path]
+
+    def finish_writing(self) -> None:
+        """Until its thread has ended; an error stays for who waits for the save."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
     def start(self, job: _Job, begun: float) -> Saved:
         """Copies the data of `job` and lets the thread do the rest; collective when it is the first."""
         if self._group is None and rank_and_size()[1] > 1:
@@ -146,7 +162,11 @@ class Saver:
             except BaseException as error:
                 self._error = error
                 logger.error("asynchronous save of %s failed: %s", saved.path, error)
+            finally:
+                _writing.discard(self)
 
+        self.target = job.target
+        _writing.add(self)
         self._thread = threading.Thread(target=work, name="fsdp2x-checkpoint")
         self._thread.start()
         saved.stall_s = time.perf_counter() - begun
@@ -189,3 +209,4 @@ class Staging:
 
 
 _savers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()
+_writing: set[Saver] = set()

@@ -79,7 +79,8 @@ def save(
 
     Args:
         path: the folder of the run's checkpoints, or a file.
-        model: sharded by fsdp2x or by stock FSDP2, or not at all.
+        model: sharded by fsdp2x or by stock FSDP2, or not at all. Tensors that are not sharded, such as buffers, are
+            those of the first rank that has them, except with `form="per_rank"`.
         optimizer: torch's, ours, wrapped by `local_optimizer`, or several; None leaves it out.
         step: names the checkpoint; 0 or more.
         scheduler, scaler, data: objects with `state_dict()`, or values, of plain Python and tensors. `data` may differ
@@ -91,7 +92,8 @@ def save(
         keep: how many checkpoints stay in the folder beside the marked ones.
         marked: this one is never deleted by later saves; see `mark`.
         overwrite: the folder may have checkpoints of `step` and later ones that this model was not loaded from: work of
-            another run, which this save and those after it would replace and delete. Without it they are refused.
+            another run, which this save and those after it would replace and delete. Without it they are refused, also
+            while another model's asynchronous save still writes them.
         async_save: return after the shards were copied; a thread writes them. One copy of this rank's shards stays in
             memory for the next save. Ranks then agree over a process group of their own.
         when_busy: while a former asynchronous save of this model is being written: "wait" for it, or "skip" this one.
@@ -118,11 +120,15 @@ def save(
         if saver.is_busy_anywhere(when_busy):
             return Saved(target.final, target.step, form, skipped=True)
         root = target.path.resolve()
-        if not (target.is_file or overwrite or root in saver.roots):
-            on_rank_0(target.refuse_former_run, what=what)
-        saver.roots.add(root)
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-        state, plan, sources = _agree(saver, lambda: collect(model, optimizers, small, trusted), what)
+
+        def begin() -> State:
+            if rank_and_size()[0] == 0:
+                _make_way(saver, target, root, is_refused=not (target.is_file or overwrite or root in saver.roots))
+            return collect(model, optimizers, small, trusted)
+
+        state, plan, sources = _agree(saver, begin, what)
+        saver.roots.add(root)
     job = Job(target, form, plan, state, sources, what, lost_ranks, _manifest(model, state, form, target.step))
     job.write_assets = write_assets
     if not async_save:
@@ -314,6 +320,24 @@ def _check(target: SaveTarget, form: str, when_busy: str) -> None:
         raise ValueError(f"checkpoint.save: keep is {target.keep}, expected at least 1")
     if target.is_file and form != "full":
         raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
+
+
+def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
+    """On rank 0: nobody else writes to this folder when it returns.
+
+    Raises:
+        CheckpointError: other work is there, or on its way, and ``is_refused``.
+    """
+    others = saver.others_writing(root)
+    if is_refused:
+        if ahead := [one.target.final.name for one in others if one.target.step >= target.step]:
+            raise CheckpointError(
+                f"{target.path}: another model's {ahead[0]} is being written there. Save to another folder, or pass "
+                "overwrite=True"
+            )
+        target.refuse_former_run()
+    for other in others:
+        other.finish_writing()
 
 
 def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
