@@ -118,48 +118,187 @@ def test_schedulers_hooks_and_closures(ctx):
 def test_an_error_in_a_step_leaves_the_optimizer_whole(ctx):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
-            raise ArithmeticError("on purpose")
+            if self.fails:
+                raise ArithmeticError("on purpose")
 
+    Failing.fails = False
     model = ours(ctx)
     optimizer = fsdp2x.local_optimizer(Failing(model.parameters(), lr=0.1))
+    Failing.fails = True
     model(inputs(ctx.rank)).sum().backward()
     with pytest.raises(ArithmeticError):
         optimizer.step()
     assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
 
 
+class Update(torch.optim.Optimizer):
+    """Made of one function of a group and the state of each parameter."""
+
+    def __init__(self, params, update, lr=1e-2):
+        super().__init__(params, {"lr": lr, "distance": 1e-6})
+        self._update = update
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["params"] and self._update(group, self.state)
+
+
+def each(update):
+    """``update(param, grad, state, lr)`` of each parameter that has a gradient."""
+
+    def of_group(group, state):
+        for param in group["params"]:
+            if param.grad is not None:
+                update(param, param.grad, state[param], group["lr"])
+
+    return of_group
+
+
+def novograd(param, grad, state, lr):
+    state["second"] = 0.9 * state.get("second", grad.square().sum()) + 0.1 * grad.square().sum()
+    param.sub_(lr * grad / state["second"].sqrt())
+
+
+def lamb(param, grad, state, lr):
+    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(param)) + grad
+    param.sub_(lr * param.norm() / state["mean"].norm() * state["mean"])
+
+
+def lars(param, grad, state, lr):
+    param.sub_(lr * (param.norm() / grad.norm() if param.ndim > 1 else 1.0) * grad)
+
+
+def stable_adamw(param, grad, state, lr):
+    state["second"] = 0.99 * state.get("second", grad.square()) + 0.01 * grad.square()
+    rms = (grad.square() / state["second"]).mean().sqrt()  # 1 in the first step
+    param.sub_(lr / rms.clamp(min=1.0) * grad / state["second"].sqrt())
+
+
+def cautious(param, grad, state, lr):
+    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(param)) + grad
+    mask = (state["mean"] * grad > 0).float()
+    param.sub_(lr * state["mean"].sign() * mask / mask.mean().clamp(min=0.01))
+
+
+def prodigy(group, state):
+    found = 0.0
+    for param in group["params"]:
+        start = state[param].setdefault("start", param.clone())
+        found += float((param.grad * (start - param)).sum())
+    group["distance"] = max(group["distance"], found)
+    for param in group["params"]:
+        param.sub_(group["lr"] * group["distance"] * param.grad)
+
+
+def factored(param, grad, state, lr):
+    if param.ndim == 2 and min(param.shape) >= 128:
+        state["rows"] = grad.square().mean(1)
+        grad = grad / state["rows"].sqrt()[:, None]
+    param.sub_(lr * grad)
+
+
+def clip_all(group, state):
+    norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
+    for param in group["params"]:
+        param.sub_(group["lr"] * param.grad * min(1.0, 1000.0 / float(norm)))
+
+
+def count_all(group, state):
+    state["all"]["steps"] = state["all"].get("steps", 0) + 1
+    for param in group["params"]:
+        param.sub_(group["lr"] / state["all"]["steps"] * param.grad.sign())
+
+
+REFUSED = {
+    "novograd": each(novograd),
+    "lamb": each(lamb),
+    "lars": each(lars),
+    "stable adamw": each(stable_adamw),
+    "cautious": each(cautious),
+    "prodigy": prodigy,
+    "factored if large": each(factored),
+    "clips inside": clip_all,
+    "centralized": each(lambda param, grad, state, lr: param.sub_(lr * (grad - grad.mean()))),
+    "scaled by shape": each(lambda param, grad, state, lr: param.sub_(lr * max(1, len(param) // 130) * grad)),
+    "noise": each(lambda param, grad, state, lr: param.add_(lr * torch.randn_like(param))),
+    "raises": each(lambda param, grad, state, lr: param.sub_(state["missing"])),
+}
+
+
+def wide() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return fsdp2x.fully_shard(torch.nn.Sequential(torch.nn.Linear(130, 260), torch.nn.Linear(260, 8)))
+
+
 @distributed(world_sizes=(2,))
-def test_what_is_refused(ctx):
-    class Factored(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_element_wise_is_refused(ctx, name):
+    """By what it does; the optimizer, its parameters and random numbers stay. A learning rate of 0 hides nothing."""
+    only_fsdp2x(ctx)
+    model = wide()
+    optimizer = Update(model.parameters(), REFUSED[name], lr=0.0)
+    before, generator = params(model), torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match="local_optimizer: Update .*element-wise: .*Use it without") as caught:
+        fsdp2x.local_optimizer(optimizer)
+    assert ("KeyError: 'missing'" in str(caught.value)) == (name == "raises")
+    same(params(model), before)
+    assert torch.equal(torch.get_rng_state(), generator) and type(optimizer) is Update
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.0
+    assert optimizer.param_groups[0]["distance"] == 1e-6 and all(param.grad is None for param in model.parameters())
 
-        def step(self, closure=None):
-            for param in self.param_groups[0]["params"]:
-                self.state[param]["rows"] = torch.zeros(param.shape[0] + 1)
 
+@distributed(world_sizes=(2,))
+def test_torchs_own_that_are_refused(ctx):
     model = ours(ctx)
-    with pytest.raises(NotImplementedError, match="LBFGS is not element-wise"):
-        fsdp2x.local_optimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(NotImplementedError, match="Adafactor is not element-wise"):
-        fsdp2x.local_optimizer(torch.optim.Adafactor(model.parameters()))
-    for name in (
-        "LAMB",
-        "PagedLars",
-        "DistributedShampoo",
-        "SingleDeviceMuon",
-    ):  # of others, whose states look like Adam's
-        theirs = type(f"My{name}", (type(name, (torch.optim.AdamW,), {}),), {})
-        with pytest.raises(NotImplementedError, match=f"{name} is not element-wise.* fsdp2x.optim.(Muon|AdamW)"):
-            fsdp2x.local_optimizer(theirs(model.parameters()))
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, lambda _: torch.optim.Muon(matrices)):
+        with pytest.raises(NotImplementedError, match="element-wise"):
+            fsdp2x.local_optimizer(make(model.parameters()))
     with pytest.raises(TypeError, match="got FSDPStack"):
         fsdp2x.local_optimizer(model)
-    with pytest.raises(
-        NotImplementedError, match="keeps 'rows' of shape.* if it steps DTensors, or one of fsdp2x.optim"
-    ):
-        fsdp2x.local_optimizer(Factored(model.parameters())).step()
     adamw = fsdp2x.optim.AdamW(model.parameters())
     assert fsdp2x.local_optimizer(adamw) is adamw and type(adamw) is fsdp2x.optim.AdamW
+
+
+@distributed(world_sizes=(2,))
+def test_groups_schedulers_and_state_of_all_parameters(ctx):
+    """A scheduler from before; a group that is added; what is kept for all parameters together; foreign references."""
+    only_fsdp2x(ctx)
+    results = []
+    for wrap in (fsdp2x.local_optimizer, lambda one: one):
+        model = wide()
+        optimizer = Update(list(model[0].parameters()), count_all)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        assert wrap(optimizer) is optimizer
+        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 1e-3})
+        for _ in range(3):
+            model(torch.ones(2, 130)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert optimizer.state["all"]["steps"] == 6 and optimizer.param_groups[0]["lr"] == 1e-2 / 8
+        results.append(params(model))
+    same(*results)
+    updates = [count_all]
+    late = fsdp2x.local_optimizer(Update(list(model[0].parameters()), lambda *given: updates[-1](*given)))
+    updates.append(each(lars))
+    with pytest.raises(NotImplementedError, match="not element-wise"):
+        late.add_param_group({"params": list(model[1].parameters())})
+    assert len(late.param_groups) == 1
+
+    class Hidden(Update):
+        def __init__(self, given):
+            super().__init__(given, None)
+            self.own = self.param_groups[0]["params"][:1]
+
+        def step(self, closure=None):
+            for param in self.own:
+                self.state[param]["steps"] = 1
+
+    hidden = fsdp2x.local_optimizer(Hidden([model[0].weight]))
+    with pytest.raises(NotImplementedError, match="that it keeps outside of its groups"):
+        hidden.step()
 
 
 @distributed(world_sizes=(1,))

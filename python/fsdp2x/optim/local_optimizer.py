@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,20 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
+from fsdp2x.optim.element_wise import INSTEAD, require_element_wise
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.stale import refuse_stale
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-
-# Their updates look at more than one element: rows and columns, norms of a parameter, the whole matrix, or all
-# parameters together. Some keep states of the parameter's shape, by which nobody would see it; so their names tell.
-_NOT_ELEMENT_WISE = re.compile("adafactor|lamb(?!da)|lars(?!en|on)|lbfgs|muon|shampoo|soap|sparseadam", re.IGNORECASE)
-
-_INSTEAD_OF_MUON = "fsdp2x.optim.Muon"
-# Optimizers whose operators know no DTensors, as those of bitsandbytes, raise as they are.
-_INSTEAD = "it as it is, if it steps DTensors, or one of fsdp2x.optim, as fsdp2x.optim.AdamW(moments_dtype='int8')"
 
 
 @checked
@@ -40,10 +34,14 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     stay as they were; ``step`` computes bit for bit what it did. Parameters that are not DTensors are stepped as
     before. ``fsdp2x.optim.AdamW``, ``SGD`` and ``Muon`` look at shards already and are returned unchanged.
 
+    A trial decides whether an optimizer is of this kind: copies of it, with its settings, step small tensors, complete
+    and cut. It changes neither the optimizer nor its parameters nor random numbers. ``add_param_group`` repeats it.
+
     Raises:
-        NotImplementedError: an optimizer that is not element-wise by its name or that of a class it is made from, of
-            torch or of others (Adafactor, LAMB, LARS, LBFGS, Muon, Shampoo, SOAP, SparseAdam); in ``step``, a state
-            that is neither a scalar nor of its parameter's shape.
+        NotImplementedError: an optimizer that is not element-wise (Adafactor, LAMB, LARS, LBFGS, Muon, NovoGrad,
+            Prodigy, Shampoo), or that cannot be tried: it cannot be copied, or its step raises or needs a closure; in
+            ``step``, a state that is neither a scalar nor of its parameter's shape, or that of a parameter which the
+            optimizer keeps outside of its groups.
         TypeError: not a ``torch.optim.Optimizer``.
         ValueError: parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model;
             in ``step``, a gradient or a state that is cut otherwise than its parameter.
@@ -53,22 +51,35 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if isinstance(optimizer, (_LocalStep, EngineStep)):
         return optimizer
     kind = type(optimizer)
-    for base in kind.__mro__:
-        if found := _NOT_ELEMENT_WISE.search(base.__name__):
-            raise NotImplementedError(
-                f"fsdp2x.local_optimizer: {base.__name__} is not element-wise, a step over shards would compute "
-                f"something else; use {_INSTEAD_OF_MUON if found[0].lower() == 'muon' else _INSTEAD}"
-            )
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])
     step = kind.step
     # Step hooks belong around ours, where parameter groups hold the parameters, so torch's wrapper is taken off here
     # and put on again around the new class's step.
     whole_step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    require_element_wise(optimizer, whole_step)
     members = {"_whole_step": whole_step, "step": _LocalStep.step_locally}
     optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, kind), members)
     optimizer._patch_step_function()
+    _replace_wrapped_step(optimizer)
     return optimizer
+
+
+def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that was made before has put a wrapper of the class's old step on the optimizer."""
+    wrapper = vars(optimizer).pop("step", None)
+    if wrapper is None:
+        return
+    weak = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        current = weak()
+        current._opt_called = True
+        return type(current).step(current, *args, **kwargs)
+
+    vars(step).update({name: value for name, value in vars(wrapper).items() if name.startswith("_wrapped_by")})
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 class _LocalStep:
@@ -76,12 +87,23 @@ class _LocalStep:
 
     refuses_stale_params = True
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        try:
+            require_element_wise(self, type(self)._whole_step)
+        except NotImplementedError:
+            self.param_groups.pop()
+            raise
+
     @torch.no_grad()
     def step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
         state: defaultdict[Tensor, dict] = defaultdict(dict)
         stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]
+        # What an optimizer keeps under other keys, of all parameters together.
+        known = {param for params in whole_params for param in params}
+        state.update({key: value for key, value in whole_state.items() if key not in known})
         try:
             self.state = state
             for group, params in zip(self.param_groups, stand_ins, strict=True):
@@ -96,7 +118,13 @@ class _LocalStep:
                 if local is not param:
                     local.grad = None
                 if local in state:
-                    _take_over(self, param, local, whole_state[param], state[local])
+                    _take_over(self, param, local, whole_state[param], state.pop(local))
+        if any(key in known for key in state):
+            raise NotImplementedError(
+                f"fsdp2x.local_optimizer: {type(self).__name__} steps parameters that it keeps outside of its groups. "
+                f"Use {INSTEAD}."
+            )
+        whole_state.update(state)
         return loss
 
 
@@ -143,7 +171,7 @@ def _take_over(optimizer: torch.optim.Optimizer, param: Tensor, local: Tensor, w
             if value.shape != local.shape:
                 raise NotImplementedError(
                     f"fsdp2x.local_optimizer: {type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} "
-                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use {_INSTEAD}"
+                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use {INSTEAD}"
                 )
             value = DTensor.from_local(
                 value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
