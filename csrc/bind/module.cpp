@@ -17,6 +17,7 @@
 #include "engine/schedule/hooks.hpp"
 #include "engine/schedule/root.hpp"
 #include "engine/schedule/unit_move.hpp"
+#include "engine/torch/module_tree.hpp"
 #include "engine/torch/parallel.hpp"
 #include "engine/transport/process_group/process_group_transport.hpp"
 #include "engine/transport/shm/host_all_reduce.hpp"
@@ -48,13 +49,16 @@ std::vector<ParamShape> shapes_of(const std::vector<ShapeTuple>& tuples) {
 using OwnerTuple = std::tuple<py::dict, py::str, py::object>;
 using ParamTuple = std::tuple<std::string, py::object, py::object, py::object, py::object, std::vector<OwnerTuple>>;
 
+Owner owner_of(const OwnerTuple& owner) {
+  const auto& [parameters, name, weak_module] = owner;
+  return {own(parameters), own(name), own_unless_none(weak_module)};
+}
+
 std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
   std::vector<Param> params;
   for (const auto& [fqn, sharded, unsharded, local, spec, owner_tuples] : tuples) {
     std::vector<Owner> owners;
-    for (const auto& [parameters, name, weak_module] : owner_tuples) {
-      owners.push_back({own(parameters), own(name), own_unless_none(weak_module)});
-    }
+    for (const OwnerTuple& owner : owner_tuples) owners.push_back(owner_of(owner));
     params.emplace_back(fqn, own(sharded), own_unless_none(unsharded), own_unless_none(local), own(spec),
                         std::move(owners));
   }
@@ -267,6 +271,12 @@ void bind_group(py::module_& m) {
            }),
            py::arg("layout"), py::arg("pool"), py::arg("params"), py::arg("make_gradient"), py::arg("add_to_foreign"),
            py::arg("plain_gradient"), py::arg("replicas"), py::arg("device"), py::arg("offload"))
+      .def("add_owner", [](ParamGroup& self, size_t index,
+                           const OwnerTuple& owner) { self.params().at(index).add_owner(owner_of(owner)); })
+      .def("forget_missing_owners",
+           [](ParamGroup& self) {
+             for (Param& param : self.params()) param.forget_missing_owners();
+           })
       .def("forget_gradients", [](ParamGroup& self) { self.gradients().forget(); })
       .def("set_post_forward",
            [](ParamGroup& self, const Layout& layout, const at::Tensor& pool, const std::vector<py::object>& sharded,
@@ -373,6 +383,7 @@ void bind_unit(py::module_& m) {
       .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, UnitOptions>(), py::arg("name"),
            py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
+      .def("set_groups", &Unit::set_groups, py::arg("groups"))
       .def("begin_unshard", [](Unit& self) { self.root->begin_unshard(self); })
       .def("finish_unshard", [](Unit& self) { self.root->finish_unshard(self); })
       .def("unshard", [](Unit& self) { self.root->unshard(self); })
@@ -402,6 +413,7 @@ void bind_unit(py::module_& m) {
            py::arg("modules"), py::arg("lazy_init"), py::arg("explain"), py::arg("is_running"),
            py::arg("backward_hooks"))
       .def("set_marks", &UnitHooks::set_marks, py::arg("mark_inputs"), py::arg("mark_output"))
+      .def("add_backward_hooks", &UnitHooks::add_backward_hooks)
       .def("set_unit", &UnitHooks::set_unit)
       .def("set_all",
            [](UnitHooks& hooks, const std::vector<std::shared_ptr<UnitHooks>>& all) {
@@ -410,6 +422,7 @@ void bind_unit(py::module_& m) {
       .def("forget_progress", &UnitHooks::forget_progress)
       .def("pre_forward", &UnitHooks::pre_forward)
       .def("post_forward", &UnitHooks::post_forward);
+  m.def("is_same_tree", &is_same_tree, py::arg("snapshot"));
 }
 
 }  // namespace

@@ -225,6 +225,7 @@ def _shard_modules(
     groups = [GroupParams(members, mp_policy, offload) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups, managed)
+    state.offload = offload
     state.options.reshard_without_grad = keeps_for_backward
     for managed_module in managed:
         # Read by Dynamo and by HuggingFace's generate().

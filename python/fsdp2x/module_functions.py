@@ -43,8 +43,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(module, method_name)
 
     def call_sharded_method(self, *args: Any, **kwargs: Any):
-        hooks = self._get_fsdp_state().hooks
+        state = self._get_fsdp_state()
+        hooks = state.hooks
         try:
+            state.follow_modules()
             if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
                 args, kwargs = changed
             output = original(*args, **kwargs)

@@ -1,60 +1,82 @@
-"""What is trainable and came after `fully_shard` is named once, at the first forward; of the rest nothing is said."""
+"""What came after `fully_shard`: what is adopted, what is left alone or refused, and what leaves the model again."""
 
-import contextlib
-import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, batch, build, inputs, tiny_lora
-from reference import only_fsdp2x, shard, shard_auto
+from models import STACK_UNITS, Stack, inputs
+from reference import only_fsdp2x, params, same, shard
 
-
-@contextlib.contextmanager
-def warned():
-    """The messages about late parameters of what runs inside."""
-    found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [str(one.message) for one in caught if "added after fully_shard" in str(one.message)]
-    assert all(one.category is UserWarning for one in caught if str(one.message) in found)
-
-
-def first_forward(ctx, model):
-    with warned() as found:
-        model(inputs(ctx.rank)).sum().backward()
-    return found
+UNITS = ("blocks.0", "blocks.1+blocks.2")
 
 
 def a_head(model):
     model.extra = nn.Linear(2, 2)
-    return "'extra.weight', 'extra.bias'. "
+    return {"extra.weight", "extra.bias"}
 
 
 def one_of_a_unit_below(model):
     model.blocks[1].scale = nn.Parameter(torch.ones(3))
-    return "'blocks.1.scale'. "
+    return {"blocks.1.scale"}
 
 
 def a_bias_where_none_was(model):
     model.plain.bias = nn.Parameter(torch.ones(2))
-    return "'plain.bias'. "
+    return {"plain.bias"}
 
 
-def many(model):
+def a_list(model):
     model.extra = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(5)])
-    return "'extra.0', 'extra.1', 'extra.2' and 2 more. "
+    return {f"extra.{i}" for i in range(5)}
 
 
-def a_layer_in_place_of_another(model):
-    model.head = nn.Linear(6, 3)
-    return "'head.weight', 'head.bias'. "
+def past_registration(model):
+    model._modules["extra"] = nn.Linear(2, 2, bias=False)
+    model.head._parameters["scale"] = nn.Parameter(torch.ones(1))
+    return {"extra.weight", "head.scale"}
+
+
+def nothing(model):
+    return set()
+
+
+def sharded_as_well(model):
+    model.extra = fsdp2x.fully_shard(nn.Linear(2, 2))
+    return set()
+
+
+def replicated(model):
+    model.extra = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    replicate(model.extra)
+    return set()
+
+
+def tied_again(model):
+    model.blocks[2].up.weight = model.blocks[1].up.weight
+    return set()
+
+
+def tied_elsewhere(model):
+    model.extra = nn.Linear(6, 3)
+    model.extra.weight, model.extra.bias = model.head.weight, model.head.bias
+    return set()
+
+
+def wrapped(model):
+    model.blocks[0] = nn.Sequential(model.blocks[0])
+    return set()
+
+
+def gathered_before(model):
+    for module in (model, model.blocks[0]):
+        module.unshard()
+    return a_head(model)
 
 
 def stack():
@@ -64,118 +86,139 @@ def stack():
     return model
 
 
-UNITS = ("blocks.0", "blocks.1+blocks.2")
+def run(ctx, model):
+    model(inputs(ctx.rank)).sum().backward()
+    model.zero_grad()
+
+
+def adopted(model):
+    return {
+        record.fqn
+        for module in model.modules()
+        if isinstance(module, fsdp2x.FSDPModule)
+        for group in module._get_fsdp_state().groups
+        if group.is_replicated
+        for record in group.params
+    }
+
+
+FIRST = [a_head, one_of_a_unit_below, a_bias_where_none_was, a_list, past_registration, nothing, tied_elsewhere]
+ONLY_BEFORE = [sharded_as_well, replicated, tied_again, wrapped, gathered_before]
 
 
 @distributed(world_sizes=(1, 2))
-@pytest.mark.parametrize("add", [a_head, one_of_a_unit_below, a_bias_where_none_was, many, a_layer_in_place_of_another])
-def test_what_came_late_is_named_once(ctx, add):
+@pytest.mark.parametrize("change", [*FIRST, *ONLY_BEFORE])
+def test_what_is_adopted_at_the_first_forward(ctx, change):
     only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
-    names = add(model)
-    said = first_forward(ctx, model)
-    assert len(said) == (ctx.world > 1)
-    for text in said:
-        assert names in text and "trains its own copy" in text and "before fully_shard" in text
-        assert "fsdp2x.add_lora" in text and "call fully_shard on their module" in text
-    assert first_forward(ctx, model) == []
+    names = change(model)
+    run(ctx, model)
+    assert adopted(model) == names
+    run(ctx, model)
 
 
 @distributed(world_sizes=(2,))
-def test_copies_of_shards_are_ranks_too(ctx):
-    only_fsdp2x(ctx)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = shard(ctx, stack(), UNITS, mesh=mesh)
-    a_head(model)
-    assert len(first_forward(ctx, model)) == 1
-
-
-@distributed(world_sizes=(2,))
-def test_a_filter_that_raises_leaves_a_root_that_runs(ctx):
+@pytest.mark.parametrize("change", FIRST)
+def test_what_is_adopted_between_steps(ctx, change):
     only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
-    a_head(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="added after fully_shard"):
-            model(inputs(ctx.rank))
-    assert first_forward(ctx, model) == []
-    assert all(unit.param_state == "SHARDED" for unit in fsdp2x.describe(model).units)
-
-
-# ---- silent
-
-
-def nothing(model):
-    pass
-
-
-def frozen(model):
-    model.extra = nn.Linear(2, 2).requires_grad_(False)
-
-
-def sharded_as_well(model):
-    model.extra = fsdp2x.fully_shard(nn.Linear(2, 2))
-
-
-def replicated(model):
-    model.extra = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    replicate(model.extra)
-
-
-def tied_again(model):
-    model.blocks[2].up.weight = model.blocks[1].up.weight
-
-
-def tied_elsewhere(model):
-    model.extra = nn.Linear(6, 3)
-    model.extra.weight, model.extra.bias = model.head.weight, model.head.bias
-
-
-def wrapped(model):
-    model.blocks[0] = nn.Sequential(model.blocks[0])
-
-
-def gathered_before(model):
-    for module in (model, model.blocks[0]):
-        module.unshard()
+    run(ctx, model)
+    names = change(model)
+    run(ctx, model)
+    assert adopted(model) == names
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize(
-    "change", [nothing, frozen, sharded_as_well, replicated, tied_again, tied_elsewhere, wrapped, gathered_before]
-)
-def test_what_is_reduced_or_not_trained_is_silent(ctx, change):
-    only_fsdp2x(ctx)
-    model = shard(ctx, stack(), UNITS)
-    change(model)
-    assert first_forward(ctx, model) == []
-
-
-@distributed(world_sizes=(2,))
-def test_ignored_parameters_are_silent(ctx):
-    """Those of a unit below, too, and when they are set anew; not those of other names beside them."""
+def test_ignored_parameters_are_left_alone(ctx):
+    """Those of a unit below, too, and when they are set again; not those of other names next to them."""
     only_fsdp2x(ctx)
     model = stack()
     ignored = {model.head.weight, model.plain.weight, model.blocks[0].up.bias}
     shard(ctx, model, STACK_UNITS[:1], ignored_params=ignored)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     model.head.late = nn.Parameter(torch.ones(1))
-    (said,) = first_forward(ctx, model)
-    assert ": 'head.late'. " in said
-
-
-MODELS = {"tied": lambda: build("qwen3"), "lora": tiny_lora, "experts": lambda: build("qwen3_moe")}
+    run(ctx, model)
+    assert adopted(model) == {"head.late"}
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("kind", MODELS)
-def test_models_as_they_come_are_silent(ctx, kind):
+def test_what_leaves_the_model_is_forgotten(ctx):
+    """Removed, replaced or moved: the rest goes on with its values, and nothing keeps the removed modules alive."""
     only_fsdp2x(ctx)
-    if kind == "lora":
-        pytest.importorskip("peft")
-    model = shard_auto(ctx, MODELS[kind]())
-    model.tie_weights()
-    with warned() as found:
-        model(**batch("qwen3", ctx.rank)).loss.backward()
-    assert found == []
+    model = shard(ctx, stack(), UNITS)
+    model.extra = nn.ParameterDict({"a": torch.randn(2), "b": torch.randn(3)})
+    model.more = nn.Linear(2, 2)
+    run(ctx, model)
+    kept, values = model.extra["b"], model.extra["b"].detach().clone()
+    del model.extra["a"]
+    gone = weakref.ref(model.more)
+    model.more = nn.Linear(3, 3)
+    run(ctx, model)
+    assert adopted(model) == {"extra.b", "more.weight", "more.bias"} and gone() is None
+    assert model.extra["b"] is kept and "a" not in model.extra
+    same(params(model)["extra.b"], values)
+    model.extra["a"] = torch.randn(4)
+    del model.more
+    run(ctx, model)
+    assert adopted(model) == {"extra.a", "extra.b"}
+
+
+# ---- refused
+
+
+def a_scalar(model):
+    model.extra = nn.Linear(2, 2)
+    model.extra.weight = nn.Parameter(torch.tensor(1.0))
+    return ValueError, "parameter 'weight' of Linear was added after fully_shard and is a scalar"
+
+
+def a_dtensor(model):
+    model.extra = nn.Linear(6, 3)
+    model.extra.weight = nn.Parameter(model.head.weight.detach().clone())
+    return NotImplementedError, "parameter 'weight' of Linear was added after fully_shard and is a DTensor"
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("change", [a_scalar, a_dtensor])
+@pytest.mark.parametrize("between", [False, True])
+def test_what_cannot_be_adopted_is_named(ctx, change, between):
+    only_fsdp2x(ctx)
+    model = shard(ctx, stack(), UNITS)
+    if between:
+        run(ctx, model)
+    error, message = change(model)
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            run(ctx, model)
+    del model.extra
+    run(ctx, model)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", ["shm", "process_group"])
+@pytest.mark.parametrize("between", [False, True])
+def test_ranks_that_add_different_parameters_are_told(ctx, between, transport):
+    only_fsdp2x(ctx)
+    model = shard(ctx, stack(), UNITS, transport=transport)
+    if between:
+        run(ctx, model)
+    model.extra = nn.Linear(2, 2 + ctx.rank)
+    with pytest.raises(ValueError, match="the ranks have different models.*extra.weight"):
+        run(ctx, model)
+    model.extra = nn.Linear(2, 2)
+    run(ctx, model)
+    assert adopted(model) == {"extra.weight", "extra.bias"}
+
+
+@distributed(world_sizes=(2,))
+def test_not_between_micro_batches(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, stack(), UNITS)
+    with fsdp2x.accumulate(model, last=False):
+        model(inputs(ctx.rank)).sum().backward()
+    a_head(model)
+    with pytest.raises(RuntimeError, match="added to the model, or removed from it, between two micro-batches"):
+        model(inputs(ctx.rank))
+    model.reset_iter_state()
+    run(ctx, model)
+    assert not isinstance(model.extra.weight, DTensor)

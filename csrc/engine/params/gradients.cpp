@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "engine/memory/local_tensor.hpp"
+
 namespace fsdp2x {
 
 namespace {
@@ -84,11 +86,9 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   ++num_python_calls_;
   const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
-  const PyRef inner = PyRef::steal(PyObject_GetAttrString(tensor.get(), "_local_tensor"));
-  if (!inner) throw_python_error();
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
-  entry.local = THPVariable_Unpack(inner.get());
+  entry.local = local_tensor(tensor.get()).tensor;
   entry.in_block = in_block;
   entry.alone = Counts();
 }

@@ -78,6 +78,14 @@ PyObject* Param::registered_instead_of(PyObject* expected) const {
   return nullptr;
 }
 
+void Param::forget_missing_owners() {
+  std::erase_if(owners_, [](const Owner& owner) {
+    const int found = PyDict_Contains(owner.parameters.get(), owner.name.get());
+    if (found < 0) throw_python_error();
+    return found == 0;
+  });
+}
+
 void Param::forbid() {
   if (!storage_) return;
   Poison("fsdp2x: the unsharded parameter '" + fqn_ +

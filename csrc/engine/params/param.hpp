@@ -56,6 +56,9 @@ class Param {
   // What the first module registers that does not register `expected`: a borrowed reference, None if it registers
   // nothing under the name; null: all of them do.
   PyObject* registered_instead_of(PyObject* expected) const;
+  void add_owner(Owner owner) { owners_.push_back(std::move(owner)); }
+  // Forgets the places whose modules have deleted the name.
+  void forget_missing_owners();
   void register_sharded() const { store(sharded_.get()); }
   void register_unsharded() const { store(unsharded_.get()); }
   void register_object(PyObject* parameter) const { store(parameter); }

@@ -47,6 +47,10 @@ class UnitHooks {
     mark_inputs_ = std::move(mark_inputs);
     mark_output_ = std::move(mark_output);
   }
+  // More of the constructor's `backward_hooks`.
+  void add_backward_hooks(const std::vector<py::object>& more) {
+    backward_hooks_.insert(backward_hooks_.end(), more.begin(), more.end());
+  }
   void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
   // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
   void set_all(std::vector<std::weak_ptr<UnitHooks>> all) { all_ = std::move(all); }

@@ -77,6 +77,15 @@ void Unit::rename(const std::string& new_name, const std::vector<std::vector<std
   name_groups();
 }
 
+void Unit::set_groups(std::vector<std::shared_ptr<ParamGroup>> new_groups) {
+  if (param_state_ != ParamState::sharded) {
+    throw Error("fsdp2x: the groups of unit '" + name + "' cannot change: it is " + to_string(param_state_));
+  }
+  groups = std::move(new_groups);
+  for (const auto& group : groups) group->set_unit(this);
+  name_groups();
+}
+
 void Unit::name_groups() {
   for (size_t i = 0; i < groups.size(); ++i) {
     groups[i]->rename(i == 0 ? name : name + " (mesh " + std::to_string(i) + ")");

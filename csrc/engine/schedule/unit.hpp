@@ -30,6 +30,8 @@ class Unit : public UnitFacts, public std::enable_shared_from_this<Unit> {
   ~Unit();
   // `fqns`: of the parameters of each group. While it is sharded, before it joins a root.
   void rename(const std::string& name, const std::vector<std::vector<std::string>>& fqns);
+  // Replaces the groups. While it is sharded, before it joins a root.
+  void set_groups(std::vector<std::shared_ptr<ParamGroup>> new_groups);
 
   // --- parameters ---
   // `pools_stand_still`: see Transport::begin_gather.

@@ -71,7 +71,7 @@ def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, An
 def _group_of_state(state: UnitState, group: GroupParams, common: dict[str, Any]) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     comms, options = state.comms, state.live_options()
-    if state.post_forward_world is not None:
+    if state.post_forward_world is not None and not group.is_replicated:
         small = post_forward_group(ranks, state.post_forward_world)
         small_ranks = _ranks(small, state, group, common, replicas=1)
     return group_facts(

@@ -76,7 +76,9 @@ def _sharded_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter)
             result[key] = value
         elif value.shape == old.shape and not isinstance(value, DTensor):
             value = value.to(new.device)
-            result[key] = distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
+            if isinstance(new, DTensor):
+                value = distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
+            result[key] = value
         else:
             raise ValueError(
                 f"fsdp2x.rebind_optimizer: the state {key!r} of parameter '{name}' has shape {tuple(value.shape)}, "

@@ -117,6 +117,8 @@ class CustomComms:
             engine = group.engine
             hook, stream = self.all_reduce_hook, self.all_reduce_hook_stream
             engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
+            if group.is_replicated:
+                continue
             gather = self.all_gather and functools.partial(_custom_gather, self.all_gather, group.ranks.group)
             if group.slow_gathers is not None:
                 gather = gather or functools.partial(all_gather, group.ranks.group)

@@ -77,6 +77,8 @@ def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
 class GroupParams(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
+    is_replicated = False
+
     def __init__(
         self,
         placed: list[Placed],
@@ -109,10 +111,20 @@ class GroupParams(GroupNames):
                 self._shard(one)
             self.find_extensions()
             self._adopt()
+        self._take_places(placed)
+
+    def _take_places(self, placed: list[Placed]) -> None:
+        """Registers the sharded parameters where the originals were."""
         for one, sharded in zip(placed, self.params, strict=True):
             sharded.original = mark_original(one.owned.param)
             for module, name in sharded.owners:
                 module._parameters[name] = sharded.param
+
+    def add_owner(self, index: int, module: nn.Module, name: str) -> None:
+        """One more place that registers the parameter ``index``. While it is sharded."""
+        self.params[index].owners.append((module, name))
+        if self.engine is not None:
+            self.engine.add_owner(index, _owner(module, name))
 
     def _check(self, placed: Placed) -> None:
         param, (module, name) = placed.owned.param, placed.owned.owners[0]
@@ -200,9 +212,12 @@ class GroupParams(GroupNames):
             module, name = sharded.owners[0]
             current = module._parameters.get(name)
             before = sharded.param
-            if current is not None and is_sharded(current) and current is not before:
+            if current is not None and self._is_replacement(current, sharded):
                 sharded.param = current
             tie_again(sharded, before)
+
+    def _is_replacement(self, current: nn.Parameter, sharded: ShardedParam) -> bool:
+        return is_sharded(current) and current is not sharded.param
 
     def refresh_aliases(self) -> None:
         """Copies the rows of parameters that lie in another group's pool."""
@@ -430,7 +445,7 @@ class GroupParams(GroupNames):
                     dtype = sharded.gathered_dtype(shape)
                     local = _C.tensor_without_memory(list(sharded.local_size), dtype, self.ranks.device)
                     unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
-                owners = [(module._parameters, name, _weak_if_custom(module)) for module, name in sharded.owners]
+                owners = [_owner(module, name) for module, name in sharded.owners]
                 wrapped = sharded.spec.is_wrapped
                 result.append((sharded.fqn, sharded.param, unsharded, local if wrapped else None, sharded.spec, owners))
         return result
@@ -463,6 +478,7 @@ def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 
 
-def _weak_if_custom(module: nn.Module):
-    """A weak reference if the class overrides ``__setattr__`` (an LSTM keeps its own list of weights), else None."""
-    return None if type(module).__setattr__ is nn.Module.__setattr__ else weakref.ref(module)
+def _owner(module: nn.Module, name: str) -> tuple:
+    """As the engine takes it: a weak reference if the class overrides ``__setattr__`` (an LSTM lists its weights)."""
+    is_custom = type(module).__setattr__ is not nn.Module.__setattr__
+    return module._parameters, name, weakref.ref(module) if is_custom else None

@@ -33,14 +33,17 @@ class ParamSpec:
     local_shape: torch.Size  # of this rank's shard
     shard_dim: int
     annotation: Annotation | None = None
+    is_plain: bool = False  # the parameter and its gradient are plain tensors on every rank
 
     @property
     def is_wrapped(self) -> bool:
         """Whether modules see a DTensor."""
         return self.unsharded is not None and self.annotation is None
 
-    def wrap(self, local: torch.Tensor) -> DTensor:
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """The sharded DTensor over ``local``, a shard or the gradient of one."""
+        if self.is_plain:
+            return local.detach()
         spec = torch_private.spec_with_dtype(self.sharded, local.dtype)
         return torch_private.dtensor(local, spec)
 
@@ -50,7 +53,8 @@ class ParamSpec:
         """
         wrapped = self.wrap(local)
         param = nn.Parameter(wrapped, requires_grad=requires_grad)
-        torch_private.set_spec(param, torch_private.spec_of(wrapped))
+        if not self.is_plain:
+            torch_private.set_spec(param, torch_private.spec_of(wrapped))
         return param
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
@@ -61,8 +65,8 @@ class ParamSpec:
 
 
 @skips_checks
-def make_gradient(spec: ParamSpec, local: torch.Tensor) -> DTensor:
-    """The DTensor over the flat gradient rows ``local``; placement and shape are the parameter's."""
+def make_gradient(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
+    """The gradient over the flat gradient rows ``local``; placement and shape are the parameter's."""
     with torch.no_grad():
         return spec.wrap(local.view(spec.local_shape))
 
@@ -110,6 +114,13 @@ def post_forward_dtensor(sharded, local: torch.Tensor, ranks: ShardGroup) -> DTe
     return torch_private.dtensor(
         local, torch_private.dtensor_spec(ranks.mesh, placements, meta.shape, meta.stride, local.dtype)
     )
+
+
+def replicated_spec(param: nn.Parameter, ranks: ShardGroup) -> ParamSpec:
+    """The spec of a plain parameter that every rank of ``ranks.mesh`` has in full."""
+    placements = (_REPLICATE,) * ranks.mesh.ndim
+    spec = torch_private.dtensor_spec(ranks.mesh, placements, param.shape, param.stride(), param.dtype)
+    return ParamSpec(spec, None, frozenset(), param.shape, 0, is_plain=True)
 
 
 def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int) -> tuple[ParamSpec, torch.Tensor]:

@@ -31,12 +31,17 @@ def _watch_steps() -> None:
 
 def mark_original(param: nn.Parameter) -> int:
     """Remembers that a sharded parameter takes the place of ``param``; returns a number that no other one ever had."""
+    if _NUMBER not in param.__dict__:
+        param.__dict__[_NUMBER] = new_number()
+    return param.__dict__[_NUMBER]
+
+
+def new_number() -> int:
+    """A number that no parameter ever had; optimizers are looked at again in their next step."""
     global _last_number
     _watch_steps()
-    if _NUMBER not in param.__dict__:
-        _last_number += 1
-        param.__dict__[_NUMBER] = _last_number
-    return param.__dict__[_NUMBER]
+    _last_number += 1
+    return _last_number
 
 
 def mark_gathered(param: nn.Parameter, number: int, name: str) -> None:

@@ -7,7 +7,6 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,15 +17,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import annotations, comms, torch_private, transforms, wire_formats
-from fsdp2x.runtime.explain import explain_error
-from fsdp2x.runtime.frames import is_running
+from fsdp2x.runtime import comms, torch_private, wire_formats
+from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
+from fsdp2x.runtime.late import adopt_late, late_groups, share_late, snapshot
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.params import GroupParams, mark_aliases
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
-from fsdp2x.runtime.tree import Place, check_tree, find_tree, late_params, places_in, set_names, warn_of_late
+from fsdp2x.runtime.tree import Place, check_tree, find_tree, name_units, places_in, set_names
 from fsdp2x.runtime.upstream_names import StateNames
 
 
@@ -41,6 +41,7 @@ class UnitState(StateNames, torch_private.State):
         self.transport = "auto"
         self.timeout: timedelta | None = None
         self.groups: list[GroupParams] = []  # one per mesh; none without parameters
+        self.offload = Offload()
         self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
@@ -49,6 +50,7 @@ class UnitState(StateNames, torch_private.State):
         self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
         self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
         self.tree: list[UnitState] = []  # all units below a root, set on the root only
+        self.modules_seen: tuple = ()  # by the root's last forward; see late.snapshot
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
         self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
@@ -92,7 +94,7 @@ class UnitState(StateNames, torch_private.State):
         self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
         self.options.param_dtype = mp_policy.param_dtype
         self.options.output_dtype = mp_policy.output_dtype
-        self._register_hooks(managed)
+        register_hooks(self, managed)
 
     def _smaller_world(self, reshard_after_forward: bool | int | None) -> int | None:
         """The number of ranks that keep the parameters after forward, when it is neither one nor all.
@@ -145,52 +147,6 @@ class UnitState(StateNames, torch_private.State):
         """The parameters of all groups."""
         return [param for group in self.groups for param in group.params]
 
-    # --- hooks ---
-
-    def _register_hooks(self, managed: list[nn.Module]) -> None:
-        # The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
-        weak = weakref.ref(self)
-
-        @annotations.skips_checks
-        def lazy_init() -> None:
-            weak().lazy_init()
-
-        def explain(error: BaseException) -> None:
-            explain_error(error, weak())
-
-        hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
-        self.hooks = _C.UnitHooks(list(self.modules), lazy_init, explain, is_running, hooked)
-        self.hooks.set_marks(transforms.mark_inputs, transforms.mark_output)
-        # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
-        hooks = self.hooks
-        engine_pre_forward = hooks.pre_forward
-        if annotations.imported_package() is not None:
-            engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
-
-        @torch_private.never_compiled
-        def pre_forward(module, args, kwargs):
-            return engine_pre_forward(module, args, kwargs)
-
-        @torch_private.never_compiled
-        def checked_pre_forward(module, args, kwargs):
-            weak().check_pools()
-            return engine_pre_forward(module, args, kwargs)
-
-        if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
-            pre_forward = checked_pre_forward
-
-        @torch_private.never_compiled
-        def post_forward(module, args, output):
-            return hooks.post_forward(module, args, output)
-
-        for module in self.modules:
-            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(post_forward, always_call=True)
-        for module in {id(m): m for param in self.params for m, _ in param.owners}.values():
-            module.register_state_dict_pre_hook(lambda *args: weak().reshard())
-            module._register_load_state_dict_pre_hook(lambda *args: weak().reshard())
-            module.register_load_state_dict_post_hook(lambda *args: weak().adopt())
-
     # --- lazy initialization ---
 
     def lazy_init(self) -> None:
@@ -215,11 +171,13 @@ class UnitState(StateNames, torch_private.State):
             held.enter_context(state._initializing)
         # Names, ties and replaced parameters are read from what modules register while they are sharded.
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
+        name_units(self, tree)
+        self._adopt_late(tree)
         set_names(self, tree)
         self._prepare(tree)
-        late = late_params(self, tree)
         self.tree = tree
         self._make_root()
+        share_late(tree)
         if self.auto_reshard and self.unit.options.reshard_after_forward:
             # Gathered again at once by backward, if there is one.
             self.unit.options.reshard_after_forward = False
@@ -230,7 +188,44 @@ class UnitState(StateNames, torch_private.State):
         self.hooks.set_all([state.hooks for state in tree])
         for move in moves:
             move.finish()
-        warn_of_late(late)  # last: a filter may raise it
+        self.modules_seen = snapshot(self.modules[0])
+        follow_modules_of(self)
+
+    def _adopt_late(self, tree: list[UnitState]) -> bool:
+        changed = adopt_late(self, tree)
+        for state in tree:
+            if state.unit is not None:
+                state.unit.set_groups([group.engine for group in state.groups if group.engine is not None])
+        return changed
+
+    def follow_modules(self) -> None:
+        """Adopts what the modules of a root register since its last forward. Collective if there is something.
+
+        Raises:
+            RuntimeError: there is something, and gradients wait for their reduction.
+        """
+        if not self.is_root or _C.is_same_tree(self.modules_seen) or self.root.in_forward or self.root.in_backward:
+            return
+        with self._initializing:
+            for state in self.tree:
+                for group in state.unit.groups:
+                    group.forget_missing_owners()
+            try:
+                moves = [_C.UnitMove(state.unit) for state in self.tree]
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "fsdp2x: modules or parameters were added to the model, or removed from it, between two "
+                    f"micro-batches. Do that after a step's last backward. ({error})"
+                ) from error
+            name_units(self, self.tree)
+            if self._adopt_late(self.tree):
+                set_names(self, self.tree)
+                self._prepare(self.tree)
+                self._make_root()
+                share_late(self.tree)
+            for move in moves:
+                move.finish()
+            self.modules_seen = snapshot(self.modules[0])
 
     def make_unit(self) -> None:
         """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.
@@ -278,6 +273,9 @@ class UnitState(StateNames, torch_private.State):
             # The next forward tries again.
             for state in new:
                 state._forget_unit()
+            for group in late_groups(tree):
+                if not group.is_shared:
+                    group.forget_engine()
             raise
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
         for state, unit, transports in zip(tree, units, joins, strict=True):
@@ -392,13 +390,16 @@ class UnitState(StateNames, torch_private.State):
         ]
         small = []
         if self.post_forward_world is not None:
-            small = [choice.transport_of(post_forward_group(g.ranks, self.post_forward_world)) for g in self.groups]
+            sharded = (group for group in self.groups if not group.is_replicated)
+            small = [choice.transport_of(post_forward_group(g.ranks, self.post_forward_world)) for g in sharded]
         return [choice.transport_of(group.ranks) for group in self.groups], all_reduces, small
 
     def _join(
         self, root, unit, choice: TransportChoice, transports: list, all_reduces: list, post_forward: list
     ) -> None:
         """Puts the engine's unit, a new one or one of another root, under ``root``."""
+        if len(unit.groups) != len(self.groups):
+            unit.set_groups([group.engine for group in self.groups])
         root.add_unit(unit, transports)
         for group, all_reduce in zip(self.groups, all_reduces, strict=True):
             group.engine.explain = choice.explain_of(group.ranks.group)
@@ -407,7 +408,7 @@ class UnitState(StateNames, torch_private.State):
                 if isinstance(all_reduce, _C.HostAllReduce):
                     root.add_replicas(all_reduce)
                 group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
-        for group, transport in zip(self.groups if post_forward else (), post_forward, strict=True):
+        for group, transport in zip(self.groups, post_forward, strict=False):  # replicated groups are the last
             smaller = post_forward_group(group.ranks, self.post_forward_world)
             group.make_post_forward(smaller, choice.explain_of(smaller.group))
             root.add_post_forward(group.engine, transport)

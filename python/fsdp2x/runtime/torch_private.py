@@ -109,14 +109,17 @@ def storage_info(file_name: str, offset: int, length: int):
     return _StorageInfo(file_name, offset, length)
 
 
-def local_tensor(param: DTensor) -> torch.Tensor:
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """The local tensor itself: ``to_local()`` of a parameter that requires a gradient gives an alias."""
-    return param._local_tensor
+    return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
 def set_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
-    """Re-points a DTensor at another local tensor of the same shape and dtype, keeping the object."""
-    param._local_tensor = local
+    """Re-points a parameter at another local tensor of the same shape and dtype, keeping the object."""
+    if isinstance(param, DTensor):
+        param._local_tensor = local
+    else:
+        param.data = local
 
 
 def restore_gradient_hooks(param: torch.Tensor) -> None:

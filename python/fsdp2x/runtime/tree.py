@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp2x.runtime import torch_private
-
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
 # A module, weakly, since its number may be another's when it is gone; and the names that it registers parameters under.
 Place = tuple[weakref.ref[nn.Module], frozenset[str]]
-_NUM_SHOWN = 3
 
 _find_state: Callable[[nn.Module], UnitState | None] = lambda module: None  # noqa: E731
 
@@ -61,7 +57,7 @@ def running_step(model: nn.Module) -> str | None:
 
 
 def find_tree(root: UnitState) -> list[UnitState]:
-    """All units below the module of ``root``, which is about to run first; tells them the names of their modules.
+    """All units below the module of ``root``, which is about to run first.
 
     Raises:
         RuntimeError: one of them has run before, or was set up as if it were the root.
@@ -80,11 +76,17 @@ def find_tree(root: UnitState) -> list[UnitState]:
             raise RuntimeError(
                 f"set_manual_backward_finalization must be called on the root FSDP module, not on '{name}'"
             )
-        if id(state) not in tree:
-            state.names = []
-            tree[id(state)] = state
-        state.names.append(name)
+        tree[id(state)] = state
     return list(tree.values())
+
+
+def name_units(root: UnitState, tree: list[UnitState]) -> None:
+    """Tells the units the names of their modules below that of ``root``."""
+    for state in tree:
+        state.names = []
+    for name, module in root.modules[0].named_modules():
+        if (state := get_state(module)) in tree:
+            state.names.append(name)
 
 
 def set_names(root: UnitState, tree: list[UnitState]) -> None:
@@ -101,7 +103,8 @@ def set_names(root: UnitState, tree: list[UnitState]) -> None:
         for group in state.groups:
             group.module_fqn = ", ".join(state.names)
         if state.unit is not None:
-            state.unit.rename(state.name, [[param.fqn for param in group.params] for group in state.groups])
+            joined = [group for group in state.groups if group.engine is not None]
+            state.unit.rename(state.name, [[param.fqn for param in group.params] for group in joined])
 
 
 def check_tree(tree: list[UnitState]) -> None:
@@ -132,37 +135,3 @@ def places_in(modules: Iterable[nn.Module]) -> list[Place]:
         if names := frozenset(name for name, param in module._parameters.items() if param is not None):
             found.append((weakref.ref(module), names))
     return found
-
-
-def late_params(root: UnitState, tree: list[UnitState]) -> list[str]:
-    """Names of trainable parameters that came into the model after its units were made; modules register shards.
-
-    None in a world of one rank, where nothing is to be reduced, and none below what torch's ``replicate`` handles.
-    """
-    if root.ranks.world * root.ranks.replicas == 1:
-        return []
-    places = [(ref(), names) for state in tree for ref, names in state.places]
-    known = {(id(module), name) for module, names in places if module is not None for name in names}
-    ours = {id(sharded.param) for state in tree for sharded in state.params}
-    modules = dict(root.modules[0].named_modules())
-    replicated = {id(inner) for m in modules.values() if torch_private.is_replicated(m) for inner in m.modules()}
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in modules.items()
-        if id(module) not in replicated
-        for name, param in module._parameters.items()
-        if param is not None and param.requires_grad and id(param) not in ours and (id(module), name) not in known
-    ]
-
-
-def warn_of_late(names: list[str]) -> None:
-    """Says what becomes of parameters that nobody shards or reduces; nothing when there are none."""
-    if not names:
-        return
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    warnings.warn(
-        f"fsdp2x: trainable parameters were added after fully_shard: {', '.join(map(repr, names[:_NUM_SHOWN]))}{more}. "
-        "Nobody shards them or reduces their gradients, so each rank trains its own copy. Add them before fully_shard, "
-        "adapters by fsdp2x.add_lora, or call fully_shard on their module before the first forward",
-        stacklevel=2,
-    )

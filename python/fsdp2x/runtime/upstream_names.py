@@ -60,9 +60,10 @@ class StateNames:
 
     @read_only()
     def _fsdp_param_group(self):
-        if len(self.groups) > 1:
-            raise AssertionError(f"unit '{self.name}' has {len(self.groups)} parameter groups, not one")
-        return self.groups[0] if self.groups else None
+        groups = [group for group in self.groups if not group.is_replicated]
+        if len(groups) > 1:
+            raise AssertionError(f"unit '{self.name}' has {len(groups)} parameter groups, not one")
+        return groups[0] if groups else None
 
     @property
     def _training_state(self):

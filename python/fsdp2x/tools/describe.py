@@ -105,7 +105,8 @@ def describe(model: nn.Module) -> ModelReport:
 
 
 def _transports(states: list[UnitState]) -> str:
-    engines = [group.engine for state in states for group in state.groups if group.engine is not None]
+    groups = [group for state in states for group in state.groups if not group.is_replicated]
+    engines = [group.engine for group in groups if group.engine is not None]
     return ", ".join(dict.fromkeys(engine.transport_name for engine in engines)) or (
         f"{states[0].transport} (not initialized)"
     )
