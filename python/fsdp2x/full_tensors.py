@@ -37,8 +37,9 @@ def full_tensors(
         bucket_bytes: limit of a gather, in bytes of whole tensors.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive.
-        RuntimeError: a parameter is on the meta device.
+        ValueError: ``bucket_bytes`` is not positive; on every rank: the ranks are in different calls, or pass different
+            models.
+        RuntimeError: a parameter is on the meta device; on every rank: a parameter changed between two buckets.
     """
     buckets = stream_as("fsdp2x.full_tensors", model, bucket_bytes, dtype, "model", params, True, "auto")
     return _copies(buckets, device)

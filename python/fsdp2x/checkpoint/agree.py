@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.processes import Process, name_ended, own_host
+from fsdp2x.runtime.sharing import all_gather_object
 
 T = TypeVar("T")
 
@@ -85,9 +86,7 @@ def exchange(mine: T, group: Group = None) -> list[T]:
     if size == 1:
         return [mine]
     require_own_process("agree with the other ranks")
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    return all_gather_object(group, mine)
 
 
 def _raise_failures(messages: list[str | None], mine: Exception | None, what: str, raising: type[Exception]) -> None:

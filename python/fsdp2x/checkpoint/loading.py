@@ -15,6 +15,7 @@ import torch
 from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.runtime.calls import named_call
 
 from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
@@ -52,6 +53,7 @@ class Loaded:
 
 
 @checked
+@named_call("fsdp2x.checkpoint.load")
 def load(
     path: str | Path,
     model: torch.nn.Module,

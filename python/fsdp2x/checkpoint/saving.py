@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.runtime.calls import calling, current_call, named_call
+
 from ..arguments import checked
 from . import directory
 from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
@@ -49,6 +51,7 @@ FILE_SUFFIXES = (".pt", ".pth")
 
 
 @checked
+@named_call("fsdp2x.checkpoint.save", "step", "form", "async_save", "when_busy")
 def save(
     path: str | Path,
     model: torch.nn.Module,
@@ -215,6 +218,7 @@ class Job:
 
     def __init__(self, target, form: FormName, plan, state: State, sources, what, lost_ranks, manifest):
         self.target, self.what, self.lost_ranks = target, what, lost_ranks
+        self.call = current_call(what)
         self.state = replace(state, tree={}, flat={}, model_names={})
         objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
         self.contents = Contents(objects, state.paths, state.aliases, manifest)
@@ -242,7 +246,7 @@ class Job:
 
     def run(self, group: dist.ProcessGroup | None) -> None:
         """Writes and publishes; collective over `group`. Raises `CheckpointError` on every rank."""
-        with self.lost_ranks.named(self.what):
+        with calling(self.call), self.lost_ranks.named(self.what):
             target, contents, what = self.target, self.contents, self.what
             rank, _ = rank_and_size(group)
             mine = (self.state.small.get("data"), self.state.rng, self.num_entries)

@@ -47,6 +47,14 @@ class Entry:
         return (torch_private.local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
     @property
+    def version(self) -> int:
+        """Changes with each in-place change of the values, by DTensor's operations or of the shard itself."""
+        both = (
+            (self.param, torch_private.local_tensor(self.param)) if isinstance(self.param, DTensor) else (self.param,)
+        )
+        return sum(tensor._version for tensor in both if not tensor.is_inference())
+
+    @property
     def layout(self) -> tuple:
         """Equal for parameters that are gathered alike."""
         placements = self.param.placements if isinstance(self.param, DTensor) else None

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.export.entries import Entry
+from fsdp2x.export.meetings import raise_changed
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
+from fsdp2x.runtime.calls import current_call
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.sharing import all_gather_object
 from fsdp2x.units.lookup import named_params
@@ -23,7 +26,7 @@ Choice = Callable[[str, nn.Parameter], bool]
 class BucketPlan:
     """One bucket: its families, and which of their parameters are gathered together over ``group``.
 
-    ``device``: where those parameters are.
+    ``device``: where those parameters are. ``versions``: of the entries, when the pass began; empty: not compared.
     """
 
     index: int
@@ -32,10 +35,33 @@ class BucketPlan:
     families: list[Family] = field(default_factory=list)
     gathered: list[Entry] = field(default_factory=list)
     alone: list[Entry] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return (*self.gathered, *self.alone)
+
+    @property
+    def alone_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups over which parameters are redistributed one by one."""
+        sharded = [entry.param for entry in self.alone if isinstance(entry.param, DTensor)]
+        axes = [
+            param.device_mesh.get_group(axis)
+            for param in sharded
+            for axis, placement in enumerate(param.placements)
+            if placement != Replicate()
+        ]
+        return list({id(group): group for group in axes}.values())
+
+    def begin(self) -> None:
+        """A pass begins: from here on the parameters stay as they are."""
+        self.versions = [entry.version for entry in self.entries]
+
+    @property
+    def changed(self) -> str:
+        """A parameter that is not what it was when the pass began; empty: none."""
+        now = zip(self.entries, self.versions, strict=False)
+        return next((entry.name for entry, version in now if entry.version != version), "")
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -117,30 +143,54 @@ def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:
 def make_rings(
     plans: list[BucketPlan], receive: bool, transport: str, keep_files: bool = False, in_order: bool = True
 ) -> dict:
-    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``, ``in_order``: as for ``make_ring``."""
+    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``, ``in_order``: as for ``make_ring``.
+
+    Raises:
+        ValueError: on every rank: the ranks are in different calls.
+    """
     require_own_process("export a sharded model")
     buckets: dict = {}
     for plan in plans:
         if plan.gathered:
             buckets.setdefault((id(plan.group), plan.device), []).append(plan)
+    groups = [members[0].group for members in buckets.values()]
+    groups += [group for plan in plans for group in plan.alone_groups]
+    receivers: dict[int, list[bool]] = {}
+    problem = ""
+    for group in {id(group): group for group in groups}.values():
+        try:
+            told = all_gather_object(group, (receive, problem), "export of weights")
+            receivers[id(group)] = [receives for receives, _ in told]
+            problem = problem or next((text for _, text in told if text), "")
+        except ValueError as error:  # of this group alone: those of the next one are to hear of it
+            problem = problem or str(error)
+    if problem:
+        raise ValueError(problem)
     rings = {}
     for key, members in buckets.items():
-        group = members[0].group
-        receivers = all_gather_object(group, receive, "meeting of the ranks for an export")
         gathered = [plan.gathered for plan in members]
-        device = gathered[0][0].wire_device
-        rings[key] = make_ring(group, device, gathered, transport, receivers, keep_files, in_order)
+        group, device = members[0].group, gathered[0][0].wire_device
+        rings[key] = make_ring(group, device, gathered, transport, receivers[key[0]], keep_files, in_order)
     return rings
 
 
 @torch.no_grad()
 def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, ...] | None:
-    """The whole tensors of a bucket that was filled, in the order of ``plan.specs``; None without ``receive``."""
+    """The whole tensors of a bucket that was filled, in the order of ``plan.specs``; None without ``receive``.
+
+    Raises:
+        ValueError, RuntimeError: on every rank: see ``Meetings.require``.
+    """
     whole: dict[str, torch.Tensor] = {}
+    changed = plan.changed
+    for group in plan.alone_groups:
+        changed = next(filter(None, all_gather_object(group, changed, "export of weights")), "")
     if plan.gathered:
-        gathered = ring_of(rings, plan).finish(plan.gathered)
+        gathered = ring_of(rings, plan).finish(plan.gathered, changed)
         if receive:
             whole.update(zip([entry.name for entry in plan.gathered], gathered, strict=True))
+    if changed:
+        raise_changed(current_call("export of weights"), changed)
     for entry in plan.alone:
         tensor = entry.alone()
         if receive:

@@ -15,7 +15,8 @@ sorted into their places when it is done.
 
 For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
 the use ends. ``finish(k)`` is the only meeting: every rank has filled k, and is done with k-1, so that k+1 may go
-where k-1 was.
+where k-1 was. There the ranks also compare: all of them are at the k-th meeting of this ring, and no parameter has
+changed since the pass began.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry
+from fsdp2x.export.meetings import Meetings
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.memory_file import MemoryFile, aligned_starts, whole_pages
@@ -39,6 +41,8 @@ from fsdp2x.runtime.transport import Transport
 
 # What is given each shard.
 Seen = Callable[[Entry, torch.Tensor], None]
+# Of each rank, behind the buckets: its last meeting, and the one that found a parameter changed.
+_NUM_WORDS = 2
 # From here on two passes over the bytes cost more than one more exchange.
 _DIRECT_BYTES = 1 << 20
 
@@ -98,7 +102,8 @@ def make_ring(
             return ring
     if transport == Transport.SHM:
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
-    return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file)
+    token = b"" if known is None else known.greetings[0].token
+    return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file, token)
 
 
 def _shared_ring(
@@ -110,8 +115,9 @@ def _shared_ring(
     if known.why_not_shared is not None:
         return None, known.why_not_shared
     rings: list[SharedRing] = []
+    words_bytes = whole_pages(_NUM_WORDS * 8 * len(known.greetings))
     reason = known.memory_file(
-        num_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
+        num_bytes + words_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
     )
     return (None, reason) if reason else (rings[0], "")
 
@@ -138,9 +144,11 @@ class GroupRing:
         num_bytes: int,
         receivers: list[bool],
         keep_file: bool = False,
+        token: bytes = b"",
     ) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.device, self.receivers = device, receivers
+        self._meetings = Meetings(group, token)
         self.num_bytes, self.file = num_bytes, None
         self._memory: torch.Tensor | None = None
         if keep_file and receivers[self.rank] and device.type == "cpu":
@@ -235,13 +243,20 @@ class GroupRing:
         return self._memory[_place_in_ring(self._index, place(entries)[1], self.num_bytes)]
 
     @torch.no_grad()
-    def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
-        """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
+    def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor] | None:
+        """The whole tensors, in the order of ``entries``; None where this rank does not receive.
+
+        ``changed``: a parameter of this rank that is not what it was when the pass began.
+
+        Raises:
+            ValueError, RuntimeError: on every rank: see ``Meetings.require``.
+        """
         works, self._work = self._work, []
         with explained(self.group, _gather_of(entries)):
             for work in works:
                 if work is not None:
                     work.wait()
+        self._meetings.meet(changed, self.device)
         if not self.receivers[self.rank]:
             return None
         tensors, slot = [], self._slot(entries)
@@ -271,6 +286,9 @@ class SharedRing:
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._written = mmap.mmap(file, num_bytes, mmap.MAP_SHARED)
+        num_words = _NUM_WORDS * self.world
+        self._words = memoryview(mmap.mmap(file, 8 * num_words, mmap.MAP_SHARED, offset=num_bytes)).cast("q")
+        self._meetings = Meetings(group, b"")
         self._private = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self.num_bytes, self.file = num_bytes, os.dup(file) if keep_file else None
         if self.file is not None:
@@ -291,10 +309,13 @@ class SharedRing:
             if seen is not None:
                 seen(entry, local)
 
-    def finish(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
+    def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor]:
+        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``.
+
+        ``changed``, what it raises: as ``GroupRing.finish``.
+        """
         starts, num_bytes = place(entries)
-        slot = self._meet(num_bytes, _gather_of(entries))
+        slot = self._meet(num_bytes, _gather_of(entries), changed)
         with torch.inference_mode(False):
             tensors = [entry.whole(slot, start) for entry, start in zip(entries, starts, strict=True)]
         self._given[-1][1].extend((tensor, tensor._version) for tensor in tensors)
@@ -318,13 +339,20 @@ class SharedRing:
         self._num_filled += 1
         return torch.frombuffer(self._written, dtype=torch.uint8)[part]
 
-    def _meet(self, num_bytes: int, what: str) -> torch.Tensor:
+    def _meet(self, num_bytes: int, what: str, changed: str = "") -> torch.Tensor:
         """The place that every rank has written to."""
         require_own_process("export a sharded model")
         part = _place_in_ring(self._num_finished, whole_pages(num_bytes), self.num_bytes)
         self._num_finished += 1
+        if changed:
+            self._words[_NUM_WORDS * self.rank + 1] = self._num_finished
+        self._words[_NUM_WORDS * self.rank] = self._num_finished
         with explained(self.group, what):
             dist.barrier(group=self.group)
+        # Others may be at the next meeting already: what they found there is not for this one.
+        found = [0 < number <= self._num_finished for number in self._words[1::_NUM_WORDS]]
+        found[self.rank] = changed or found[self.rank]
+        self._meetings.require([number >= self._num_finished for number in self._words[::_NUM_WORDS]], found)
         for before, tensors in self._given:
             if any(tensor._version != version for tensor, version in tensors):
                 # Somebody wrote to the tensors that were here: his pages would hide what the ranks write.

@@ -25,6 +25,7 @@ from fsdp2x.export.plans import (
     ring_of,
 )
 from fsdp2x.hf.names import TensorSpec
+from fsdp2x.runtime.calls import Call, call_of, calling
 from fsdp2x.runtime.transport import check_transport
 
 # Two of these stay in the caches of a CPU and cost few page faults; collectives of this size reach full bandwidth.
@@ -87,8 +88,9 @@ def stream(
         transport: as for ``fully_shard``.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive, ``names`` or ``transport`` is unknown or not possible.
-        RuntimeError: a parameter is on the meta device.
+        ValueError: ``bucket_bytes`` is not positive, ``names`` or ``transport`` is unknown or not possible; on every
+            rank: a rank streams another model or other parameters, or is in another call.
+        RuntimeError: a parameter is on the meta device; on every rank: a parameter changed between two buckets.
     """
     return stream_as("fsdp2x.export.stream", model, bucket_bytes, dtype, names, params, receive, transport)
 
@@ -99,16 +101,21 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(chosen, dtype)
-    return run_plans(plan_buckets(model, chosen, dtypes, names, bucket_bytes), receive, transport)
+    plans = plan_buckets(model, chosen, dtypes, names, bucket_bytes)
+    return run_plans(plans, receive, transport, call_of(caller, model, chosen.values(), names_shapes=True))
 
 
-def run_plans(plans: list[BucketPlan], receive: bool, transport: str) -> Iterator[Bucket]:
+def run_plans(plans: list[BucketPlan], receive: bool, transport: str, call: Call) -> Iterator[Bucket]:
     """The buckets of ``plans``, gathered into rings of this pass alone. Collective."""
-    rings = make_rings(plans, receive, transport)
+    with calling(call):
+        rings = make_rings(plans, receive, transport)
+    for plan in plans:
+        plan.begin()
     for plan, following in zip(plans, [*plans, None][1:], strict=True):
         if plan.index == 0 and plan.gathered:
             ring_of(rings, plan).fill(plan.gathered)
-        tensors = finish(plan, rings, receive)
+        with calling(call):
+            tensors = finish(plan, rings, receive)
         if following is not None and following.gathered:
             ring_of(rings, following).fill(following.gathered)
         yield Bucket(plan.index, plan.specs, tensors)

@@ -38,6 +38,7 @@ from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.tensors import Source
+from fsdp2x.runtime.calls import named_call
 
 logger = logging.getLogger("fsdp2x")
 Mode = Literal["auto", "each", "broadcast"]
@@ -54,6 +55,7 @@ class LoadReport:
 
 
 @checked
+@named_call("fsdp2x.load_hf", "mode")
 def load_hf(
     model: nn.Module,
     path: str | Path | Sequence[str | Path],

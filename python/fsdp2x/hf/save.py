@@ -29,6 +29,7 @@ from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.hf.layout import Layout, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_families
 from fsdp2x.hf.writer import Writer, make_files
+from fsdp2x.runtime.calls import named_call
 from fsdp2x.units.lookup import named_params
 
 # A folder has a tokenizer when it has one of these.
@@ -44,6 +45,7 @@ _BESIDES = (
 
 
 @checked
+@named_call("fsdp2x.save_hf", "weights", "writers")
 def save_hf(
     model: nn.Module,
     path: str | Path,

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.calls import current_call, require_same_call
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
@@ -151,11 +152,18 @@ def introduce(
 
 
 def all_gather_object(group: dist.ProcessGroup | None, mine, what: str = "meeting of the ranks") -> list:
-    """What each rank says, in rank order; ``what`` is in the error that a rank which does not come causes."""
-    everyone = [None] * dist.get_world_size(group)
-    with torch_private.unobserved(), explained(group, what):
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    """What each rank says, in rank order. Errors name the public call that this rank is in; ``what`` outside of any.
+
+    Raises:
+        ValueError: on every rank, where the ranks are in different calls.
+    """
+    everyone: list = [None] * dist.get_world_size(group)
+    call = current_call(what)
+    with torch_private.unobserved(), explained(group, str(call)):
+        dist.all_gather_object(everyone, (call, mine), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    require_same_call({rank: call for rank, (call, _) in zip(ranks, everyone, strict=True)})
+    return [said for _, said in everyone]
 
 
 def problems_of_all(group: dist.ProcessGroup | None, problem: str | None, what: str = "meeting of the ranks") -> str:

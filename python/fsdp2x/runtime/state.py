@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import comms, torch_private, wire_formats
+from fsdp2x.runtime import calls, comms, torch_private, wire_formats
 from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
 from fsdp2x.runtime.late import adopt_late, late_groups, share_late, snapshot
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
@@ -37,6 +37,7 @@ class UnitState(StateNames, torch_private.State):
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
         self.ranks: ShardGroup | None = None
+        self.number = calls.UnitNumber()
         self.mp_policy = MixedPrecisionPolicy()
         self.transport = "auto"
         self.timeout: timedelta | None = None
@@ -83,6 +84,7 @@ class UnitState(StateNames, torch_private.State):
         managed: list[nn.Module],
     ) -> None:
         self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
+        self.number = calls.number_unit(self, ranks.mesh.mesh.flatten().tolist())
         self.transport, self.timeout, self.groups = transport, timeout, groups
         self.places = places_in(managed)
         for group in groups:

@@ -12,9 +12,11 @@ buckets have come to their end, so that no rank leaves the others alone in a col
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,9 +27,9 @@ from fsdp2x.arguments import checked
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params, finish, make_rings, ring_of
 from fsdp2x.export.stream import BUCKET_BYTES
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.calls import call_of, calling
 from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.sharing import all_gather_object
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
 from fsdp2x.sync.delta import (
@@ -45,6 +47,8 @@ from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
 from fsdp2x.units.lookup import named_params
+
+_numbers = itertools.count()  # of sessions; those of the first rank count
 
 
 @checked
@@ -155,8 +159,11 @@ class Session:
         # Ranks that gather a bucket: this rank's ring, and that of rank 0.
         rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
         introduction = None if refusal else target.introduction()
-        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, introduction))
-        digests, receivers, refusals, everywhere, introductions = zip(*said, strict=True)
+        params = [entry.param for plan in plans for entry in plan.entries]
+        self._call = call_of("fsdp2x.sync.connect", model, params, names_shapes=True)
+        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, introduction, next(_numbers)))
+        digests, receivers, refusals, everywhere, introductions, numbers = zip(*said, strict=True)
+        self._call = replace(self._call, name=f"fsdp2x.sync.push (session {numbers[0]})")
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
         if len(set(digests)) > 1:
@@ -187,9 +194,10 @@ class Session:
         self._make_rings()
 
     def _make_rings(self) -> None:
-        self._rings = make_rings(
-            self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
-        )
+        with calling(self._call):
+            self._rings = make_rings(
+                self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
+            )
         self._layout = describe_wire(self._plans, self._rings, self._deltas)
 
     @property
@@ -234,6 +242,8 @@ class Session:
         began = time.perf_counter()
         self._agree(version, mode)
         traffic, failure = PushTraffic(), None
+        for plan in self._plans:
+            plan.begin()
         try:
             self._move("open")
             self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
@@ -270,10 +280,8 @@ class Session:
         self.close()
 
     def _exchange(self, mine: Any) -> list:
-        everyone = [None] * dist.get_world_size(self._group)
-        with torch_private.unobserved(), explained(self._group, "push of weights"):
-            dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+        with calling(self._call):
+            return all_gather_object(self._group, mine)
 
     # ---- what must be so before a push
 
@@ -437,7 +445,8 @@ class Session:
     def _gathered(self, plan: BucketPlan, before: Parcel | None, traffic: PushTraffic) -> Parcel:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
         traffic.await_answer(before)
-        tensors = finish(plan, self._rings, self._receives)
+        with calling(self._call):
+            tensors = finish(plan, self._rings, self._receives)
         traffic.count(plan)
         if tensors is None:
             return Parcel(plan.index, ())

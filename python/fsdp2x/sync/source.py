@@ -17,6 +17,7 @@ from torch import nn
 from fsdp2x.arguments import checked
 from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params
 from fsdp2x.export.stream import BUCKET_BYTES, run_plans
+from fsdp2x.runtime.calls import call_of
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
 from fsdp2x.sync.merged import AdapterMerge
@@ -103,7 +104,10 @@ class WeightSource:
         """
         if (step := running_step(self._model)) is not None:
             raise RuntimeError(f"{self._caller}: a {step} of the model is running; send between two steps")
-        for bucket in run_plans(self._plans(), self._receive, self._transport):
+        plans = self._plans()
+        params = [entry.param for plan in plans for entry in plan.entries]
+        call = call_of(self._caller, self._model, params, names_shapes=True)
+        for bucket in run_plans(plans, self._receive, self._transport, call):
             # Copies of all, before the first is handed out: whoever takes it may be on another stream.
             copies = [None] * len(bucket.names) if bucket.tensors is None else [t.clone() for t in bucket.tensors]
             for device in {copy.device for copy in copies if copy is not None and copy.device.type != "cpu"}:
