@@ -8,6 +8,7 @@
 #include "bind/own.hpp"
 #include "bind/peers.hpp"
 #include "bind/shared_memory.hpp"
+#include "bind/waiting.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
@@ -215,6 +216,7 @@ void bind_root(py::module_& m) {
       .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)
       .def("finish_held_backwards", &Root::finish_held_backwards)
+      .def("synchronize_gradients", &Root::synchronize_gradients, py::arg("units"))
       .def_property_readonly("in_forward", &Root::in_forward)
       .def_property_readonly("in_backward", &Root::in_backward)
       .def_readwrite("is_last_backward", &Root::is_last_backward)
@@ -388,6 +390,15 @@ void bind_unit(py::module_& m) {
       .def("finish_unshard", [](Unit& self) { self.root->finish_unshard(self); })
       .def("unshard", [](Unit& self) { self.root->unshard(self); })
       .def("reshard", &Unit::reshard)
+      // (whole, rows) of a gradient that waits, flat rows.
+      .def(
+          "waiting_gradient",
+          [](Unit& self, size_t group, size_t param) {
+            self.root->waiting();
+            ParamGroup& held = *self.groups.at(group);
+            return std::pair(Reductions::unreduced(held, param), Reductions::partial_rows(held, param));
+          },
+          py::arg("group"), py::arg("param"))
       .def(
           "pre_backward", [](Unit& self) { self.root->pre_backward(self); }, py::call_guard<py::gil_scoped_release>())
       .def("set_forward_prefetch",
@@ -449,6 +460,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_group(m);
   fsdp2x::bind_unit(m);
   fsdp2x::bind_root(m);
+  fsdp2x::bind_waiting(m);
   fsdp2x::bind_optim(m);
   fsdp2x::bind_peers(m);
 }

@@ -30,7 +30,8 @@ def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") ->
         optimizer.step()
 
     Only backward matters: forward may be outside. ``last=True`` changes nothing, so that what the units are set to
-    holds for the backward that reduces. Every rank must pass the same values.
+    holds for the backward that reduces. Every rank must pass the same values. To give up a step halfway, call
+    ``model.zero_grad()``, which also clears what earlier micro-batches left. ``optimizer.zero_grad()`` cannot see that.
 
     Args:
         last: whether this backward completes the step.

@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.runtime import torch_private, wire_formats
+from fsdp2x.runtime import torch_private, waiting, wire_formats
 from fsdp2x.runtime.comms import own_collective, refuse_both
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
@@ -83,6 +83,10 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._get_fsdp_state().reset()
 
+    zero_grad = waiting.zero_grad
+    get_pending_gradients = waiting.get_pending_gradients
+    synchronize_gradients = waiting.synchronize_gradients
+
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
@@ -92,7 +96,7 @@ class FSDPModule(_TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True.
 
-        Sets the all-reduce of 2-D meshes as well, as upstream does.
+        ``model.zero_grad()`` drops them, ``optimizer.zero_grad()`` does not. Sets the all-reduce of 2-D meshes as well.
         """
         self._set_option("requires_gradient_sync", requires_gradient_sync, recurse)
         self._set_option("requires_all_reduce", requires_gradient_sync, recurse)

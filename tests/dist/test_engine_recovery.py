@@ -116,14 +116,16 @@ def make(ctx, transport, mode="sync"):
 
 
 def micro_batch(ctx, model, number, mode, last):
-    if mode in ("nothing", "reduce_scatter"):
-        scope = fsdp2x.accumulate(model, last=last, before_last=mode)
+    if mode in ("nothing", "shown", "reduce_scatter"):
+        scope = fsdp2x.accumulate(model, last=last, before_last="nothing" if mode == "shown" else mode)
     else:
         scope = contextlib.nullcontext()
     with scope:
         loss_of(ctx, model, number).backward()
     if mode == "manual" and last:
         model.finalize_backward()
+    if mode == "shown":
+        model.get_pending_gradients()
 
 
 def is_clean(model, where):
@@ -200,7 +202,7 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("mode", ["nothing", "reduce_scatter", "manual"])
+@pytest.mark.parametrize("mode", ["nothing", "shown", "reduce_scatter", "manual"])
 @both_transports
 @pytest.mark.each_value
 def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):

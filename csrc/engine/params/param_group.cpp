@@ -238,6 +238,7 @@ void ParamGroup::set_gradient_state(GradientState to) {
                 to_string(from));
   }
   gradient_state_ = to;
+  if (to == GradientState::none) record_.was_zeroed = false;
 }
 
 // --- how it is reduced ---

@@ -76,6 +76,8 @@ struct GradientRecord {
   Parts parts;                           // what is packed
   Parts partial_parts;                   // what waits for an all-reduce
   std::unique_ptr<SegmentRows> partial;  // that, unless the transport keeps it
+  std::vector<at::Tensor> shown;         // what is packed, whole, by parameter; empty: the transport holds it
+  bool was_zeroed = false;               // an optimizer zeroed `.grad` meanwhile, which left these as they are
   bool pending_flush = false;            // a peer posts this group only in its root callback
   bool reduced_this_backward = false;
 

@@ -24,12 +24,25 @@ bool SegmentRows::add(const SegmentRows& other) {
   return true;
 }
 
+at::Tensor SegmentRows::rows(size_t param) const {
+  const ParamPlace& place = layout_->params()[param];
+  return typed(memory_, type_, place.reduce_segment_offset,
+               static_cast<size_t>(place.shard_numel) * dtype_bytes(type_));
+}
+
+void SegmentRows::clear(size_t param, bool drops) {
+  rows(param).zero_();
+  if (drops) flags()[static_cast<int64_t>(param)].zero_();
+}
+
+at::Tensor SegmentRows::flags() const {
+  return typed(memory_, type_, layout_->reduce_segment_bytes(), layout_->params().size() * dtype_bytes(type_));
+}
+
 std::vector<uint8_t> SegmentRows::wanted() {
-  const size_t num = layout_->params().size();
-  const at::Tensor flags =
-      typed(memory_, type_, layout_->reduce_segment_bytes(), num * dtype_bytes(type_)).to(at::kFloat);
-  std::vector<uint8_t> wanted(num);
-  for (size_t i = 0; i < num; ++i) wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  const at::Tensor values = flags().to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+  std::vector<uint8_t> wanted(layout_->params().size());
+  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = values.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   return wanted;
 }
 

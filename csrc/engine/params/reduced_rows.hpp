@@ -47,6 +47,10 @@ class SegmentRows final : public ReducedRows {
 
   // Rows and flags.
   at::Tensor values() const;
+  // Those of one parameter, flat.
+  at::Tensor rows(size_t param) const;
+  // They become zeros. `drops`: and no gradient.
+  void clear(size_t param, bool drops);
   // False: the segments differ.
   bool add(const SegmentRows& other);
 
@@ -56,6 +60,8 @@ class SegmentRows final : public ReducedRows {
   SegmentRows* segment() override { return this; }
 
  private:
+  at::Tensor flags() const;
+
   at::Tensor memory_;
   std::shared_ptr<const Layout> layout_;
   DType type_;

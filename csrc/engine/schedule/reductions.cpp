@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.hpp"
+#include "engine/memory/device_copy.hpp"
 #include "engine/torch/profile_range.hpp"
 #include "engine/torch/transforms.hpp"
 
@@ -25,6 +26,7 @@ void Reductions::make_room(ParamGroup& group, std::optional<size_t> param) {
 void Reductions::pack(Unit& unit, ParamGroup& group, size_t param, const at::Tensor& gradient) {
   if (group.is_posted()) finish(unit.shared_from_this(), group, /*flush=*/true);  // peers read what is packed
   group.record().parts.add(backward_number(), /*is_first=*/!group.is_open());
+  if (!group.record().shown.empty()) return add_to_shown(group, param, gradient);
   make_room(group, param);
   if (!group.is_open()) group.set_gradient_state(GradientState::packed);
   group.transport().pack(group, param, gradient);
@@ -32,7 +34,7 @@ void Reductions::pack(Unit& unit, ParamGroup& group, size_t param, const at::Ten
 
 void Reductions::settle(Unit& unit) {
   for (const auto& group : unit.groups) {
-    if (group->gradient_state() != GradientState::packed) continue;
+    if (group->gradient_state() != GradientState::packed || !group->record().shown.empty()) continue;
     make_room(*group, std::nullopt);
     group->transport().settle(*group);
   }
@@ -43,6 +45,7 @@ void Reductions::post(const std::shared_ptr<Unit>& unit, ParamGroup& group, cpu:
   ++commons_->counters.reductions;
   GradientRecord& record = group.record();
   record.parts.add(backward_number(), /*is_first=*/!group.is_open());
+  pack_shown(group);
   make_room(group, std::nullopt);
   group.set_gradient_state(GradientState::posted);
   record.pending_flush = false;
@@ -160,10 +163,10 @@ void Reductions::land(std::deque<Arriving>::iterator found) {
 void Reductions::keep_partial(ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
   GradientRecord& record = group.record();
   std::unique_ptr<SegmentRows> segment(rows.release()->segment());
-  if (record.partial && !segment->add(*record.partial)) throw_frozen_while_partial(group);
+  if (record.partial && !record.partial->add(*segment)) throw_frozen_while_partial(group);
   record.partial_parts.add(backward_number(), /*is_first=*/!record.partial);
   if (record.parts.holds_earlier) record.partial_parts.holds_earlier = true;
-  record.partial = std::move(segment);
+  if (!record.partial) record.partial = std::move(segment);  // the user may hold what there was
 }
 
 void Reductions::all_reduce(const std::shared_ptr<Unit>& unit, ParamGroup& group) {
@@ -175,6 +178,7 @@ void Reductions::all_reduce(const std::shared_ptr<Unit>& unit, ParamGroup& group
     rows = SegmentRows::zeros(group.transport().segment_layout(group), group.reduce_type(), divisor);
   }
   const Parts parts = std::exchange(record.partial_parts, Parts());
+  record.was_zeroed = false;
   try {
     {
       pybind11::gil_scoped_acquire gil;
@@ -188,6 +192,97 @@ void Reductions::all_reduce(const std::shared_ptr<Unit>& unit, ParamGroup& group
   } catch (...) {
     if (parts.backward != backward_number() || parts.holds_earlier) lose(group);
     throw;
+  }
+}
+
+// --- what the user looks at while it waits ---
+
+std::vector<at::Tensor>& Reductions::show(ParamGroup& group) {
+  std::vector<at::Tensor>& shown = group.record().shown;
+  if (group.gradient_state() != GradientState::packed || !shown.empty()) return shown;
+  const at::NoGradGuard no_grad;
+  shown = group.transport().take_packed(group);
+  for (size_t i = 0; i < shown.size(); ++i) {
+    if (shown[i].defined() && !group.params()[i].sharded().is_complex()) {
+      shown[i] = shown[i].view(group.params()[i].local().sizes());
+    }
+  }
+  return shown;
+}
+
+void Reductions::add_to_shown(ParamGroup& group, size_t param, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  at::Tensor& sum = group.record().shown[param];
+  if (sum.defined()) {
+    sum.add_(gradient.reshape(sum.sizes()));
+  } else {
+    sum = gradient.to(torch_dtype(group.reduce_type()), /*non_blocking=*/false, /*copy=*/true);
+  }
+}
+
+void Reductions::pack_shown(ParamGroup& group) {
+  const std::vector<at::Tensor> shown = std::exchange(group.record().shown, {});
+  for (size_t i = 0; i < shown.size(); ++i) {
+    if (!shown[i].defined()) continue;
+    make_room(group, i);
+    group.transport().pack(group, i, shown[i]);
+  }
+}
+
+at::Tensor Reductions::unreduced(ParamGroup& group, size_t param) {
+  const std::vector<at::Tensor>& shown = show(group);
+  return shown.empty() ? at::Tensor() : shown[param];
+}
+
+at::Tensor Reductions::partial_rows(ParamGroup& group, size_t param) {
+  const std::unique_ptr<SegmentRows> held = group.transport().partial(group);
+  SegmentRows* const rows = held ? held.get() : group.record().partial.get();
+  return rows != nullptr && rows->wanted()[param] != 0 ? rows->rows(param) : at::Tensor();
+}
+
+void Reductions::clear(Unit& unit, ParamGroup& group, const std::vector<bool>& which, bool drops) {
+  const at::NoGradGuard no_grad;
+  const bool is_whole = std::find(which.begin(), which.end(), false) == which.end();
+  if (group.gradient_state() == GradientState::packed && drops && is_whole) unit.drop_packed(group);
+  std::vector<at::Tensor>& shown = show(group);
+  const std::unique_ptr<SegmentRows> held = group.transport().partial(group);
+  SegmentRows* const rows = held ? held.get() : group.record().partial.get();
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (!which[i]) continue;
+    if (rows != nullptr) rows->clear(i, drops);
+    if (shown.empty() || !shown[i].defined()) continue;
+    if (drops) {
+      shown[i] = at::Tensor();
+    } else {
+      shown[i].zero_();
+    }
+  }
+  const auto is_defined = [](const at::Tensor& one) { return one.defined(); };
+  if (!shown.empty() && std::none_of(shown.begin(), shown.end(), is_defined)) unit.drop_packed(group);
+  if (rows == nullptr) return;
+  const std::vector<uint8_t> left = rows->wanted();
+  if (std::none_of(left.begin(), left.end(), [](uint8_t one) { return one != 0; })) unit.drop_partial(group);
+}
+
+void Reductions::note_zeroed(ParamGroup& group) {
+  group.record().was_zeroed = true;
+  zeroed_ = true;
+}
+
+void Reductions::warn_of_zeroed(const std::vector<std::shared_ptr<Unit>>& units) {
+  if (!std::exchange(zeroed_, false) || has_warned_) return;
+  for (const auto& unit : units) {
+    for (const auto& group : unit->groups) {
+      if (!std::exchange(group->record().was_zeroed, false) || !group->holds_unreduced()) continue;
+      has_warned_ = true;
+      const std::string text =
+          "fsdp2x: optimizer.zero_grad() has left gradients of unit '" + group->name() +
+          "' that wait for their reduction, and the next one adds them. To drop them, call model.zero_grad(), or "
+          "reset_iter_state() on the root module.";
+      const pybind11::gil_scoped_acquire gil;
+      if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();
+      return;
+    }
   }
 }
 

@@ -36,6 +36,19 @@ class Reductions {
   // Posts what no post-backward node has, in an order that is the same on every rank, and finishes everything.
   void flush(const std::vector<std::shared_ptr<Unit>>& units, cpu::Forwards forwards);
 
+  // --- what waits for a reduction or an all-reduce, outside of backward; with the GIL ---
+  // The sum of whole gradients in the reduce dtype, flat for complex ones. From then on it is what is reduced, and
+  // later backwards add to it. Undefined: there is none.
+  static at::Tensor unreduced(ParamGroup& group, size_t param);
+  // Rows that wait for the all-reduce, flat; on an accelerator until the next backward. Undefined: there are none.
+  static at::Tensor partial_rows(ParamGroup& group, size_t param);
+  // Zeros both for the parameters of the group in `which`. `drops`: there is no gradient instead.
+  static void clear(Unit& unit, ParamGroup& group, const std::vector<bool>& which, bool drops);
+  // An optimizer zeroed `.grad` of some of them, and did not see these. Warned of once, by the next forward or backward
+  // before which they are neither reduced nor cleared.
+  void note_zeroed(ParamGroup& group);
+  void warn_of_zeroed(const std::vector<std::shared_ptr<Unit>>& units);
+
   // Reductions of the running backward go: they hold their units, and those hold the root.
   void forget_pending();
   // Drops what the backward that raised has packed or reduced of the unit, and is not in `.grad`. Gradients that
@@ -65,6 +78,9 @@ class Reductions {
     std::unique_ptr<ReducedRows> rows;
   };
   void make_room(ParamGroup& group, std::optional<size_t> param);
+  static std::vector<at::Tensor>& show(ParamGroup& group);
+  static void add_to_shown(ParamGroup& group, size_t param, const at::Tensor& gradient);
+  void pack_shown(ParamGroup& group);
   // False: a peer posts later.
   bool finish(const std::shared_ptr<Unit>& unit, ParamGroup& group, bool flush);
   void attach(const std::shared_ptr<Unit>& unit, ParamGroup& group, std::unique_ptr<ReducedRows> rows);
@@ -88,6 +104,8 @@ class Reductions {
   std::string lost_;               // names of units
   std::exception_ptr error_of_hook_;
   uint64_t num_backwards_ = 0;
+  bool zeroed_ = false;
+  bool has_warned_ = false;
 };
 
 }  // namespace fsdp2x

@@ -130,6 +130,7 @@ void Root::begin_forward(Unit* unit) {
   forward_has_grad_ = at::GradMode::is_enabled();
   if (forward_has_grad_) ++forwards_.num_begun;
   const auto alive = units();
+  if (forward_has_grad_) reductions_.warn_of_zeroed(alive);
   const bool outstanding =
       std::any_of(alive.begin(), alive.end(), [](const auto& other) { return other->has_outstanding_calls(); });
   if (!outstanding) {
@@ -278,6 +279,7 @@ void Root::begin_backward() {
   if (in_backward() || !inside_backward()) return;
   if (callback_queued_) abandon_backward();
   reductions_.refuse_after_loss();
+  reductions_.warn_of_zeroed(units());
   callback_queued_ = true;
   const auto task = std::make_shared<const Backward>(weak_from_this());
   callback_ = task;
@@ -381,7 +383,7 @@ void Root::end_backward() {
     if (!(*it)->options.requires_gradient_sync || manual_finalization) reductions_.settle(**it);
     if ((*it)->options.reshard_after_backward) (*it)->reshard();
   }
-  if (!manual_finalization) flush();
+  if (!manual_finalization) flush(alive);
   for (const auto& unit : alive) unit->end_backward();
   callback_queued_ = false;
   reductions_.end_backward();
@@ -402,7 +404,7 @@ void Root::finalize_backward() {
     sweep_gradients(*unit);  // of schedules that assign weight gradients by themselves (zero bubble)
     if (unit->options.reshard_after_backward) unit->reshard();
   }
-  flush();
+  flush(units());
   if (is_last_backward) forget_forward_order();
   finalized_ = reductions_.backward_number();
   reductions_.raise_error_of_hook();
@@ -412,8 +414,20 @@ void Root::finish_held_backwards() {
   if (finalized_ != reductions_.backward_number()) finalize_backward();
 }
 
-void Root::flush() {
-  reductions_.flush(units(), forwards_);
+void Root::synchronize_gradients(const std::vector<std::shared_ptr<Unit>>& units) {
+  waiting().refuse_after_loss();
+  for (const auto& unit : units) sweep_gradients(*unit);
+  flush(units);
+  reductions_.raise_error_of_hook();
+}
+
+Reductions& Root::waiting() {
+  if (backward_has_raised()) abandon_backward();
+  return reductions_;
+}
+
+void Root::flush(const std::vector<std::shared_ptr<Unit>>& units) {
+  reductions_.flush(units, forwards_);
   for (const auto& transport : transports_) transport->end_backward();
   blocks().end_loans();
   for (const auto& transport : transports_) transport->check_collectives();

@@ -90,6 +90,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void finalize_backward();
   // The same, without manual_finalization and once a backward: upstream's schedules ask for it unit by unit.
   void finish_held_backwards();
+  // Between backwards: reduces what waits in `units`, and no other gradients.
+  void synchronize_gradients(const std::vector<std::shared_ptr<Unit>>& units);
+  // For what the user asks of gradients that wait: those of a backward that has raised are gone.
+  Reductions& waiting();
   bool in_backward() const { return callback_queued_ && !callback_.expired(); }
 
   // Drops the iteration: every unit is sharded and idle, gradients that are not in `.grad` are gone.
@@ -122,7 +126,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void sweep_gradients(Unit& unit);
   void listen(Unit& unit, ParamGroup& group);
   void reduce(Unit& unit);
-  void flush();
+  void flush(const std::vector<std::shared_ptr<Unit>>& units);
   void forget_forward_order();
   void release_unused_gradients();
 

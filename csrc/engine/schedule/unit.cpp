@@ -201,7 +201,8 @@ void Unit::set_phase(Phase to) {
 }
 
 bool Unit::drop_packed(ParamGroup& group) {
-  const bool was_there = group.transport().abandon_reduce(group);
+  const bool was_shown = !std::exchange(group.record().shown, {}).empty();
+  const bool was_there = group.transport().abandon_reduce(group) || was_shown;
   group.set_gradient_state(GradientState::none);
   group.record().pending_flush = false;
   return was_there;
@@ -210,6 +211,7 @@ bool Unit::drop_packed(ParamGroup& group) {
 void Unit::drop_partial(ParamGroup& group) {
   group.record().partial = nullptr;
   group.record().partial_parts = Parts();
+  group.record().was_zeroed = false;
   group.transport().drop_partial(group);
 }
 
@@ -255,6 +257,14 @@ void Unit::reset() {
   armed = false;
   num_running = 0;
   set_phase(Phase::idle);
+}
+
+std::vector<std::shared_ptr<Unit>> Unit::live() {
+  std::vector<std::shared_ptr<Unit>> all;
+  for (Unit* const unit : live_units()) {
+    if (auto held = unit->weak_from_this().lock()) all.push_back(std::move(held));
+  }
+  return all;
 }
 
 std::vector<std::shared_ptr<ParamGroup>> Unit::live_groups() {

@@ -73,7 +73,8 @@ class Unit : public UnitFacts, public std::enable_shared_from_this<Unit> {
   // What the unit takes while it is gathered.
   size_t slot_bytes() const;
 
-  // Of all units that live. Needs the GIL.
+  // All units that live, and their groups. Need the GIL.
+  static std::vector<std::shared_ptr<Unit>> live();
   static std::vector<std::shared_ptr<ParamGroup>> live_groups();
   // In a forked child: takes the memory of all unsharded parameters of all units away, because it is the parent's. A
   // later access throws. Needs the GIL.

@@ -1,6 +1,7 @@
 // Rank-major segments of gradients.
 #include "engine/transport/segment_plans.hpp"
 
+#include "engine/memory/device_copy.hpp"
 #include "engine/params/param_group.hpp"
 
 namespace fsdp2x {
@@ -15,6 +16,18 @@ const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
     copies = joined(std::move(copies));
   }
   return copies;
+}
+
+at::Tensor SegmentPlan::unpacked(size_t param, DType type, const at::Tensor& segments) {
+  std::vector<Copy> copies = copies_of(param, type);
+  for (Copy& copy : copies) {
+    std::swap(copy.src_offset, copy.dst_offset);
+    std::swap(copy.src_stride, copy.dst_stride);
+  }
+  const at::TensorOptions options = segments.options().dtype(torch_dtype(type));
+  at::Tensor gradient = at::empty({layout->params()[param].shape.numel()}, options);
+  run_copies_on(segments.device(), copies, segments.const_data_ptr(), gradient.mutable_data_ptr());
+  return gradient;
 }
 
 SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) {

@@ -2,6 +2,8 @@
 // parameters. Freezing makes another plan, it never re-shards.
 #pragma once
 
+#include <ATen/ATen.h>
+
 #include <map>
 #include <memory>
 #include <utility>
@@ -20,6 +22,8 @@ struct SegmentPlan : ReductionPlan {
   std::shared_ptr<void> prepared;  // of the one device layer that runs it, made at the first run
   // A whole gradient of that dtype -> the W segments laid end to end. The reference stays valid with the plan.
   const std::vector<Copy>& copies_of(size_t param, DType type);
+  // The other way: a gradient that was packed into `segments` in the dtype `type`, flat.
+  at::Tensor unpacked(size_t param, DType type, const at::Tensor& segments);
 
  private:
   std::map<std::pair<size_t, DType>, std::vector<Copy>> copies_;

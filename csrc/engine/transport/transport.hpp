@@ -74,6 +74,9 @@ class Transport {
   virtual void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) = 0;
   // This backward may have no more gradients for the group: what is held may be packed and freed.
   virtual void settle(ParamGroup& /*group*/) {}
+  // Hands over what is packed, in the reduce dtype, and holds nothing of the group from then on. Flat, by parameter;
+  // undefined: nothing was packed of it.
+  virtual std::vector<at::Tensor> take_packed(ParamGroup& group) = 0;
   // Tells the peers that the group's gradients are complete, or that there are none. `forwards`: that this rank has
   // run.
   virtual void begin_reduce(ParamGroup& group, cpu::Forwards forwards) = 0;
@@ -89,7 +92,9 @@ class Transport {
   virtual std::shared_ptr<const Layout> segment_layout(ParamGroup& group) = 0;
   // Drops what the group has packed or posted. Returns whether there was any.
   virtual bool abandon_reduce(ParamGroup& group) = 0;
-  // Where the transport reduces over replicas: drops what waits for that.
+  // Where the transport reduces over replicas: what waits for that, in the order of the current stream; null: nothing.
+  virtual std::unique_ptr<SegmentRows> partial(ParamGroup& /*group*/) { return nullptr; }
+  // Drops it.
   virtual void drop_partial(ParamGroup& /*group*/) {}
 
   // In the root callback, after all reductions: the gradients may be read.

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp2x.runtime import mesh as meshes
-from fsdp2x.runtime import shard_writes, torch_private
+from fsdp2x.runtime import shard_writes, torch_private, waiting
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime.collect import OwnedParam
 from fsdp2x.runtime.cut import cut, parameter_over
@@ -381,6 +381,7 @@ class GroupParams(GroupNames):
         self._own_pool = None  # the engine's, which may move shards
         self._watch_shards()
         shard_writes.watch_steps()
+        waiting.watch_zero_grad()
 
     def forget_engine(self) -> None:
         """Undoes ``make_engine_group``."""

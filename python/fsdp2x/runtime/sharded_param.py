@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class ShardedParam(ParamNames):
     is_alias: bool = False  # registered by another group too, in whose pool it lies
     storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
     fqn: str = ""
+    shown: dict = field(default_factory=dict)  # weak references to what waiting.py has handed out
 
     @property
     def facts(self) -> ParamFacts:

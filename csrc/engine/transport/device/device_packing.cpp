@@ -72,6 +72,22 @@ void DevicePacking::settle(ParamGroup& group) {
   if (per_group(group).plan != nullptr) pack_held(group, /*for_reduction=*/false);
 }
 
+std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
+  settle(group);
+  PerGroup& mine = per_group(group);
+  std::vector<at::Tensor> taken(mine.filled.size());
+  if (mine.plan == nullptr) return taken;
+  for (size_t i = 0; i < taken.size(); ++i) {
+    if (mine.sums.contains(i)) {
+      taken[i] = std::move(mine.sums.extract(i).mapped());
+    } else if (mine.filled[i]) {
+      taken[i] = mine.plan->unpacked(i, group.reduce_type(), memory_.buffer(mine.buffer).memory);
+    }
+  }
+  drop(group);
+  return taken;
+}
+
 DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   open(group);
   PerGroup& mine = per_group(group);

@@ -29,6 +29,8 @@ class DevicePacking {
   void make_room(const ParamGroup& group);
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient);
   void settle(ParamGroup& group);
+  // See Transport::take_packed.
+  std::vector<at::Tensor> take_whole(ParamGroup& group);
 
   // All that a reduction reads; what the group held is empty from then on.
   struct Packed {

@@ -362,6 +362,14 @@ void DeviceReductions::drop(const ParamGroup& group) {
   mine.running = Reduction();
 }
 
+std::unique_ptr<SegmentRows> DeviceReductions::partial(const ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  if (mine.partial < 0) return nullptr;
+  DeviceBuffer& segment = memory_.segment(mine.partial);
+  context_.layer().wait(Lane::compute, *segment.ready);
+  return std::make_unique<SegmentRows>(segment.memory, mine.partial_plan, group.reduce_type(), 1.0);
+}
+
 void DeviceReductions::drop_partial(const ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (mine.partial >= 0) memory_.give_back_segment(std::exchange(mine.partial, -1), Lane::reduce);

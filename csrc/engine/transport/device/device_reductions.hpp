@@ -29,6 +29,7 @@ class DeviceReductions {
   // What was enqueued is dropped.
   void drop(const ParamGroup& group);
   bool has_partial(const ParamGroup& group) const { return groups_[group.index()].partial >= 0; }
+  std::unique_ptr<SegmentRows> partial(const ParamGroup& group);
   void drop_partial(const ParamGroup& group);
   // The compute lane goes on behind all reductions.
   void end();

@@ -48,11 +48,13 @@ class DeviceTransport final : public Transport {
     packing_.pack(group, param, gradient);
   }
   void settle(ParamGroup& group) override { packing_.settle(group); }
+  std::vector<at::Tensor> take_packed(ParamGroup& group) override { return packing_.take_whole(group); }
   void begin_reduce(ParamGroup& group, cpu::Forwards) override { reductions_.begin(group, packing_.take(group)); }
   bool needs_empty_reduction(const ParamGroup& group) const override;
   Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override { return packing_.plan_of(group).layout; }
   bool abandon_reduce(ParamGroup& group) override;
+  std::unique_ptr<SegmentRows> partial(ParamGroup& group) override { return reductions_.partial(group); }
   void drop_partial(ParamGroup& group) override { reductions_.drop_partial(group); }
 
   void set_max_reduce_buffers(size_t num) override { memory_.set_max_buffers(num); }

@@ -191,6 +191,17 @@ void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& 
   }
 }
 
+std::vector<at::Tensor> ProcessGroupTransport::take_packed(ParamGroup& group) {
+  PerGroup& mine = per_group(group);
+  std::vector<at::Tensor> taken(group.params().size());
+  if (mine.plan == nullptr) return taken;
+  for (size_t i = 0; i < taken.size(); ++i) {
+    if (mine.filled[i]) taken[i] = mine.plan->unpacked(i, group.reduce_type(), mine.reduction.memory);
+  }
+  close_scratch(mine);
+  return taken;
+}
+
 void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   const DType type = group.reduce_type();

@@ -2,6 +2,7 @@
 // docs/engine/shared_memory.md.
 #include "engine/transport/shm/shared_memory_transport.hpp"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -55,18 +56,6 @@ uint64_t tag_of(const ParamGroup& group) {
   return tag;
 }
 
-// Takes a flag back at the end of a scope.
-class Gathering {
- public:
-  explicit Gathering(std::atomic<bool>& flag) : flag_(flag) {}
-  ~Gathering() { flag_ = false; }
-  Gathering(const Gathering&) = delete;
-  Gathering& operator=(const Gathering&) = delete;
-
- private:
-  std::atomic<bool>& flag_;
-};
-
 }  // namespace
 
 SharedMemoryTransport::SharedMemoryTransport(std::shared_ptr<cpu::ShmGroup> group)
@@ -99,7 +88,7 @@ void SharedMemoryTransport::begin_gather(ParamGroup& group, bool /*pools_stand_s
                 "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
                 "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
   }
-  const Gathering ends(gathers_);
+  const auto ends = c10::make_scope_exit([this] { gathers_ = false; });
   try {
     post_rows(group);
   } catch (const std::bad_alloc& error) {
@@ -274,6 +263,20 @@ void SharedMemoryTransport::pack(ParamGroup& group, size_t i, const at::Tensor& 
     (adds ? cpu::add : cpu::cast_copy)(target.type, target.data + at * dtype_bytes(target.type), type,
                                        source + at * dtype_bytes(type), end - begin);
   });
+}
+
+std::vector<at::Tensor> SharedMemoryTransport::take_packed(ParamGroup& group) {
+  Scratch& scratch = scratch_of(group);
+  std::vector<at::Tensor> taken(group.params().size());
+  for (size_t i = 0; i < taken.size(); ++i) {
+    if (scratch.data == nullptr || !scratch.filled[i]) continue;
+    const ParamShape& shape = group.layout().params()[i].shape;
+    taken[i] = at::empty({shape.numel()}, torch_dtype(shape.reduce));
+    const PackedGradient from = packed_gradient(group, i, scratch.data, scratch.filled[i]);
+    cpu::cast_copy(shape.reduce, taken[i].mutable_data_ptr(), from.type, from.data, shape.numel());
+  }
+  abandon_reduce(group);
+  return taken;
 }
 
 void SharedMemoryTransport::begin_reduce(ParamGroup& group, cpu::Forwards forwards) {

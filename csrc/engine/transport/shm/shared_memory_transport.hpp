@@ -32,6 +32,7 @@ class SharedMemoryTransport final : public Transport {
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  std::vector<at::Tensor> take_packed(ParamGroup& group) override;
   void begin_reduce(ParamGroup& group, cpu::Forwards forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
   Finished finish_reduce(ParamGroup& group, bool flush) override;

@@ -1,0 +1,58 @@
+// Binds what torch's zero_grad does to gradients that wait for a reduction.
+#include "bind/waiting.hpp"
+
+#include <algorithm>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/schedule/root.hpp"
+
+namespace fsdp2x {
+
+namespace py = pybind11;
+
+namespace {
+
+// Calls `visit(unit, group, which)` for the groups of all units with gradients that wait for a reduction; `which`: by
+// parameter, whether it is in `params`, sharded or gathered.
+template <class Visit>
+void visit_waiting(const std::vector<py::object>& params, const Visit& visit) {
+  std::unordered_set<PyObject*> given;
+  for (const auto& unit : Unit::live()) {
+    for (const auto& group : unit->groups) {
+      if (!group->has_joined() || !group->holds_unreduced()) continue;
+      if (given.empty()) {
+        for (const py::object& param : params) given.insert(param.ptr());
+      }
+      std::vector<bool> which;
+      for (const Param& param : group->params()) {
+        which.push_back(given.contains(param.sharded_object()) || given.contains(param.unsharded_object()));
+      }
+      if (std::find(which.begin(), which.end(), true) != which.end()) visit(*unit, *group, which);
+    }
+  }
+}
+
+}  // namespace
+
+void bind_waiting(py::module_& m) {
+  m.def(
+      "clear_waiting_gradients",
+      [](const std::vector<py::object>& params, bool drops) {
+        visit_waiting(params, [drops](Unit& unit, ParamGroup& group, const std::vector<bool>& which) {
+          unit.root->waiting();
+          Reductions::clear(unit, group, which, drops);
+        });
+      },
+      py::arg("params"), py::arg("drops"));
+  m.def(
+      "note_zeroed_gradients",
+      [](const std::vector<py::object>& params) {
+        visit_waiting(params, [](Unit& unit, ParamGroup& group, const std::vector<bool>&) {
+          unit.root->waiting().note_zeroed(group);
+        });
+      },
+      py::arg("params"));
+}
+
+}  // namespace fsdp2x
