@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp2x
 from harness import distributed
 from models import inputs
-from reference import adamw_of, both_transports, only_fsdp2x, same, shard, train_alike
+from reference import adamw_of, both_transports, full, mesh_of, only_fsdp2x, params, same, shard, train_alike
+from training import shared_folder
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 UNITS = ("parts.0", "parts.1")
@@ -119,3 +122,102 @@ def test_trains_as_unsharded(ctx, attach, when, transport):
     train_alike(ctx, twin, model, loss_of, optimizers, before_step=clip, **EXACT)
     held = {id(param) for param in optimizers[1].param_groups[0]["params"]}
     assert held == {id(param) for param in model.parameters() if param.requires_grad}
+
+
+# ---- under settings: as what was attached before
+
+
+def everything(model):
+    a_head(model)
+    parameters_of_a_unit_below(model)
+    adapters(model)
+
+
+def pair(ctx, **options):
+    """A model that was sharded before it grew, and one that grew before; with the same values."""
+    late, early = Growing(), Growing()
+    shard(ctx, late, UNITS, **options)
+    grow(ctx, everything, early, late)
+    return late, shard(ctx, early, UNITS, **options)
+
+
+def steps(ctx, model, optimizer, numbers=range(2), **accumulation):
+    """Losses of steps of two micro-batches, and the norms of their gradients."""
+    seen = []
+    for number in numbers:
+        for micro in range(2):
+            with fsdp2x.accumulate(model, last=micro == 1, **accumulation):
+                loss = loss_of(model, ctx.rank, 2 * number + micro)
+                loss.backward()
+            seen.append(loss.detach())
+        seen.append(fsdp2x.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS = {
+    "bf16": lambda ctx: {"mp_policy": BF16},
+    "replicas": lambda ctx: {"mesh": mesh_of("hsdp", ctx.world)},
+    "offload": lambda ctx: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "int": lambda ctx: {"reshard_after_forward": 2},
+    "kept": lambda ctx: {"reshard_after_forward": False},
+}
+OPTIMIZERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "fsdp2x": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
+    "8 bits": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2, moments_dtype="int8"),
+    "sgd": lambda params: fsdp2x.optim.SGD(params, lr=1e-1, momentum=0.9),
+}
+
+
+@distributed(world_sizes=(4,))
+@both_transports
+@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.each_value
+def test_settings_act_as_on_what_was_attached_before(ctx, optimizer, setting, before_last, transport):
+    only_fsdp2x(ctx)
+    late, early = pair(ctx, transport=transport, **SETTINGS[setting](ctx))
+    seen = []
+    for model in (late, early):
+        stepped = OPTIMIZERS[optimizer](model.parameters())
+        losses = steps(ctx, model, stepped, before_last=before_last)
+        seen.append([losses, params(model)])
+    exact = {"rtol": 1e-2, "atol": 1e-2} if setting == "bf16" or optimizer == "8 bits" else EXACT
+    same(*seen, **exact)
+    values = torch.cat([p.detach().flatten() for p in late.parameters() if type(p) is nn.Parameter])
+    everyone = [torch.empty_like(values) for _ in range(ctx.world)]
+    dist.all_gather(everyone, values)
+    same(everyone, [values] * ctx.world)
+
+
+# ---- saved and loaded
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("optimizer", ["torch", "fsdp2x"])
+def test_a_run_goes_on_from_a_checkpoint(ctx, form, optimizer, after_forward):
+    only_fsdp2x(ctx)
+    make = OPTIMIZERS[optimizer]
+
+    def begun():
+        model = shard(ctx, Growing(), UNITS)
+        torch.manual_seed(ctx.rank)
+        everything(model)
+        return model, make(model.parameters())
+
+    first, held = begun()
+    steps(ctx, first, held)
+    with shared_folder(ctx) as folder:
+        fsdp2x.checkpoint.save(folder / "saved", first, held, step=2, form=form)
+        expected = steps(ctx, first, held, range(2, 4)), params(first)
+        second, other = begun()
+        if after_forward:
+            steps(ctx, second, other, range(7, 8))
+        fsdp2x.checkpoint.load(folder / "saved", second, other)
+        same([steps(ctx, second, other, range(2, 4)), params(second)], list(expected))

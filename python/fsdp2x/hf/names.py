@@ -98,11 +98,13 @@ def is_adapter(name: str) -> bool:
 def hf_base(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     """The model whose files the names refer to, and the map from FQN to the name in it.
 
-    Below a PEFT model that is the base model; its adapter weights keep the prefix of PEFT's own files.
+    Below a PEFT model that is the base model; its adapter weights keep the prefix of PEFT's own files. A model with
+    transformers' ``add_adapter`` is its own base.
     """
     model = _unwrapped(model)
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+    if not has_adapters(model):
         return model, clean_name
+    wraps = hasattr(model, "get_base_model")
     adapters = "|".join(re.escape(name) for name in model.peft_config)
     prefix = re.compile(r"base_model\.model\.")
 
@@ -110,11 +112,17 @@ def hf_base(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
         name = clean_name(fqn)
         if "lora_" in name or ".modules_to_save." in name:
             name = name.replace(".modules_to_save.", ".")
-            return re.sub(rf"\.(?:{adapters})(?=\.|$)", "", name, count=1)
+            name = re.sub(rf"\.(?:{adapters})(?=\.|$)", "", name, count=1)
+            return name if wraps else f"base_model.model.{name}"
         name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         return prefix.sub("", name, count=1)
 
-    return _unwrapped(model.get_base_model()), to_source
+    return _unwrapped(model.get_base_model()) if wraps else model, to_source
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has attached adapters to ``model``: in a model around it, or in place."""
+    return bool(getattr(_unwrapped(model), "peft_config", None))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

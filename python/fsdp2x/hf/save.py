@@ -27,7 +27,7 @@ from fsdp2x.export.stream import BUCKET_BYTES, stream_as
 from fsdp2x.hf.config import plain_config
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.hf.layout import Layout, parse_size, plan_layout
-from fsdp2x.hf.names import Family, TensorSpec, hf_base, is_adapter, source_families
+from fsdp2x.hf.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.units.lookup import named_params
@@ -128,7 +128,7 @@ class _Job:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, weights: str) -> None:
         self.model = model
         self.base, to_source = hf_base(model)
-        is_peft = self.base is not model and hasattr(model, "peft_config")
+        is_peft = has_adapters(model)
         self.adapter = is_peft and weights != "base"
         if self.adapter and len(model.peft_config) > 1:
             raise NotImplementedError(

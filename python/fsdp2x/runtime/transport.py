@@ -127,8 +127,8 @@ class TransportChoice:
         return self._all_reduces[group]
 
     def _make(self, ranks: ShardGroup):
-        on_cpu = ranks.device.type == "cpu"
-        if ranks.world == 1 and on_cpu and (self._name != Transport.PROCESS_GROUP or ranks.group is None):
+        is_alone = ranks.world == 1 and not has_streams(ranks.device)
+        if is_alone and (self._name != Transport.PROCESS_GROUP or ranks.group is None):
             return _C.local_transport()
         shared, reason = self._shared(ranks.group, ranks.device)
         if shared is not None:
