@@ -8,8 +8,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp2x
 from harness import distributed
+from memory import LEDGER
 from models import inputs
-from reference import adamw_of, both_transports, full, mesh_of, only_fsdp2x, params, same, shard, train_alike
+from reference import adamw_of, both_transports, mesh_of, only_fsdp2x, params, same, shard, train_alike
 from training import shared_folder
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
@@ -78,6 +79,12 @@ def a_head_with_a_units_weight(model):
     model.extra[0].weight = model.head.weight
 
 
+def everything(model):
+    a_head(model)
+    parameters_of_a_unit_below(model)
+    adapters(model)
+
+
 ATTACH = [
     a_head,
     parameters_of_a_unit_below,
@@ -124,13 +131,48 @@ def test_trains_as_unsharded(ctx, attach, when, transport):
     assert held == {id(param) for param in model.parameters() if param.requires_grad}
 
 
+def by_assignment(model, step):
+    for param in model.parameters():
+        if type(param) is nn.Parameter:
+            param.data = param.data * (1 + step / 8)
+
+
+def by_swapping(model, step):
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if type(param) is nn.Parameter:
+                module.load_state_dict({name: param.detach() + step / 8}, strict=False, assign=True)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+@pytest.mark.parametrize("change", [by_assignment, by_swapping])
+def test_values_that_somebody_assigns_count(ctx, change, transport):
+    only_fsdp2x(ctx)
+    model, twin = Growing(), Growing()
+    shard(ctx, model, UNITS, transport=transport)
+    grow(ctx, everything, twin, model)
+    names = [name for name, param in model.named_parameters() if type(param) is nn.Parameter]
+    for step in range(3):
+        train_alike(ctx, twin, model, lambda m, rank, _, step=step: loss_of(m, rank, step), num_steps=1, **EXACT)
+        change(model, step)
+        for name, param in twin.named_parameters():
+            if name in names:
+                param.data = param.data * (1 + step / 8) if change is by_assignment else param.data + step / 8
+
+
+@distributed(world_sizes=(2,))
+def test_another_dtype_is_refused(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Growing(), UNITS)
+    everything(model)
+    loss_of(model, ctx.rank, 0).backward()
+    model.extra.bfloat16()
+    with pytest.raises(RuntimeError, match="parameter 'extra.0.weight' has another dtype or shape"):
+        model(inputs(ctx.rank))
+
+
 # ---- under settings: as what was attached before
-
-
-def everything(model):
-    a_head(model)
-    parameters_of_a_unit_below(model)
-    adapters(model)
 
 
 def pair(ctx, **options):
@@ -221,3 +263,23 @@ def test_a_run_goes_on_from_a_checkpoint(ctx, form, optimizer, after_forward):
             steps(ctx, second, other, range(7, 8))
         fsdp2x.checkpoint.load(folder / "saved", second, other)
         same([steps(ctx, second, other, range(2, 4)), params(second)], list(expected))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_reports_count_them(ctx, transport):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Growing(), UNITS, transport=transport)
+    everything(model)
+    counts = []
+    for step in range(3):
+        loss_of(model, ctx.rank, step).backward()
+        model.zero_grad()
+        stats = fsdp2x.describe(model).stats
+        counts.append([stats["gathers"], stats["reductions"]])
+    report = fsdp2x.memory_report(model)
+    assert {name: getattr(report, name) for name in LEDGER} == report.measured
+    made = [after - before for before, after in zip(*counts[1:], strict=True)]
+    assert made == [report.traffic.gathers, report.traffic.reductions]
+    num_elements = sum(param.numel() for param in model.parameters())
+    assert sum(unit.num_elements for unit in fsdp2x.describe(model).units) == num_elements

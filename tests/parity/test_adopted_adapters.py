@@ -10,7 +10,7 @@ import torch.distributed as dist
 import fsdp2x
 import models
 from harness import distributed
-from reference import adamw_of, full, only_fsdp2x, params, same, shard_auto, train_alike
+from reference import adamw_of, only_fsdp2x, same, shard_auto, train_alike
 from training import shared_folder
 
 pytest.importorskip("peft")

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "core/error.hpp"
+#include "engine/memory/storage.hpp"
 
 namespace fsdp2x {
 
@@ -91,9 +92,31 @@ ParamGroup& ParamGroup::begin_gather() {
       const pybind11::gil_scoped_acquire gil;
       shards_.close();
     }
+    fetch_reassigned();
     shards_.fetch_moved();
   }
   return *gathered_from_;
+}
+
+void ParamGroup::fetch_reassigned() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& param = params_[i].sharded();
+    if (param.unsafeGetTensorImpl()->is_python_dispatch()) return;  // a sharded group: all of them are DTensors
+    const ParamPlace& place = layout_.params()[i];
+    if (shards_.address(i) == nullptr || shards_.is_watched(i, param.storage().unsafeGetStorageImpl())) continue;
+    const DType type = engine_dtype(param.scalar_type());
+    const bool is_alike = type == place.shape.orig || type == DType::byte;
+    if (param.nbytes() != static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig) || !is_alike) {
+      throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' has another dtype or shape on rank " +
+                  std::to_string(layout_.rank()) + " than when it was adopted. Convert parameters before the first " +
+                  "forward after they were added.");
+    }
+    const at::NoGradGuard no_grad;
+    const at::Tensor pooled = tensor_in_pool(pool(), shards_.offset(i), param.sizes(), param.scalar_type());
+    pooled.copy_(param);
+    param.set_data(pooled);
+    shards_.watch(i, pooled.storage().getWeakStorageImpl().lock());
+  }
 }
 
 void ParamGroup::check_registered() const {

@@ -197,6 +197,8 @@ class ParamGroup {
   // Throws unless modules register what they were given last, the sharded parameters.
   void check_registered() const;
   PyObject* registered_while_sharded(size_t param) const;
+  // Plain parameters to whose `.data` somebody assigned move back into the pool, with the new values.
+  void fetch_reassigned();
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
   std::string name_;

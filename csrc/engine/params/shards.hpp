@@ -36,6 +36,7 @@ class Shards {
   // The storage of a sharded local tensor, which lies in memory() until somebody gives it other memory
   // (share_memory_(), a queue of torch.multiprocessing). Null: that shard does not lie there.
   void watch(size_t param, c10::intrusive_ptr<c10::StorageImpl> storage);
+  bool is_watched(size_t param, const c10::StorageImpl* storage) const { return storages_[param].get() == storage; }
   // Where the shard is now; null: it is not watched.
   const void* address(size_t param) const;
   // Shards that have other memory stay there, for other processes see it: their values are copied into memory().
