@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.runtime import torch_private, waiting, wire_formats
+from fsdp2x.runtime import swapped, torch_private, waiting, wire_formats
 from fsdp2x.runtime.comms import own_collective, refuse_both
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.native import _C
@@ -460,6 +460,7 @@ class FSDPModule(_TorchFSDPModule):
 
     def _apply(self, fn, recurse: bool = True):
         state = self._get_fsdp_state()
+        swapped.refuse_swapped("FSDPModule.to", self.parameters())
         state.reshard()
         # Before: a gradient that somebody else has, too, cannot be exchanged.
         state.forget_gradients()

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2x
 import models
+from checkpoints import shared_folder
 from fsdp2x.optim import EMA
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, train
@@ -73,7 +76,7 @@ def test_sleep_and_two_averages(ctx):
     own = params(model)
     with fast.swapped(model):  # without decay the average is what was there last
         same(params(model), own)
-    with slow.swapped(model), pytest.raises(RuntimeError, match="inside of swapped"):
+    with slow.swapped(model), pytest.raises(RuntimeError, match=r"inside of EMA\.swapped"):
         optimizer.step()
     same(params(model), own)
 
@@ -92,6 +95,63 @@ def test_an_exception_inside_swaps_back(ctx):
     with ema.swapped(model), pytest.raises(RuntimeError, match="swapped in already"), ema.swapped(model):
         pass
     train(ctx, model, optimizer, range(1))
+
+
+REFUSED = {
+    "checkpoint.save": lambda m, o, folder: fsdp2x.checkpoint.save(folder / "c", m, o, step=2, overwrite=True),
+    "save of the model": lambda m, o, folder: fsdp2x.checkpoint.save(folder / "c", m, step=2, async_save=True),
+    "checkpoint.load": lambda m, o, folder: fsdp2x.checkpoint.load(folder / "c", m, o),
+    "load of the model": lambda m, o, folder: fsdp2x.checkpoint.load(folder / "c", m),
+    "load_hf": lambda m, o, folder: fsdp2x.load_hf(m, folder / "hf"),
+    "load_state_dict": lambda m, o, folder: m.load_state_dict(m.state_dict()),
+    "sleep": lambda m, o, folder: fsdp2x.sleep(m, o),
+    "sleep of the model": lambda m, o, folder: fsdp2x.sleep(m),
+    "rebind_optimizer": lambda m, o, folder: fsdp2x.rebind_optimizer(o, m),
+    "to": lambda m, o, folder: m.to(torch.float64),
+    "step": lambda m, o, folder: o.step(),
+    "step of another": lambda m, o, folder: torch.optim.SGD(m.parameters(), lr=1.0).step(),
+    "optimizer.state_dict": lambda m, o, folder: o.state_dict(),
+    "get_optimizer_state_dict": lambda m, o, folder: get_optimizer_state_dict(m, o),
+    "optimizer.load_state_dict": lambda m, o, folder: o.load_state_dict({"state": {}, "param_groups": []}),
+}
+READ = {
+    "full_tensors": lambda m, folder: dict(fsdp2x.full_tensors(m)),
+    "state_dict": lambda m, folder: {name: full(value) for name, value in m.state_dict().items()},
+    "save_hf": lambda m, folder: load_file(fsdp2x.save_hf(m, folder / "averages") / "model.safetensors"),
+}
+
+
+@distributed(world_sizes=(2, 3))
+def test_what_reads_the_averages_and_what_is_refused(ctx):
+    """Each call that would keep, move or change the exchanged values; what it is afterwards is as if never called."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS)
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2)
+    ema = EMA(optimizer, DECAY)
+    train(ctx, model, optimizer)
+    own = params(model)
+    with shared_folder() as folder:
+        fsdp2x.checkpoint.save(folder / "c", model, optimizer, step=1)
+        fsdp2x.save_hf(model, folder / "hf")
+        with ema.swapped(model):
+            inside = params(model)
+            for name, call in REFUSED.items():
+                with pytest.raises(RuntimeError, match=r"inside of (EMA\.)?swapped") as raised:
+                    call(model, optimizer, folder)
+                same(params(model), inside, f"{name}: {raised.value}")
+            for read in READ.values():
+                same(read(model, folder), inside)
+        same(params(model), own)
+        assert not any(own[name].equal(inside[name]) for name in own)
+        fsdp2x.sleep(model, optimizer)
+        with pytest.raises(RuntimeError, match="asleep"), ema.swapped(model):
+            pass
+        fsdp2x.wake(model, optimizer)
+        same(params(model), own)
+        fsdp2x.checkpoint.load(folder / "c", model, optimizer)
+        same(params(model), own)
+        train(ctx, model, optimizer, range(1))
+        assert [path.name for path in (folder / "c").glob("step-*")] == ["step-000001"]
 
 
 @distributed(world_sizes=(2,))

@@ -16,6 +16,7 @@ from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.swapped import why_swapped
 
 from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
@@ -217,6 +218,8 @@ def _match(
         CheckpointError: it does not fit, or needs to be trusted.
     """
     rank, world_size = rank_and_size()
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     if choice.form == "per_rank" and choice.manifest["world_size"] != world_size:
         raise CheckpointError(
             f"{choice.path}: per-rank files of {choice.manifest['world_size']} ranks cannot be loaded by {world_size}; "

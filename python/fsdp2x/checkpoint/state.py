@@ -17,6 +17,7 @@ from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.records import Shard
 from fsdp2x.reading.table import KeyPath
 from fsdp2x.reading.tensors import Source
+from fsdp2x.runtime.swapped import why_swapped
 
 from .manifest import model_layout
 from .optimizer import Optimizers, layout_of, named_state
@@ -42,6 +43,8 @@ class State:
 
 def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
     """Everything of this rank; no collective. Raises `CheckpointError` for what could not be loaded again."""
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     tensors, aliases = model_layout(model)
     tree: dict[str, Any] = {"model": tensors}
     if optimizers:

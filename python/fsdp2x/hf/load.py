@@ -39,6 +39,7 @@ from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.swapped import why_swapped
 
 logger = logging.getLogger("fsdp2x")
 Mode = Literal["auto", "each", "broadcast"]
@@ -201,6 +202,8 @@ class _Plan:
 
 
 def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Mapping[str, Source]) -> _Plan:
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     shapes = {name: target.shape for target in targets for name in target.names}
     plan = _Plan(make_recipes(base, tensors, shapes))
     # An adapter alone goes into a model whose base has its weights, and the other way round.

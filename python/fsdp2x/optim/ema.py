@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp2x.arguments import checked
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.runtime.offload import host_state
+from fsdp2x.runtime.swapped import swapped_values
 from fsdp2x.runtime.tree import running_step, unit_states
 
 
@@ -70,7 +71,7 @@ class EMA:
         self.decay, self.name = decay, name
         self._optimizer, self._dtype, self._is_swapped = optimizer, dtype, False
         self._loading: dict[int, Tensor] = {}  # by the place of their parameters
-        optimizer.register_step_pre_hook(self._refuse_if_swapped)
+        optimizer.register_state_dict_pre_hook(self._refuse_if_swapped)
         optimizer.register_step_post_hook(self._update)
         optimizer.register_load_state_dict_pre_hook(self._begin_loading)
         optimizer.register_load_state_dict_post_hook(self._end_loading)
@@ -80,8 +81,11 @@ class EMA:
         """The parameters of ``model`` have the values of their averages, and get their own back at the end.
 
         Values are exchanged in place, so that this takes the memory of one parameter; averages of another dtype than
-        their parameters take a copy of all of these. Call it on all ranks, with nothing running. Checkpoints of the
-        training are saved outside.
+        their parameters take a copy of all of these. Call it on all ranks, with nothing running.
+
+        Inside, forwards, ``save_hf``, exports, pushes and the model's state dict read the averages. What would keep
+        the exchanged values, move them, or write others raises RuntimeError: steps, the optimizer's state dict,
+        ``fsdp2x.checkpoint``, loads, ``sleep``, ``rebind_optimizer`` and ``model.to``.
 
         Raises:
             RuntimeError: a forward or backward of ``model`` is running; the averages are swapped in already.
@@ -94,10 +98,11 @@ class EMA:
         for state in states:  # what is gathered has the old values
             state.reshard()
         pairs = self._pairs(model)
-        self._is_swapped = True
         kept = _exchange(pairs)
+        self._is_swapped = True
         try:
-            yield
+            with swapped_values(model.parameters()):
+                yield
         finally:
             for state in states:
                 state.reshard()
@@ -128,9 +133,9 @@ class EMA:
             if id(param) in here and self.name in state
         ]
 
-    def _refuse_if_swapped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _refuse_if_swapped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_swapped:
-            raise RuntimeError("fsdp2x.optim.EMA: step() inside of swapped(), whose end would undo it; leave it first")
+            raise RuntimeError("fsdp2x.optim.EMA: state_dict() of the optimizer inside of swapped(); leave it first")
 
     def _begin_loading(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Torch brings states to the dtype of their parameters; these come as they are."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2x.arguments import checked
 from fsdp2x.optim.coded_moments import narrowed, widened
 from fsdp2x.runtime.stale import original_number
+from fsdp2x.runtime.swapped import refuse_swapped
 from fsdp2x.units.lookup import named_params, units_of
 
 
@@ -30,8 +31,10 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     Raises:
         ValueError: nothing in ``model`` is sharded; the optimizer has no parameter of ``model``, old or new; state of
             a parameter that has neither one element nor the parameter's shape. The optimizer is unchanged then.
+        RuntimeError: the averages of an ``EMA`` are swapped in.
     """
     units_of(model, "rebind_optimizer")
+    refuse_swapped("fsdp2x.rebind_optimizer", model.parameters())
     current = {id(param) for _, param, _ in named_params(model)}
     records = {record.original: (name, record) for name, _, record in named_params(model) if record is not None}
     replaced: dict[nn.Parameter, nn.Parameter] = {}

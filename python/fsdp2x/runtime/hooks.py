@@ -16,6 +16,7 @@ from fsdp2x.runtime import annotations, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.swapped import refuse_swapped
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
@@ -67,8 +68,13 @@ def watch_loading(state: UnitState, modules: Iterable[nn.Module]) -> None:
     weak = weakref.ref(state)
     for module in modules:
         module.register_state_dict_pre_hook(lambda *args: weak().reshard())
-        module._register_load_state_dict_pre_hook(lambda *args: weak().reshard())
+        module._register_load_state_dict_pre_hook(lambda *args: before_load(weak()))
         module.register_load_state_dict_post_hook(lambda *args: weak().adopt())
+
+
+def before_load(state: UnitState) -> None:
+    refuse_swapped("load_state_dict", (param.param for param in state.params))
+    state.reshard()
 
 
 def follow_modules_of(root: UnitState) -> None:

@@ -20,6 +20,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.swapped import refuse_swapped
 from fsdp2x.runtime.tree import roots_of, unit_states
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
@@ -105,10 +106,11 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
 
     Raises:
         ValueError: ``model`` is not sharded, has gradients, or is asleep.
-        RuntimeError: a forward or backward is running.
+        RuntimeError: a forward or backward is running; the averages of an ``EMA`` are swapped in.
         NotImplementedError: a parameter is a tensor subclass with memory of its own.
     """
     states = unit_states(model)
+    refuse_swapped("fsdp2x.sleep", model.parameters())
     _check(model, states)
     sleeper = _sleepers.setdefault(model, _Sleeper())
     if sleeper.is_asleep:
