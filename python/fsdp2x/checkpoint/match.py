@@ -14,7 +14,7 @@ import torch
 
 from fsdp2x.reading.errors import CheckpointError, Damaged
 
-from .optimizer import Restore
+from .optimizer import Restore, own_form
 from .sources import Leaf
 from .values import mismatch
 
@@ -45,12 +45,13 @@ class FoundState(Found):
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def saved(self) -> dict[str, Any]:
         """As `optimizer.named_state` gives it, when the targets are read."""
 
         def value(item: Any) -> Any:
-            return self.targets[item] if isinstance(item, Leaf) else item
+            return own_form(self.targets[item], self.layouts.get(item.name)) if isinstance(item, Leaf) else item
 
         return {
             "state": {name: {key: value(item) for key, item in one.items()} for name, one in self.state.items()},
@@ -123,7 +124,7 @@ def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, 
 
 def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) -> FoundState:
     """What to read for the optimizers."""
-    found = FoundState()
+    found = FoundState(layouts=layouts)
     if parts.optimizer is None:
         found.missing = ["optimizer"]
         found.groups = []

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from fsdp2x.hf.names import clean_name
 from fsdp2x.optim.coded_moments import widened
 from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.reading.table import KeyPath
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.units.lookup import named_params
@@ -39,9 +40,20 @@ def as_optimizers(optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimi
     return found
 
 
-def named_state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """State and parameter groups of all optimizers together; raises `CheckpointError` for a foreign parameter."""
+# In a layout: the optimizer keeps a plain tensor, of the shape of its shard, or of the parameter.
+_PLAIN = "plain"
+
+
+def named_state(model: torch.nn.Module, optimizers: Optimizers) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """State and parameter groups of all optimizers together, and layouts of tensors that are plain beside DTensors.
+
+    A plain tensor of the shape of its parameter's shard is a part of a tensor that is cut like the parameter.
+
+    Raises:
+        CheckpointError: a foreign parameter; a plain tensor of which nothing says how it is cut.
+    """
     names = _names(model)
+    layouts: dict[KeyPath, str] = {}
     state: dict[str, Any] = {}
     groups = []
     for optimizer in optimizers:
@@ -50,8 +62,31 @@ def named_state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Any
             for name, param in zip(members, group["params"], strict=True):
                 if optimizer.state.get(param):
                     state[name] = widened(optimizer.state[param])
+                    if isinstance(param, DTensor):
+                        plain = {key: value for key, value in state[name].items() if _is_plain(value)}
+                        state[name] = {**state[name], **{key: _cut(param, v, name, key) for key, v in plain.items()}}
+                        told = {key: f"{_PLAIN} {layout_of(state[name][key]) or ''}".strip() for key in plain}
+                        layouts.update({("state", name, str(key)): layout for key, layout in told.items()})
             groups.append({**_settings(group), "params": members})
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups}, layouts
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+
+
+def _cut(param: DTensor, value: torch.Tensor, name: str, key: Any) -> torch.Tensor:
+    """``value``, which an optimizer keeps beside ``param``: a DTensor where it has the shape of the shard."""
+    local = torch_private.local_tensor(param)
+    if value.shape == local.shape and key != "step":
+        return torch_private.dtensor_like(param, value)
+    if value.shape == param.shape or value.numel() == 1:
+        return value
+    raise CheckpointError(
+        f"the optimizer's {key} of {name} is a plain tensor of shape {list(value.shape)}, neither that of the "
+        f"parameter, {list(param.shape)}, nor that of its shard here, {list(local.shape)}. Keep it as a DTensor, or "
+        "save without the optimizer"
+    )
 
 
 @dataclass(frozen=True)
@@ -95,6 +130,8 @@ class Restore:
     def target(self, name: str, shape: Sequence[int], dtype: torch.dtype, layout: str | None) -> torch.Tensor:
         """Memory for one saved tensor: cut like its parameter where it has its shape."""
         param = self.params[name].detach()
+        if layout == _PLAIN:
+            return torch.empty(tuple(shape), dtype=dtype, device=param.device)
         if tuple(shape) == tuple(param.shape) and len(shape) > 0:
             if host_state(self.params[name]) is not None:
                 return torch_private.dtensor_like(param, torch.empty(param.to_local().shape, dtype=dtype))
@@ -216,6 +253,31 @@ def _distinct(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not any(same(settings, other) for other in found):
             found.append(settings)
     return found
+
+
+def require_same_cut(layouts: Sequence[Mapping[str, str]], what: str) -> None:
+    """Compares the layouts of plain tensors, by rank. One rank may hold all rows of a small parameter.
+
+    Raises:
+        CheckpointError: a tensor has the shape of the shard on one rank, and that of the parameter on another one.
+    """
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, of_rank in enumerate(layouts):
+        for name, layout in of_rank.items():
+            first, known = seen.setdefault(name, (rank, layout))
+            if known != layout:
+                shard, other = (first, rank) if " " in known else (rank, first)
+                raise CheckpointError(
+                    f"{what}: {name} is a plain tensor of the shape of the shard on rank {shard}, and of that of the "
+                    f"parameter on rank {other}. Keep it as a DTensor, or save without the optimizer"
+                )
+
+
+def own_form(tensor: torch.Tensor, layout: str | None) -> torch.Tensor:
+    """What the optimizer is to have for a tensor that was saved in ``layout``: its own form."""
+    if isinstance(tensor, DTensor) and layout is not None and layout.startswith(f"{_PLAIN} "):
+        return torch_private.local_tensor(tensor)
+    return tensor
 
 
 def layout_of(tensor: torch.Tensor) -> str | None:

@@ -39,7 +39,7 @@ from .manifest import (
     make_manifest,
     write_manifest,
 )
-from .optimizer import as_optimizers, layout_of
+from .optimizer import as_optimizers, require_same_cut
 from .plan import Plan, local_data, make_plan
 from .rng import save_rng
 from .state import State, collect
@@ -356,15 +356,17 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
 
     sources: dict[str, torch.Tensor] = {}
 
-    def is_known() -> bool:
+    def is_known() -> tuple[bool, dict[str, str]]:
         nonlocal state, sources
         state = work()
         if saver.plan is None or saver.plan.signature != state.signature:
-            return False
+            return False, state.plain
         sources = data_of(saver.plan)
-        return True
+        return True, state.plain
 
-    if not all(gather_all(is_known, what=what)):
+    known, plain = zip(*gather_all(is_known, what=what), strict=True)
+    if not all(known):
+        require_same_cut(plain, what)
         saver.plan = plan = make_plan(state, None)
         sources = together(lambda: data_of(plan), what=what)
     assert state is not None and saver.plan is not None
@@ -372,7 +374,6 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
 
 
 def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dict[str, Any]:
-    layouts = {name: layout_of(value) for name, value in state.flat.items() if isinstance(value, DTensor)}
     return make_manifest(
         step=step,
         world_size=rank_and_size()[1],
@@ -380,7 +381,7 @@ def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dic
         aliases=state.aliases,
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         form=form,
-        layouts=layouts,
+        layouts=state.layouts,
     )
 
 

@@ -29,7 +29,10 @@ PARTS = ("scheduler", "scaler", "data", "extra")
 
 @dataclass
 class State:
-    """Of this rank. `signature` is equal exactly when names, shapes, dtypes and layouts of the tensors are."""
+    """Of this rank. `signature` is equal exactly when names, shapes, dtypes and layouts of the tensors are.
+
+    `plain`: the layouts of plain tensors that an optimizer keeps beside DTensors.
+    """
 
     tree: dict[str, Any]
     flat: dict[str, Any]
@@ -39,6 +42,8 @@ class State:
     small: dict[str, Any]
     rng: dict[str, Any]
     signature: tuple = field(default=())
+    layouts: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
 
 
 def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
@@ -47,9 +52,13 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
         raise CheckpointError(why)
     tensors, aliases = model_layout(model)
     tree: dict[str, Any] = {"model": tensors}
+    plain: dict[KeyPath, str] = {}
     if optimizers:
-        tree["optimizer"] = named_state(model, optimizers)
+        tree["optimizer"], plain = named_state(model, optimizers)
     flat, paths = flatten(tree)
+    layouts = {name: layout for name, value in flat.items() if (layout := layout_of(value)) is not None}
+    plain_layouts = {name: plain[path[1:]] for name, path in paths.items() if path[1:] in plain}
+    layouts.update(plain_layouts)
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise CheckpointError(f"{name} is on the meta device: it has no values to save")
@@ -58,10 +67,12 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
     if not trusted:
         check_loadable({**{n: v for n, v in flat.items() if not isinstance(v, torch.Tensor)}, **parts})
     signature = tuple(
-        (name, value.dtype, value.shape, layout_of(value)) if isinstance(value, torch.Tensor) else (name,)
+        (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
         for name, value in flat.items()
     )
-    return State(tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature)
+    return State(
+        tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature, layouts, plain_layouts
+    )
 
 
 def state_of(part: Any) -> Any:
