@@ -234,8 +234,8 @@ class Session:
             SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
                 and generate nothing until a full push succeeds; that is all it takes. One whose answer to the commit
                 was lost may have committed, and goes on with the new version.
-            ValueError: an unknown mode; ranks disagree on version or mode; a delta without ``deltas=True``, before the
-                first full push, or while engines are torn.
+            ValueError: an unknown mode; ranks disagree on version or mode, or push other sessions; a delta without
+                ``deltas=True``, before the first full push, or while engines are torn.
             RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
                 by another kind of one. A rank that dies: as for any collective; engines are torn.
         """
