@@ -40,7 +40,7 @@ class Routes:
         text = self.send(*args, **options)
         try:
             return json.loads(text) if text else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ControlError(f"{self.name} answers {args[1]} with {text[:200]!r}, which is no JSON") from error
 
     def send(
