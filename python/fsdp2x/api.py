@@ -53,6 +53,9 @@ def fully_shard(
     empty) whose bytes lie in one pool per unit. They are gathered before the unit's forward and backward, freed
     afterwards, and their gradients are averaged over the ranks into ``.grad`` during backward.
 
+    Parameters that modules register later (adapters, a new head) are adopted by the next forward of the root. They stay
+    plain tensors, replicated with the values of the first rank, and backward averages their gradients.
+
     Args:
         module: a module, or a list of modules that form one unit. A HuggingFace model none of whose submodules is
             sharded yet is split into units first (see ``auto_wrap``); on any other module the call makes one unit of

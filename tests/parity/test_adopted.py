@@ -55,9 +55,9 @@ def parameters_of_a_unit_below(model):
     model.parts[0].layer.bias = nn.Parameter(torch.randn(6))
 
 
-def adapters(model, name="first"):
+def adapters(model):
     for part in model.parts:
-        part.adapters[name] = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False))
+        part.adapters["low rank"] = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False))
 
 
 def a_head_in_place_of_another(model):
