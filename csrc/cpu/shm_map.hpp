@@ -39,11 +39,15 @@ inline uint64_t wished_use(uint64_t wish) { return wish >> 16; }
 
 struct alignas(64) RingEntry {
   Word sequence;
-  Word unit;
-  Word slot;
+  Word unit_and_slot;  // see pack_unit_and_slot()
+  Word settings;
   Word slot_offset;
   Word bytes;
 };
+
+inline uint64_t pack_unit_and_slot(uint32_t unit, uint32_t slot) { return uint64_t{unit} << 32 | slot; }
+inline uint32_t packed_unit(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+inline uint32_t packed_slot(uint64_t word) { return static_cast<uint32_t>(word); }
 
 struct alignas(64) UnitRecord {
   Word posted;

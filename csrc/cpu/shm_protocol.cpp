@@ -2,6 +2,7 @@
 #include "cpu/shm_protocol.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -12,6 +13,29 @@
 
 namespace fsdp2x::cpu {
 namespace {
+
+constexpr uint64_t kFlagBits = 4;
+
+// "reshard_after_forward (true and false)"
+std::string difference(const UnitSettings& mine, const UnitSettings& theirs) {
+  const auto flag = [](const char* name, bool here, bool there) {
+    const auto text = [](bool value) { return value ? "True" : "False"; };
+    return here == there ? "" : std::string(", ") + name + " (" + text(here) + " and " + text(there) + ")";
+  };
+  const auto number = [](double value) {
+    std::string text = std::to_string(value);
+    text.erase(std::max(text.find_last_not_of('0'), text.find('.') + 1) + 1);
+    return value == 0.0 ? "the default" : text;
+  };
+  std::string text = flag("reshard_after_forward", mine.reshard_after_forward, theirs.reshard_after_forward) +
+                     flag("reshard_after_backward", mine.reshard_after_backward, theirs.reshard_after_backward) +
+                     flag("requires_gradient_sync", mine.requires_gradient_sync, theirs.requires_gradient_sync) +
+                     flag("requires_all_reduce", mine.requires_all_reduce, theirs.requires_all_reduce);
+  if (mine.divide_factor != theirs.divide_factor) {
+    text += ", gradient_divide_factor (" + number(mine.divide_factor) + " and " + number(theirs.divide_factor) + ")";
+  }
+  return text.substr(2);
+}
 
 // Tells the peers what this rank waits for, as long as it lives.
 class Wish {
@@ -107,7 +131,7 @@ struct ShmProtocol::Impl {
   std::string where(int rank) const {
     const uint64_t sequence = state(rank).num_posted.load(std::memory_order_acquire);
     if (sequence == 0) return "has not begun any all-gather yet";
-    const uint64_t unit = map.entry(control, rank, sequence).unit.load(std::memory_order_relaxed);
+    const uint64_t unit = packed_unit(map.entry(control, rank, sequence).unit_and_slot.load(std::memory_order_relaxed));
     return "began " + gather_text(sequence, unit) + " last";
   }
 
@@ -117,8 +141,10 @@ struct ShmProtocol::Impl {
     GatherPost post;
     const uint64_t before = entry.sequence.load(std::memory_order_acquire);
     post.sequence = sequence;
-    post.unit = static_cast<uint32_t>(entry.unit.load(std::memory_order_relaxed));
-    post.slot = static_cast<uint32_t>(entry.slot.load(std::memory_order_relaxed));
+    const uint64_t unit_and_slot = entry.unit_and_slot.load(std::memory_order_relaxed);
+    post.unit = packed_unit(unit_and_slot);
+    post.slot = packed_slot(unit_and_slot);
+    post.settings = entry.settings.load(std::memory_order_relaxed);
     post.slot_offset = entry.slot_offset.load(std::memory_order_relaxed);
     post.bytes = entry.bytes.load(std::memory_order_relaxed);
     fence(std::memory_order_acquire);
@@ -160,7 +186,35 @@ struct ShmProtocol::Impl {
     }
     throw Error(text);
   }
+  [[noreturn]] void fail_settings(const GatherPost& post, uint64_t mine, int rank, uint64_t theirs) const {
+    throw Error("shared memory: " + options.name(options.rank) + " and " + options.name(rank) +
+                " have different settings at " + gather_text(post) + ": " +
+                difference(UnitSettings::unpacked(mine), UnitSettings::unpacked(theirs)) +
+                ". Set them alike on every rank.");
+  }
+  // A peer that waits for this rank's next gather, while this rank ends its backward, has ended that backward.
+  bool has_gone_on(int rank) const {
+    return state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load();
+  }
+  [[noreturn]] void fail_without_reduction(uint32_t unit, uint64_t epoch, int rank) const {
+    const std::string who = options.name(rank);
+    throw Error("shared memory: " + who + " ended its backward without " + reduction_text(unit, epoch) + ", which " +
+                options.name(options.rank) + " waits for; it " + where(rank) +
+                ". Set gradient synchronization (set_requires_gradient_sync, accumulate) alike on every rank, and run "
+                "the same forwards and backwards.");
+  }
 };
+
+uint64_t UnitSettings::packed() const {
+  const uint64_t flags = uint64_t{reshard_after_forward} | uint64_t{reshard_after_backward} << 1 |
+                         uint64_t{requires_gradient_sync} << 2 | uint64_t{requires_all_reduce} << 3;
+  return (std::bit_cast<uint64_t>(divide_factor) >> kFlagBits << kFlagBits) | flags;
+}
+
+UnitSettings UnitSettings::unpacked(uint64_t word) {
+  const auto flag = [word](int bit) { return (word >> bit & 1) != 0; };
+  return {flag(0), flag(1), flag(2), flag(3), std::bit_cast<double>(word >> kFlagBits << kFlagBits)};
+}
 
 ShmProtocol::ShmProtocol(const ShmOptions& options, const ShmMap& map, std::byte* control)
     : impl_(std::make_unique<Impl>(options, map, control)) {}
@@ -251,8 +305,8 @@ void ShmProtocol::post_gather(const GatherPost& post) {
   RingEntry& entry = impl.map.entry(impl.control, impl.options.rank, post.sequence);
   entry.sequence.store(0, std::memory_order_relaxed);
   fence(std::memory_order_release);
-  entry.unit.store(post.unit, std::memory_order_relaxed);
-  entry.slot.store(post.slot, std::memory_order_relaxed);
+  entry.unit_and_slot.store(pack_unit_and_slot(post.unit, post.slot), std::memory_order_relaxed);
+  entry.settings.store(post.settings, std::memory_order_relaxed);
   entry.slot_offset.store(post.slot_offset, std::memory_order_relaxed);
   entry.bytes.store(post.bytes, std::memory_order_relaxed);
   entry.sequence.store(post.sequence, std::memory_order_release);
@@ -277,12 +331,16 @@ void ShmProtocol::join_gather(const GatherPost& post) {
         [&](int rank) { return impl.state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; },
         [&] { return impl.gather_text(post); });
   }
+  // Not those of now: users may have changed them since.
+  const uint64_t posted_settings =
+      impl.map.entry(impl.control, impl.options.rank, post.sequence).settings.load(std::memory_order_relaxed);
   for (int rank = 0; rank < impl.options.world; ++rank) {
     if (rank == impl.options.rank) continue;
     const GatherPost theirs = impl.entry_of(rank, post.sequence);
     const bool equal = theirs.unit == post.unit && theirs.slot == post.slot && theirs.slot_offset == post.slot_offset &&
                        theirs.bytes == post.bytes;
     if (!equal) impl.fail_mismatch(post, rank, theirs);
+    if (theirs.settings != posted_settings) impl.fail_settings(post, posted_settings, rank, theirs.settings);
   }
 }
 
@@ -325,8 +383,14 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
                 impl.reduction_text(unit, epoch) + " but posted #" + std::to_string(own_epoch) + " last");
   }
   const auto posted = [&](int rank) { return impl.record(unit, rank).posted.load(std::memory_order_acquire) >= epoch; };
+  const auto posted_in_flush = [&](int rank) {
+    if (posted(rank)) return Seen::done;
+    // It posts before it goes on: hence the second look.
+    if (!impl.has_gone_on(rank) || posted(rank)) return seen(posted(rank));
+    impl.fail_without_reduction(unit, epoch, rank);
+  };
   const bool all_posted =
-      impl.peers.wait([&](int rank) { return flush ? seen(posted(rank)) : impl.see(rank, position, posted); },
+      impl.peers.wait([&](int rank) { return flush ? posted_in_flush(rank) : impl.see(rank, position, posted); },
                       [&] { return impl.reduction_text(unit, epoch); });
   if (!all_posted) return Joined::later;
   for (int rank = 0; rank < impl.options.world; ++rank) {
@@ -337,7 +401,7 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
       throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " and rank " + std::to_string(rank) +
                   " disagree about " + impl.reduction_text(unit, epoch) + " (tags " + std::to_string(tag) + " and " +
                   std::to_string(their_tag) +
-                  "): its parameters, dtypes and requires_grad must be the same on every rank");
+                  "): its parameters, dtypes, requires_grad and gradient divide factor must be the same on every rank");
     }
     impl.compare_forwards(unit, epoch, rank);
   }

@@ -15,6 +15,18 @@ namespace fsdp2x::cpu {
 
 class ShmMap;
 
+// What users set for a unit, alike on every rank.
+struct UnitSettings {
+  bool reshard_after_forward = false;
+  bool reshard_after_backward = false;
+  bool requires_gradient_sync = false;
+  bool requires_all_reduce = false;
+  double divide_factor = 0.0;  // 0: the number of ranks
+
+  uint64_t packed() const;
+  static UnitSettings unpacked(uint64_t word);
+};
+
 // One gather as every rank must see it. `unit` is the unit's index in its root, the same on every rank;
 // `name` is only for messages.
 struct GatherPost {
@@ -23,6 +35,7 @@ struct GatherPost {
   uint32_t slot = 0;
   uint64_t slot_offset = 0;
   uint64_t bytes = 0;
+  uint64_t settings = 0;  // packed UnitSettings, when it was posted
 };
 
 // Forwards under grad that a rank had begun when it posted a reduction, and how many of them raised.

@@ -28,6 +28,7 @@ from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.models.vision import shard_vision_language
 from fsdp2x.module import FSDPModule
 from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.module_states import check_module_states, sync_module_states
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.optim.rebind import rebind_optimizer
 from fsdp2x.runtime import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
@@ -48,6 +49,7 @@ __all__ = [
     "accumulate",
     "add_lora",
     "apply_tiled_mlp",
+    "check_module_states",
     "checkpoint",
     "clip_grad_norm_",
     "describe",
@@ -74,6 +76,7 @@ __all__ = [
     "share_comm_ctx",
     "sleep",
     "sync",
+    "sync_module_states",
     "uninstall",
     "unsharded",
     "wake",

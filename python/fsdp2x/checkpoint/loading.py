@@ -16,7 +16,9 @@ from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.replicas import check_again
 from fsdp2x.runtime.swapped import why_swapped
+from fsdp2x.runtime.tree import unit_states
 
 from ..arguments import checked
 from .agree import LostRanks, rank_and_size, together
@@ -110,6 +112,8 @@ def load(
         (match,) = matches
         said = _apply(match, wanted, what)
     Saver.of(model).roots.add(choice.path.parent.resolve())
+    for state in unit_states(model):
+        check_again(state)
     for sentence in said:
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest

@@ -39,7 +39,9 @@ from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.replicas import check_again
 from fsdp2x.runtime.swapped import why_swapped
+from fsdp2x.runtime.tree import unit_states
 
 logger = logging.getLogger("fsdp2x")
 Mode = Literal["auto", "each", "broadcast"]
@@ -122,6 +124,8 @@ def load_hf(
                 send_from_rank_0(plan.steps, bar, what)
             together(place_initial, what=what)
         bar.close()
+        for state in unit_states(model):
+            check_again(state)
         check_buffers(model)
         loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
         if any(not is_adapter(name) for name in loaded):

@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from fsdp2x.optim.local import local_tensor, number
 from fsdp2x.runtime import torch_private
 
 # What gradients of each step are multiplied by: thresholds and ratios between steps must come to act.
-_FACTORS = (1.0, 1.0, 30.0, 0.02, -1.0, 1000.0)
-# Optimizers factor or quantize large tensors only, most of them from 128 rows and columns, or 4,096 elements. Some scale
-# by the ratio of rows to columns. So a third of what is cut has 144 rows.
+_FACTORS = (1.0, 1.0, 30.0, 0.02, -1.0, 1000.0, 1.0, 0.1)
+# Optimizers factor or quantize large tensors only, most of them from 128 rows and columns, or 4,096 elements. Some
+# scale by the ratio of rows to columns. So a third of what is cut has 144 rows.
 _MAX_SIZE, _MAX_NUMEL = 144, 65_000
 _LEAST_LR = 1e-2  # with less, rounding would hide what a step does
 _TOLERANCE = 1e-4  # of the largest change of a tensor; what is not element-wise differs by percents
@@ -130,11 +131,14 @@ def _generators_kept(samples: list[list[_Sample]]) -> Iterator[None]:
 def _difference_in_steps(optimizer: torch.optim.Optimizer, step: Callable, samples: list[list[_Sample]]) -> str:
     full, *cut = trials = [_Trial(optimizer, samples, part) for part in (None, 0, 1)]
     generator = torch.Generator().manual_seed(len(_FACTORS))
-    for factor in _FACTORS:
+    for index, factor in enumerate(_FACTORS):
         gradients = []
-        for sample in (sample for chosen in samples for sample in chosen):
+        for sample, param in full.params:
             noise = torch.randn(sample.gradient.shape, generator=generator).to(sample.gradient)
-            gradients.append(factor * sample.gradient * (1.0 + noise))
+            gradient = factor * sample.gradient * (1.0 + noise)
+            if index % 3 == 2:  # orthogonal to the parameter: some optimizers project then
+                gradient -= param * ((gradient * param.conj()).sum() / param.abs().square().sum())
+            gradients.append(gradient)
         for trial in trials:
             trial.step(step, gradients)
         if found := full.difference(*cut):
@@ -153,8 +157,8 @@ class _Trial:
         memo: dict[int, Any] = {id(optimizer.state): state}
         # Whatever refers to a parameter refers to its stand-in in the copy.
         memo.update({id(p): nn.Parameter(torch.zeros(1)) for group in optimizer.param_groups for p in group["params"]})
-        memo.update({id(sample.param): param for sample, param in zip(self._samples, self._params, strict=True)})
-        for sample, param in zip(self._samples, self._params, strict=True):
+        memo.update({id(sample.param): param for sample, param in self.params})
+        for sample, param in self.params:
             for key, value in optimizer.state.get(sample.param, {}).items():  # some make it when they are built
                 state[param][key] = _small(sample, value, part, memo)
         state.update({key: copy.deepcopy(optimizer.state[key], memo) for key in optimizer.state if type(key) is str})
@@ -171,9 +175,13 @@ class _Trial:
                 group["lr"] = torch.full_like(rate, _LEAST_LR) if isinstance(rate, Tensor) else _LEAST_LR
 
     def step(self, step: Callable, gradients: list[Tensor]) -> None:
-        for sample, param, gradient in zip(self._samples, self._params, gradients, strict=True):
+        for (sample, param), gradient in zip(self.params, gradients, strict=True):
             param.grad = sample.part(gradient, self._part)
         step(self._optimizer)
+
+    @property
+    def params(self) -> list[tuple[_Sample, nn.Parameter]]:
+        return list(zip(self._samples, self._params, strict=True))
 
     def _state(self, index: int) -> dict[str, Any]:
         return self._optimizer.state.get(self._params[index], {})
@@ -193,6 +201,8 @@ class _Trial:
                         return f"its state {name!r} of a tensor of shape {shape} has the shape {tuple(value.shape)}"
                     if not _are_close(sample, value, others, _finite(value).abs().max()):
                         return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
+                elif not isinstance(value, (Tensor, int, float, str, NoneType)):
+                    return f"its state {name!r} is a {type(value).__name__}, expected numbers or tensors"
                 elif not all(_are_equal(value, other) for other in others):
                     return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
         for groups in zip(*(trial._optimizer.param_groups for trial in (self, first, second)), strict=True):

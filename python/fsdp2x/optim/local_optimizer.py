@@ -48,7 +48,7 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fsdp2x.local_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, (_LocalStep, EngineStep)):
+    if isinstance(optimizer, EngineStep) or hasattr(optimizer, "_whole_step"):
         return optimizer
     kind = type(optimizer)
     for group in optimizer.param_groups:
@@ -58,8 +58,10 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     # and put on again around the new class's step.
     whole_step = step.__wrapped__ if getattr(step, "hooked", False) else step
     require_element_wise(optimizer, whole_step)
-    members = {"_whole_step": whole_step, "step": _LocalStep.step_locally}
-    optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, kind), members)
+    members = {"_whole_step": whole_step, "step": _step_locally, "refuses_stale_params": True}
+    members["add_param_group"] = functools.partialmethod(_add_param_group, kind)
+    # A second base would change the layout of objects, with which Python refuses their new class.
+    optimizer.__class__ = type(f"Local{kind.__name__}", (kind,), members)
     optimizer._patch_step_function()
     _replace_wrapped_step(optimizer)
     return optimizer
@@ -82,50 +84,47 @@ def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
-class _LocalStep:
+def _add_param_group(self: Any, kind: type, param_group: dict[str, Any]) -> None:
+    kind.add_param_group(self, param_group)
+    try:
+        require_element_wise(self, type(self)._whole_step)
+    except NotImplementedError:
+        self.param_groups.pop()
+        raise
+
+
+@torch.no_grad()
+def _step_locally(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """The step of a class made by ``local_optimizer``. Nothing is remembered between steps."""
-
-    refuses_stale_params = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)  # type: ignore[misc]
-        try:
-            require_element_wise(self, type(self)._whole_step)
-        except NotImplementedError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
-        whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
-        state: defaultdict[Tensor, dict] = defaultdict(dict)
-        stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]
-        # What an optimizer keeps under other keys, of all parameters together.
-        known = {param for params in whole_params for param in params}
-        state.update({key: value for key, value in whole_state.items() if key not in known})
-        try:
-            self.state = state
-            for group, params in zip(self.param_groups, stand_ins, strict=True):
-                group["params"] = params
-            self._whole_step()
-        finally:
-            self.state = whole_state
-            for group, params in zip(self.param_groups, whole_params, strict=True):
-                group["params"] = params
-        for params, locals_ in zip(whole_params, stand_ins, strict=True):
-            for param, local in zip(params, locals_, strict=True):
-                if local is not param:
-                    local.grad = None
-                if local in state:
-                    _take_over(self, param, local, whole_state[param], state.pop(local))
-        if any(key in known for key in state):
-            raise NotImplementedError(
-                f"fsdp2x.local_optimizer: {type(self).__name__} steps parameters that it keeps outside of its groups. "
-                f"Use {INSTEAD}."
-            )
-        whole_state.update(state)
-        return loss
+    loss = loss_of(closure)
+    whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
+    state: defaultdict[Tensor, dict] = defaultdict(dict)
+    stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]
+    # What an optimizer keeps under other keys, of all parameters together.
+    known = {param for params in whole_params for param in params}
+    state.update({key: value for key, value in whole_state.items() if key not in known})
+    try:
+        self.state = state
+        for group, params in zip(self.param_groups, stand_ins, strict=True):
+            group["params"] = params
+        self._whole_step()
+    finally:
+        self.state = whole_state
+        for group, params in zip(self.param_groups, whole_params, strict=True):
+            group["params"] = params
+    for params, locals_ in zip(whole_params, stand_ins, strict=True):
+        for param, local in zip(params, locals_, strict=True):
+            if local is not param:
+                local.grad = None
+            if local in state:
+                _take_over(self, param, local, whole_state[param], state.pop(local))
+    if any(key in known for key in state):
+        raise NotImplementedError(
+            f"fsdp2x.local_optimizer: {type(self).__name__} steps parameters that it keeps outside of its groups. "
+            f"Use {INSTEAD}."
+        )
+    whole_state.update(state)
+    return loss
 
 
 def _stand_in(param: Tensor, whole_state: dict, state: dict) -> Tensor:

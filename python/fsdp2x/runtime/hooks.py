@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp2x.runtime import annotations, torch_private, transforms
+from fsdp2x.runtime import annotations, replicas, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.native import _C
@@ -70,6 +70,7 @@ def watch_loading(state: UnitState, modules: Iterable[nn.Module]) -> None:
         module.register_state_dict_pre_hook(lambda *args: weak().reshard())
         module._register_load_state_dict_pre_hook(lambda *args: before_load(weak()))
         module.register_load_state_dict_post_hook(lambda *args: weak().adopt())
+        module.register_load_state_dict_post_hook(lambda *args: replicas.check_again(weak()))
 
 
 def before_load(state: UnitState) -> None:

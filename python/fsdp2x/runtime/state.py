@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import calls, comms, torch_private, wire_formats
+from fsdp2x.runtime import calls, comms, replicas, torch_private, wire_formats
 from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
 from fsdp2x.runtime.late import adopt_late, late_groups, share_late, snapshot
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
@@ -61,6 +61,7 @@ class UnitState(StateNames, torch_private.State):
         # that are threads of one process have a model each.
         self._initializing = threading.RLock()
         # Read on the root only.
+        self.has_equal_replicas = False  # since the last load
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
@@ -158,12 +159,13 @@ class UnitState(StateNames, torch_private.State):
 
         Raises:
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
-            ValueError: two units claim one parameter.
+            ValueError: two units claim one parameter, or replicas hold different values.
         """
         with contextlib.ExitStack() as held:
             held.enter_context(self._initializing)
             if self.is_root is None:
                 self._become_root(held)
+            replicas.require_equal_shards(self.root_state() or self)
 
     def _become_root(self, held: contextlib.ExitStack) -> None:
         if len(self.modules) > 1:
@@ -186,7 +188,6 @@ class UnitState(StateNames, torch_private.State):
             self.unit.options.reshard_without_grad = True
         for state in tree:
             state.is_root = state is self
-            state.hooks.set_unit(state.unit)
         self.hooks.set_all([state.hooks for state in tree])
         for move in moves:
             move.finish()

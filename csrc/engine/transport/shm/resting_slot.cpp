@@ -26,6 +26,19 @@ std::vector<cpu::SlotRows> rows_in_slot(const Layout& layout) {
 
 }  // namespace
 
+cpu::GatherPost post_of(const ParamGroup& group) {
+  const UnitOptions& options = group.unit().options;
+  const cpu::UnitSettings settings{options.reshard_after_forward, options.reshard_after_backward,
+                                   options.requires_gradient_sync, options.requires_all_reduce,
+                                   options.divide_factor.value_or(0.0)};
+  return {group.gather().sequence,
+          group.index(),
+          static_cast<uint32_t>(group.gather().slot.id),
+          group.gather().slot.offset,
+          group.layout().slot_bytes(),
+          settings.packed()};
+}
+
 std::unique_ptr<RestingSlot> RestingSlot::make(const std::shared_ptr<cpu::ShmGroup>& memory, SlotLedger& ledger,
                                                ParamGroup& group) {
   if (!group.shards().are_watched() || !group.layout().can_rest_in_slot()) return nullptr;

@@ -9,6 +9,9 @@
 
 namespace fsdp2x {
 
+// The gather of a group that runs, as its peers must see it, with the settings of its unit.
+cpu::GatherPost post_of(const ParamGroup& group);
+
 // Whether a group has such a slot is the same on all ranks; whether this rank's shards rest there at the moment, or lie
 // in a pool and are copied, is its own affair.
 class RestingSlot {

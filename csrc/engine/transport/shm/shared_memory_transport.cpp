@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <optional>
@@ -39,12 +40,8 @@ class SummedRows final : public ReducedRows {
 
 namespace {
 
-cpu::GatherPost post_of(const ParamGroup& group) {
-  return {group.gather().sequence, group.index(), static_cast<uint32_t>(group.gather().slot.id),
-          group.gather().slot.offset, group.layout().slot_bytes()};
-}
-
-// Ranks must mean the same thing by unit number n: its layout is compared through this number.
+// Ranks must mean the same thing by unit number n: its layout, and what sums are divided by, are compared through this
+// number.
 uint64_t tag_of(const ParamGroup& group) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
   for (const ParamPlace& place : group.layout().params()) {
@@ -53,7 +50,8 @@ uint64_t tag_of(const ParamGroup& group) {
       tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
     }
   }
-  return tag;
+  const double divisor = group.unit().options.divide_factor.value_or(0.0);
+  return (tag ^ std::bit_cast<uint64_t>(divisor)) * 1099511628211ULL;
 }
 
 }  // namespace

@@ -1,0 +1,138 @@
+"""Replicas hold the same values: compared by checksums, and made equal by a broadcast from the first replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.sharing import all_gather_object
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.state import UnitState
+
+# What the ranks of a group hold alike, by name.
+Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 22
+_NUM_NAMED = 3
+
+
+def shard_copies(states: Iterable[UnitState]) -> Copies:
+    """The local shards of units that are replicated."""
+    copies: Copies = {}
+    for state in states:
+        for group in state.groups:
+            replicas = group.ranks.replicate_group
+            if replicas is not None and group.ranks.replicas > 1 and dist.get_backend(replicas) != "fake":
+                of_group = copies.setdefault(replicas, {})
+                of_group.update({p.fqn or p.owners[0][1]: torch_private.local_tensor(p.param) for p in group.params})
+    return copies
+
+
+def shard_groups(states: Iterable[UnitState]) -> list[dist.ProcessGroup]:
+    """The process groups that units are sharded over, each once, in an order that is the same on every rank."""
+    groups = dict.fromkeys(group.ranks.group for state in states for group in state.groups)
+    return [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
+
+
+def require_equal_shards(root: UnitState) -> None:
+    """Lets the hooks of the root's units go on, once its replicas are known to be equal. Collective if there are any.
+
+    Raises:
+        ValueError: see ``require_equal``. The next forward tries again.
+    """
+    if root.has_equal_replicas:
+        return
+    require_equal("fully_shard", shard_copies(root.tree), shard_groups(root.tree))
+    root.has_equal_replicas = True
+    for state in root.tree:
+        state.hooks.set_unit(state.unit)
+
+
+def check_again(state: UnitState) -> None:
+    """Compares the replicas of the root of ``state`` at its next forward, because shards were loaded."""
+    root = state.root_state()
+    if root is None or not root.has_equal_replicas or root.root.in_forward or root.root.in_backward:
+        return
+    if shard_copies(root.tree):
+        root.has_equal_replicas = False
+        for below in root.tree:
+            below.hooks.set_unit(None)  # type: ignore[arg-type]
+
+
+def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGroup]) -> None:
+    """Compares checksums of the bits over each group. Collective, also over ``others``, where every rank is told.
+
+    Raises:
+        ValueError: on every rank, if some copies differ; it names the first ones and the ranks.
+    """
+    problem = ""
+    for group, tensors in copies.items():
+        sums = all_gather_object(group, [checksum(tensor) for tensor in tensors.values()], "comparison of replicas")
+        problem = problem or _difference(dist.get_process_group_ranks(group), list(tensors), sums)
+    for group in [*copies, *others] if copies else ():
+        problem = next(filter(None, all_gather_object(group, problem, "comparison of replicas")), "")
+    if problem:
+        raise ValueError(
+            f"{caller}: {problem}. Build or load every replica with the same values, or call "
+            "fsdp2x.sync_module_states(model) before the first forward to take those of the first replica."
+        )
+
+
+def _difference(ranks: list[int], names: list[str], sums: list[list[int]]) -> str:
+    differing = [name for name, *values in zip(names, *sums, strict=True) if len(set(values)) > 1]
+    if not differing:
+        return ""
+    other = next(rank for rank, values in zip(ranks, sums, strict=True) if values != sums[0])
+    named = ", ".join(map(repr, differing[:_NUM_NAMED]))
+    more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+    return f"ranks {ranks[0]} and {other} are replicas of each other, but hold other values of {named}{more}"
+
+
+def make_equal(copies: Copies, device: torch.device) -> None:
+    """Gives every rank of each group the values of its first rank; ``device``: where the groups send. Collective."""
+    with torch.no_grad(), torch_private.unobserved():
+        for group, tensors in copies.items():
+            for tensor in tensors.values():
+                for part in _plain(tensor):
+                    sent = part.to(device).contiguous()
+                    dist.broadcast(sent, group=group, group_src=0)
+                    if sent is not part:
+                        part.copy_(sent)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bits, so that zeros of other signs and NaNs of other payloads differ; the same on every machine."""
+    total = 0
+    for part in _plain(tensor):
+        own = _C.checksum(part.contiguous()) if part.device.type == "cpu" else _on_device(part)
+        total = (31 * total + own) % 2**64
+    return total
+
+
+def _on_device(tensor: Tensor) -> int:
+    """The elements as integers, each times another odd number: one that differs changes the sum modulo 2**64."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.contiguous().flatten().view(_BITS[real.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(_CHUNK_NUMEL):
+        odd = 2 * torch.arange(len(chunk), device=tensor.device) + 1
+        total = 31 * total + (chunk.long() * odd).sum()
+    return int(total) % 2**64
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a tensor subclass is made of; others as they are."""
+    tensor = tensor.detach()
+    if not torch_private.is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
