@@ -202,6 +202,27 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 
 
 @distributed(world_sizes=(2,))
+@pytest.mark.parametrize("other", [False, True])
+@both_transports
+def test_what_a_failed_backward_leaves_in_grad(ctx, other, transport):
+    """What was reduced before: with another graph alive units are reduced at the end, so nothing is left."""
+    only_fsdp2x(ctx)
+    model = make(ctx, transport)
+    alive = model(inputs(ctx.rank, 1).requires_grad_()).square().mean() if other else None
+    x = inputs(ctx.rank, 0).requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(RAISED):
+        model(x).square().mean().backward()
+    left = [name for name, param in model.named_parameters() if param.grad is not None]
+    assert bool(left) != other, left
+    model.zero_grad()
+    (loss_of(ctx, model, 1) if alive is None else alive).backward()
+    got, model = grads(model), make(ctx, transport)
+    loss_of(ctx, model, 1).backward()
+    same(got, grads(model), "the next step")
+
+
+@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", ["nothing", "shown", "reduce_scatter", "manual"])
 @both_transports
 @pytest.mark.each_value

@@ -220,3 +220,134 @@ def test_prefetch_with_checkpoints(ctx, transport, reentrant, span):
         gathers.append(fsdp2x.describe(ours).stats["gathers"])
         plain = Recomputing(reentrant, span)
     assert gathers[0] == gathers[1], gathers
+
+
+class Branches(nn.Module):
+    """Units that run on every rank, with weights that `rank` alone uses: before, inside, and around other units."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.extra = (nn.Linear(6, 6) for _ in range(3))
+        self.optional = Optional()
+
+    def forward(self, x, uses):
+        x = self.optional(self.first(x).tanh(), uses)
+        x = self.last(x)
+        return (self.extra(x) if uses else x).square().mean()
+
+
+class Optional(nn.Module):
+    """All of its weights are optional."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, uses):
+        return self.b(self.a(x).tanh()) if uses else x * 2
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("reshard", [None, False])
+@both_transports
+def test_units_that_one_rank_alone_has_gradients_of(ctx, transport, reshard):
+    """In the middle of a backward, and at its end; over all transports, and without a setting."""
+    only_fsdp2x(ctx)
+    plain = Branches()
+    units = ("first", "optional", "last")
+    ours = shard(ctx, copy.deepcopy(plain), units, transport=transport, reshard_after_forward=reshard)
+
+    def loss_of(model, rank, step):
+        return model(inputs(rank, step), uses=rank == (step + 1) % ctx.world)
+
+    train_alike(ctx, plain, ours, loss_of, num_steps=3, **CLOSE)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("kind", ["inputs alone", "two losses"])
+def test_what_ranks_share_costs_no_collective(ctx, kind):
+    """Over a process group nothing is reduced for ranks that cannot have a gradient."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), ("0", "1"), transport="process_group")
+    x = inputs(ctx.rank).requires_grad_()
+    if kind == "inputs alone":
+        torch.autograd.grad(model(x).sum(), x)
+        expected = 0
+    else:
+        first, second = model(x), model(x)
+        first.sum().backward()
+        second.sum().backward()
+        expected = 4
+    assert fsdp2x.describe(model).stats["reductions"] == expected
+
+
+class Wrapped(nn.Module):
+    """A wrapper around a model around a backbone of units, with weights of the root at each level."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = Wrapped(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+class Outermost(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Head()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+PAST = {
+    "the model": lambda m, x: m.model(x),
+    "backbone and head": lambda m, x: m.model.head(m.model.backbone(x)),
+    "each alone": lambda m, x: m.model.backbone.norm(m.model.backbone.blocks[0](m.model.backbone.embed(x))),
+}
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.parametrize("units", [("model.backbone.blocks.0", "model.backbone.blocks.1"), ()])
+@both_transports
+def test_modules_called_past_the_root(ctx, transport, units):
+    """After a forward without gradients, in which nothing stays gathered: each is a forward of the root."""
+    only_fsdp2x(ctx)
+    for name, call in PAST.items() if units else [("the model", PAST["the model"])]:
+        plain = Outermost()
+        ours = shard(ctx, copy.deepcopy(plain), units, transport=transport)
+
+        def loss_of(model, rank, step, call=call):
+            with torch.no_grad():
+                reference = model(inputs(rank, step)).square().mean()
+                same(call(model, inputs(rank, step)), call(model, inputs(rank, step)), "again")
+            if step == 1:
+                with pytest.raises(RuntimeError):
+                    call(model, torch.zeros(2, 5))
+            return call(model, inputs(rank, step)).square().mean() + reference
+
+        train_alike(ctx, plain, ours, loss_of, num_steps=3, **CLOSE)
+        with torch.no_grad():
+            call(ours, inputs(ctx.rank))
+        assert {unit.param_state for unit in fsdp2x.describe(ours).units} == {"SHARDED"}, name
+        ours.unshard()
+        with torch.no_grad():
+            call(ours, inputs(ctx.rank))
+        assert fsdp2x.describe(ours).units[0].param_state == "UNSHARDED", name
+        ours.reshard()

@@ -266,8 +266,9 @@ void ParamGroup::set_gradient_state(GradientState to) {
 
 // --- how it is reduced ---
 
-bool ParamGroup::reduces_unused() const {
-  if (!options().reduce_unused_params) return false;
+bool ParamGroup::reduces_unused() const { return options().reduce_unused_params && has_trainable(); }
+
+bool ParamGroup::has_trainable() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (layout_.params()[i].shape.trainable && params_[i].sharded().requires_grad()) return true;
   }

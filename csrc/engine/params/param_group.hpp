@@ -182,6 +182,7 @@ class ParamGroup {
   // Parameters without a gradient are reduced as zeros, whatever this rank ran and under whichever gradient mode: other
   // ranks may have run something else.
   bool reduces_unused() const;
+  bool has_trainable() const;
   // Nothing to ask other ranks for: there are none, or every parameter gathers itself.
   bool gathers_alone() const;
   DType reduce_type() const;

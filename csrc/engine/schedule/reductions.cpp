@@ -40,6 +40,13 @@ void Reductions::settle(Unit& unit) {
   }
 }
 
+bool Reductions::is_awaited(const Unit& unit, const ParamGroup& group) const {
+  if (!reaches_all_ || !unit.armed || unit.has_outstanding_calls() || group.record().reduced_this_backward)
+    return false;
+  // Over shared memory a rank sees what the others have posted.
+  return group.layout().world() > 1 && !group.transport().shared_group() && group.has_trainable();
+}
+
 void Reductions::post(const std::shared_ptr<Unit>& unit, ParamGroup& group, cpu::Forwards forwards) {
   const OutsideTransforms outside;
   ++commons_->counters.reductions;
@@ -295,8 +302,8 @@ void Reductions::flush(const std::vector<std::shared_ptr<Unit>>& units, cpu::For
     if (!(*it)->options.requires_gradient_sync) continue;
     for (const auto& group : (*it)->groups) {
       if (group->is_posted()) continue;
-      const bool is_asked_for =
-          !group->record().reduced_this_backward && group->transport().needs_empty_reduction(*group);
+      const bool is_asked_for = is_awaited(**it, *group) || (!group->record().reduced_this_backward &&
+                                                             group->transport().needs_empty_reduction(*group));
       if (!group->is_open() && !is_asked_for) continue;
       const ProfileRange range((*it)->ranges.post_backward_reduce);
       post(*it, *group, forwards);

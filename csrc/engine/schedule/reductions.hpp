@@ -22,6 +22,8 @@ class Reductions {
 
   // Numbers the backwards, from 1: the one that runs, or the next.
   uint64_t backward_number() const { return num_backwards_ + 1; }
+  // `reaches_all`: gradients go to all leaves of the graph.
+  void begin_backward(bool reaches_all) { reaches_all_ = reaches_all; }
   void end_backward() { ++num_backwards_; }
 
   // A whole unsharded gradient of a parameter. One that comes late (a weight used outside its unit) waits for the
@@ -29,6 +31,9 @@ class Reductions {
   void pack(Unit& unit, ParamGroup& group, size_t param, const at::Tensor& gradient);
   // See Transport::settle.
   void settle(Unit& unit);
+  // Whether other ranks may have gradients of the group, which has none here, and wait for this rank's part of a
+  // collective: its unit took part in a forward under grad, and no graph that lives has a call of it.
+  bool is_awaited(const Unit& unit, const ParamGroup& group) const;
   // The group's gradients of this backward are complete: their reduction begins.
   void post(const std::shared_ptr<Unit>& unit, ParamGroup& group, cpu::Forwards forwards);
   // Finishes the posted reductions that all ranks have reached.
@@ -104,6 +109,7 @@ class Reductions {
   std::string lost_;               // names of units
   std::exception_ptr error_of_hook_;
   uint64_t num_backwards_ = 0;
+  bool reaches_all_ = true;
   bool zeroed_ = false;
   bool has_warned_ = false;
 };

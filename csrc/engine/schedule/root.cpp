@@ -259,9 +259,18 @@ void Root::post_backward(Unit& unit) {
     if (unit.options.reshard_after_backward) unit.reshard();
   }
   if (!unit.options.requires_gradient_sync || unit.has_outstanding_calls()) return reductions_.settle(unit);
-  if (!unit.has_open_gradients()) return;
+  if (std::none_of(unit.groups.begin(), unit.groups.end(), [&](auto& group) { return is_due(unit, *group); })) return;
   const ProfileRange range(unit.ranges.post_backward_reduce);
   reduce(unit);
+}
+
+bool Root::is_due(const Unit& unit, const ParamGroup& group) const {
+  if (group.is_open()) return true;
+  if (manual_finalization || !reductions_.is_awaited(unit, group)) return false;
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return std::none_of(group.params().begin(), group.params().end(), [nodes](const Param& param) {
+    return param.accumulator && nodes->contains(param.accumulator.get());  // its gradient is still to come
+  });
 }
 
 void Root::reduce(Unit& unit) {
@@ -270,7 +279,7 @@ void Root::reduce(Unit& unit) {
   reductions_.finish_pending();
   publish(unit.backward_position);
   for (const auto& group : unit.groups) {
-    if (group->is_open()) reductions_.post(unit.shared_from_this(), *group, forwards_);
+    if (is_due(unit, *group)) reductions_.post(unit.shared_from_this(), *group, forwards_);
   }
   if (is_frugal_) reductions_.finish_pending();
 }
@@ -281,6 +290,8 @@ void Root::begin_backward() {
   reductions_.refuse_after_loss();
   reductions_.warn_of_zeroed(units());
   callback_queued_ = true;
+  // torch.autograd.grad names what it computes, and so does backward(inputs=...).
+  reductions_.begin_backward(/*reaches_all=*/torch::autograd::get_current_graph_task_exec_info()->empty());
   const auto task = std::make_shared<const Backward>(weak_from_this());
   callback_ = task;
   for (const auto& shared : shared_groups_) shared->enter_backward(reductions_.backward_number(), forward_is_alone_);

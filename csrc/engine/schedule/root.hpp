@@ -125,6 +125,8 @@ class Root : public std::enable_shared_from_this<Root> {
   // Gradients that came by another way than the hook (assigned by the user, accumulated before the hook was there).
   void sweep_gradients(Unit& unit);
   void listen(Unit& unit, ParamGroup& group);
+  // Whether the gradients of this backward are complete where the unit's own ends: packed, or none.
+  bool is_due(const Unit& unit, const ParamGroup& group) const;
   void reduce(Unit& unit);
   void flush(const std::vector<std::shared_ptr<Unit>>& units);
   void forget_forward_order();

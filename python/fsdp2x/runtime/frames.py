@@ -22,3 +22,13 @@ def is_running(module: nn.Module) -> bool:
             num_calls += 1
         frame = frame.f_back
     return num_calls > 1
+
+
+def depth_of(module: nn.Module) -> int:
+    """How many calls of ``module`` are on the stack of this thread."""
+    depth = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth

@@ -24,6 +24,7 @@ from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.params import GroupParams, mark_aliases
+from fsdp2x.runtime.past_root import watch_entries
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.tree import Place, check_tree, find_tree, name_units, places_in, set_names
@@ -62,6 +63,7 @@ class UnitState(StateNames, torch_private.State):
         self._initializing = threading.RLock()
         # Read on the root only.
         self.has_equal_replicas = False  # since the last load
+        self.entered: Callable[[], nn.Module | None] = lambda: None  # the module below it that was called past it
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
@@ -193,6 +195,7 @@ class UnitState(StateNames, torch_private.State):
             move.finish()
         self.modules_seen = snapshot(self.modules[0])
         follow_modules_of(self)
+        watch_entries(self)
 
     def _adopt_late(self, tree: list[UnitState]) -> bool:
         changed = adopt_late(self, tree)

@@ -1,0 +1,70 @@
+"""Modules of the root's unit that are called past the root: each such call is a forward of the root. Owns nothing.
+
+``model.base_model.model(...)`` of a wrapped model, ``model.model(...)`` for hidden states and ``model.lm_head(...)`` on
+them leave the root out. After a forward without gradients nothing is gathered, so that its weights would be sharded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp2x.runtime.frames import depth_of
+from fsdp2x.runtime.tree import get_state
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.state import UnitState
+
+
+def watch_entries(root: UnitState) -> None:
+    """From the first forward of ``root`` on, for modules that hold units or weights of the root's unit.
+
+    Without units below, for those that hold all its weights: a hook on each small module would cost time.
+    """
+    owners = {id(module) for param in root.params for module, _ in param.owners}
+    for module in _own_modules(root.modules[0]):
+        inner = {id(each) for each in module.modules()}
+        holds_units = any(get_state(each) is not None for each in module.modules())
+        if holds_units or owners <= inner or len(root.tree) > 1 and id(module) in owners:
+            _watch(root, module)
+
+
+def _own_modules(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        if get_state(child) is None:
+            found += [child, *_own_modules(child)]
+    return found
+
+
+def _watch(root: UnitState, module: nn.Module) -> None:
+    weak = weakref.ref(root)
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict):
+        if torch.compiler.is_compiling():
+            return None
+        state = weak()
+        if state.root.in_backward or not _begins_forward(state):
+            return None
+        state.entered = weakref.ref(module)
+        return state.hooks.pre_forward(module, args, kwargs)
+
+    def leave(module: nn.Module, args: tuple, output):
+        if torch.compiler.is_compiling() or (state := weak()).entered() is not module or depth_of(module) > 1:
+            return None
+        state.entered = lambda: None
+        return state.hooks.post_forward(module, args, output)
+
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _begins_forward(state: UnitState) -> bool:
+    """Whether the root is at rest, or was left by an interrupt: a call of a gathered root's module needs nothing."""
+    if not state.root.in_forward:
+        return state.unit.param_state == "SHARDED"
+    entered = state.entered()
+    return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
