@@ -1,11 +1,14 @@
 """What came after `fully_shard`: what is adopted, what is left alone or refused, and what leaves the model again."""
 
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
@@ -222,3 +225,16 @@ def test_not_between_micro_batches(ctx):
     model.reset_iter_state()
     run(ctx, model)
     assert not isinstance(model.extra.weight, DTensor)
+
+
+@distributed(world_sizes=(2,), fresh=True)
+def test_one_rank_alone_that_adds_something_ends_in_errors(ctx):
+    only_fsdp2x(ctx)
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = shard(ctx, stack(), UNITS, transport="process_group", mesh=mesh)
+    run(ctx, model)
+    if ctx.rank == 0:
+        a_head(model)
+    with pytest.raises(RuntimeError, match="adoption of parameters" if ctx.rank == 0 else "all-gather of unit"):
+        run(ctx, model)

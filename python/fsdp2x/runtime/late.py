@@ -10,12 +10,15 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2x.runtime import collect, torch_private
 from fsdp2x.runtime.collect import OwnedParam
+from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.hooks import watch_loading
+from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.params import Placed
 from fsdp2x.runtime.replicated import ReplicatedParams, replicated_ranks
 from fsdp2x.runtime.tree import get_state
@@ -50,6 +53,14 @@ def adopt_late(root: UnitState, tree: list[UnitState]) -> bool:
     dissolved = [_dissolve(state, {id(module) for module in modules}) for state in tree]
     changed = [_adopt_in(state, entries) for state, entries in _find(root, tree)]
     return any(dissolved) or bool(changed) or any(not group.is_shared for group in late_groups(tree))
+
+
+def meet(ranks: ShardGroup) -> None:
+    """Waits until all ranks have seen a change: gloo would mix up the next collective with a gather of another rank."""
+    for group in (ranks.group, ranks.replicate_group):
+        if group is not None and dist.get_backend(group) == "gloo":
+            with explained(group, "adoption of parameters that were added after fully_shard"):
+                dist.monitored_barrier(group)
 
 
 def share_late(tree: list[UnitState]) -> None:

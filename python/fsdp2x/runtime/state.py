@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import calls, comms, replicas, torch_private, wire_formats
 from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
-from fsdp2x.runtime.late import adopt_late, late_groups, share_late, snapshot
+from fsdp2x.runtime.late import adopt_late, late_groups, meet, share_late, snapshot
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
@@ -225,6 +225,7 @@ class UnitState(StateNames, torch_private.State):
                 ) from error
             name_units(self, self.tree)
             if self._adopt_late(self.tree):
+                meet(self.ranks)
                 set_names(self, self.tree)
                 self._prepare(self.tree)
                 self._make_root()
