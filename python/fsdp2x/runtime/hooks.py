@@ -16,6 +16,7 @@ from fsdp2x.runtime import annotations, replicas, torch_private, transforms
 from fsdp2x.runtime.explain import explain_error
 from fsdp2x.runtime.frames import is_running
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.past_root import watch_entries
 from fsdp2x.runtime.swapped import refuse_swapped
 
 if TYPE_CHECKING:
@@ -85,5 +86,6 @@ def follow_modules_of(root: UnitState) -> None:
     @torch_private.never_compiled
     def follow(module, args):
         weak().follow_modules()
+        watch_entries(weak())
 
     root.modules[0].register_forward_pre_hook(follow, prepend=True)

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 
 def watch_entries(root: UnitState) -> None:
-    """From the first forward of ``root`` on, for modules that hold units or weights of the root's unit.
+    """From the first forward without gradients on, for modules that hold units or weights of the root's unit.
 
     Without units below, for those that hold all its weights: a hook on each small module would cost time.
     """
+    if torch.is_grad_enabled() or root.entered is not None:
+        return
+    root.entered = lambda: None
     owners = {id(module) for param in root.params for module, _ in param.owners}
     for module in _own_modules(root.modules[0]):
         inner = {id(each) for each in module.modules()}

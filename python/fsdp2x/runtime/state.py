@@ -63,7 +63,7 @@ class UnitState(StateNames, torch_private.State):
         self._initializing = threading.RLock()
         # Read on the root only.
         self.has_equal_replicas = False  # since the last load
-        self.entered: Callable[[], nn.Module | None] = lambda: None  # the module below it that was called past it
+        self.entered: Callable[[], nn.Module | None] | None = None  # the module below that was called past it
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
