@@ -21,6 +21,7 @@
 #include "engine/schedule/unit_move.hpp"
 #include "engine/torch/module_tree.hpp"
 #include "engine/torch/parallel.hpp"
+#include "engine/transport/agreement.hpp"
 #include "engine/transport/process_group/process_group_transport.hpp"
 #include "engine/transport/shm/host_all_reduce.hpp"
 #include "engine/transport/shm/shared_memory_transport.hpp"
@@ -207,11 +208,33 @@ void bind_transports(py::module_& m) {
       py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("all_to_all"), py::arg("wait"));
 }
 
+void bind_agreement(py::module_& m) {
+  py::class_<Agreement, std::shared_ptr<Agreement>>(m, "Agreement")
+      .def(py::init([](const py::object& ask, const py::object& leave) {
+             return std::make_shared<Agreement>(own(ask), own(leave));
+           }),
+           py::arg("ask"), py::arg("leave"))
+      // A collective of Python: an all-reduce of `bytes` of `dtype`, or something else (null) that has several.
+      .def(
+          "post",
+          [](Agreement& self, const std::string& what, size_t bytes, std::optional<at::ScalarType> dtype) {
+            self.post_other(what, dtype ? Operation::all_reduce : Operation::other, bytes,
+                            dtype ? engine_dtype(*dtype) : DType::byte);
+          },
+          py::arg("what"), py::arg("bytes") = 0, py::arg("dtype") = std::nullopt)
+      .def("ask_next", &Agreement::ask_next)
+      .def("restart", &Agreement::restart)
+      .def_property("is_broken", &Agreement::is_broken, &Agreement::set_broken)
+      .def_property_readonly("num_posted", &Agreement::num_posted)
+      .def("describe_posted", &Agreement::describe_posted, py::arg("number"));
+}
+
 void bind_root(py::module_& m) {
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")
       .def(py::init<>())
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
       .def("add_post_forward", &Root::add_post_forward, py::arg("group"), py::arg("transport"))
+      .def("add_agreement", &Root::add_agreement, py::arg("agreement"))
       .def("add_replicas",
            [](Root& self, const HostAllReduce& all_reduce) { self.add_replicas(all_reduce.shared_group()); })
       .def("reset", &Root::reset)
@@ -294,6 +317,18 @@ void bind_group(py::module_& m) {
                                    std::move(params));
            })
       .def("clear_post_forward", &ParamGroup::clear_post_forward)
+      // The agreements over its shards, its replicas, and the ranks that keep it after forward; None: there is none.
+      .def(
+          "take_seats",
+          [](ParamGroup& self, const std::shared_ptr<Agreement>& shards, const std::shared_ptr<Agreement>& replicas,
+             const std::shared_ptr<Agreement>& post_forward, const std::string& label) {
+            const auto seat = [&label](const std::shared_ptr<Agreement>& agreement) {
+              return AgreementSeat{agreement, agreement ? agreement->add_subject(label) : 0};
+            };
+            self.take_seats(seat(shards), seat(replicas));
+            if (self.post_forward()) self.post_forward()->take_seats(seat(post_forward), {});
+          },
+          py::arg("shards"), py::arg("replicas"), py::arg("post_forward"), py::arg("label"))
       .def("set_sharded_param",
            [](ParamGroup& self, size_t index, const py::object& param, const py::object& spec) {
              self.params().at(index).set_sharded_object(own(param));
@@ -461,6 +496,7 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_device(m);
   fsdp2x::bind_group(m);
   fsdp2x::bind_unit(m);
+  fsdp2x::bind_agreement(m);
   fsdp2x::bind_root(m);
   fsdp2x::bind_waiting(m);
   fsdp2x::bind_optim(m);

@@ -45,10 +45,11 @@ def fully_shard(
     transport: str = "auto",
     timeout: timedelta | None = None,
     buffer_dtype: torch.dtype | None = None,
+    check_ranks: bool = True,
 ):
     """Shards parameters, gradients and optimizer state of ``module`` over the ranks of ``mesh``, in place.
 
-    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last four arguments are ours.
+    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last five arguments are fsdp2x's.
     Parameters become ``DTensor``s with placement ``Shard(0)`` (rows ``ceil(d0 / W)`` a rank, the last ranks short or
     empty) whose bytes lie in one pool per unit. They are gathered before the unit's forward and backward, freed
     afterwards, and their gradients are averaged over the ranks into ``.grad`` during backward.
@@ -87,6 +88,10 @@ def fully_shard(
         timeout: limit of every wait for a peer, on the CPU; default the process group's. On a device nobody waits, and
             the process group ends what hangs: give the timeout to it.
         buffer_dtype: floating-point buffers of the sharded modules are converted to it, once and in place.
+        check_ranks: compare each collective over a process group with those of the peers before it is posted. If ranks
+            run other units, settings, or passes, all of them raise an error that names both sides. A step that repeats
+            an earlier one costs no message. False turns this off; one rank or unit that passes False does so for all.
+            Over shared memory, ranks always compare.
 
     Returns:
         ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
@@ -123,6 +128,7 @@ def fully_shard(
         "ignored_params": ignored_params or set(),
         "transport": transport,
         "timeout": _check_timeout(timeout, ranks),
+        "check_ranks": check_ranks,
     }
     for plan in plans:
         part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
@@ -209,6 +215,7 @@ def _shard_modules(
     ignored_params: set[nn.Parameter],
     transport: str,
     timeout: timedelta | None,
+    check_ranks: bool,
     keeps_for_backward: bool = False,
 ):
     """One unit: collects, moves, cuts, registers hooks and swaps classes.
@@ -227,7 +234,7 @@ def _shard_modules(
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
     groups = [GroupParams(members, mp_policy, offload) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
-    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, groups, managed)
+    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, check_ranks, groups, managed)
     state.offload = offload
     state.options.reshard_without_grad = keeps_for_backward
     for managed_module in managed:

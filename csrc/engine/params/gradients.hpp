@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/collective_order.hpp"
 #include "core/layout.hpp"
 #include "engine/params/param.hpp"
 
@@ -59,6 +60,7 @@ struct Counters {
 struct Commons {
   BlockPool blocks;
   Counters counters;
+  Pass pass;  // that runs now
 };
 
 // Where the reduction of one parameter goes.

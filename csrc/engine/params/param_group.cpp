@@ -81,6 +81,11 @@ void ParamGroup::join(std::shared_ptr<Transport> transport, std::shared_ptr<Comm
   gradients_.use(commons_);
 }
 
+void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
+  shard_seat_ = std::move(shards);
+  replica_seat_ = std::move(replicas);
+}
+
 // --- gathering ---
 
 ParamGroup& ParamGroup::begin_gather() {

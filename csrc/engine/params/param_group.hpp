@@ -20,6 +20,7 @@
 
 namespace fsdp2x {
 
+class Agreement;
 class Transport;
 
 // What of a group lies in host memory, the pool among it, while the group is gathered and reduced on a device.
@@ -53,6 +54,12 @@ struct GatherSlot {
   uint64_t sequence = 0;
   std::byte* write = nullptr;  // the engine's view
   std::byte* read = nullptr;   // the tensors' view
+};
+
+// The place of a group in the agreement over one of its process groups; without an agreement nothing is compared.
+struct AgreementSeat {
+  std::shared_ptr<Agreement> agreement;
+  uint64_t subject = 0;  // its number there, the same on every rank
 };
 
 // Which backwards a sum of gradients is made of, by the root's number of them: what an exception spoils with the
@@ -126,6 +133,10 @@ class ParamGroup {
   uint32_t index() const { return index_; }  // in its transport, the same on every rank
   void set_index(uint32_t index) { index_ = index; }
   Counters& counters() const { return commons_->counters; }
+  const Pass& pass() const { return commons_->pass; }
+  void take_seats(AgreementSeat shards, AgreementSeat replicas);
+  const AgreementSeat& shard_seat() const { return shard_seat_; }
+  const AgreementSeat& replica_seat() const { return replica_seat_; }
 
   // --- gathering, in the order of the calls ---
   // Whose slot the next gather fills: its own, whose pool is up to date then, or that of its smaller world.
@@ -207,6 +218,7 @@ class ParamGroup {
   const UnitFacts* unit_ = nullptr;  // owns this group
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<Commons> commons_;
+  AgreementSeat shard_seat_, replica_seat_;
   Layout layout_;
   Shards shards_;
   at::Device device_;

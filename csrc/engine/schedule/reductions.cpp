@@ -11,6 +11,7 @@
 #include "engine/memory/device_copy.hpp"
 #include "engine/torch/profile_range.hpp"
 #include "engine/torch/transforms.hpp"
+#include "engine/transport/agreement.hpp"
 
 namespace fsdp2x {
 
@@ -187,6 +188,7 @@ void Reductions::all_reduce(const std::shared_ptr<Unit>& unit, ParamGroup& group
   const Parts parts = std::exchange(record.partial_parts, Parts());
   record.was_zeroed = false;
   try {
+    agree_on_replicas(group, rows->values().nbytes(), group.reduce_type());
     {
       pybind11::gil_scoped_acquire gil;
       const PyRef values = PyRef::steal(THPVariable_Wrap(rows->values()));

@@ -14,6 +14,7 @@
 #include "engine/params/gradient_stream.hpp"
 #include "engine/torch/profile_range.hpp"
 #include "engine/torch/transforms.hpp"
+#include "engine/transport/agreement.hpp"
 
 namespace fsdp2x {
 
@@ -64,8 +65,24 @@ void Root::add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) {
   }
 }
 
+void Root::add_agreement(const std::shared_ptr<Agreement>& agreement) {
+  if (std::find(agreements_.begin(), agreements_.end(), agreement) == agreements_.end()) {
+    agreements_.push_back(agreement);
+  }
+}
+
+void Root::begin_pass(PassKind kind) {
+  reductions_.commons()->pass = {kind, this, ++num_passes_};
+}
+
 void Root::end_pass() {
+  reductions_.commons()->pass = Pass();
   for (const auto& shared : shared_groups_) shared->end_pass();
+}
+
+void Root::leave_pass(const std::string& why) noexcept {
+  for (const auto& shared : shared_groups_) shared->leave(why);
+  for (const auto& agreement : agreements_) agreement->leave(reductions_.commons()->pass, why);
 }
 
 std::vector<std::shared_ptr<Unit>> Root::units() const {
@@ -128,6 +145,7 @@ void Root::begin_forward(Unit* unit) {
   if (recomputes) return;
   ++num_forwards_;
   forward_has_grad_ = at::GradMode::is_enabled();
+  begin_pass(forward_has_grad_ ? PassKind::forward : PassKind::evaluation);
   if (forward_has_grad_) ++forwards_.num_begun;
   const auto alive = units();
   if (forward_has_grad_) reductions_.warn_of_zeroed(alive);
@@ -165,9 +183,7 @@ void Root::end_forward() {
 bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
 
 void Root::abandon_forward(bool interrupted, const std::string& why) {
-  if (!why.empty()) {
-    for (const auto& shared : shared_groups_) shared->leave(why);
-  }
+  if (!why.empty()) leave_pass(why);
   end_pass();
   // A backward that comes all the same waits for ranks that left this forward, too.
   forward_is_alone_ = false;
@@ -292,6 +308,7 @@ void Root::begin_backward() {
   callback_queued_ = true;
   // torch.autograd.grad names what it computes, and so does backward(inputs=...).
   reductions_.begin_backward(/*reaches_all=*/torch::autograd::get_current_graph_task_exec_info()->empty());
+  begin_pass(PassKind::backward);
   const auto task = std::make_shared<const Backward>(weak_from_this());
   callback_ = task;
   for (const auto& shared : shared_groups_) shared->enter_backward(reductions_.backward_number(), forward_is_alone_);
@@ -305,7 +322,7 @@ void Root::drop_raised_reductions() {
 }
 
 void Root::leave_backward() noexcept {
-  for (const auto& shared : shared_groups_) shared->leave("left its backward, which raised: its own output says why");
+  leave_pass("left its backward, which raised: its own output says why");
 }
 
 void Root::abandon_backward() {
@@ -320,6 +337,7 @@ void Root::abandon_backward() {
     return unit && unit.get() == forward_root_ && unit->num_running > 0;
   });
   if (root_unit == units_.end()) forward_root_ = nullptr;
+  reductions_.commons()->pass = Pass();
   callback_queued_ = false;
   reductions_.end_backward();
 }

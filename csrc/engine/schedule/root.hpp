@@ -41,6 +41,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void add_post_forward(const ParamGroup& group, const std::shared_ptr<Transport>& transport);
   // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
   void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group);
+  // Of a process group of the transports or the replicas: its ranks are told when a pass of this root raises.
+  void add_agreement(const std::shared_ptr<Agreement>& agreement);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
 
@@ -113,7 +115,10 @@ class Root : public std::enable_shared_from_this<Root> {
 
  private:
   void add_transport(const std::shared_ptr<Transport>& transport);
+  void begin_pass(PassKind kind);
   void end_pass();
+  // Tells the peers that this rank's pass has raised.
+  void leave_pass(const std::string& why) noexcept;
   void prefetch(Unit& target);
   void publish(uint64_t position);
   void prefetch_backward(Unit& unit);
@@ -135,6 +140,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::weak_ptr<Unit>> units_;
   std::vector<std::shared_ptr<Transport>> transports_;         // one per mesh
   std::vector<std::shared_ptr<cpu::ShmGroup>> shared_groups_;  // of the transports and the replicas
+  std::vector<std::shared_ptr<Agreement>> agreements_;         // likewise
   const Unit* forward_root_ = nullptr;
   std::vector<std::weak_ptr<Unit>> forward_order_;  // post-forward order of this iteration, with repetitions
   std::vector<std::weak_ptr<Unit>> last_sequence_;  // pre-forward order of the last complete forward
@@ -142,6 +148,7 @@ class Root : public std::enable_shared_from_this<Root> {
   size_t sequence_cursor_ = 0;
   size_t forward_begin_ = 0;  // of the running forward in forward_order_
   uint64_t num_forwards_ = 0;
+  uint64_t num_passes_ = 0;  // forwards and backwards
   std::thread::id forward_thread_;
   bool forward_has_grad_ = false;
   bool forward_is_alone_ = false;  // the last forward, under grad, began when no graph waited for its backward

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2x.arguments import checked
 from fsdp2x.optim.local import cut_like, local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.agreement import all_reduce_agreed
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
@@ -244,8 +245,9 @@ class _Buckets:
             reduced = [row for row, groups in zip(rows, self._groups, strict=True) if group in groups]
             # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.
             part = torch.stack(reduced).to(device if device.type == self._mesh_device else self._mesh_device)
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             with explained(group, "norm of gradients"):
-                dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+                all_reduce_agreed(group, part, op, "sums the norm of gradients")
             for row, value in zip(reduced, part, strict=True):
                 row.copy_(value)
         return merged.max() if largest else merged.sum()

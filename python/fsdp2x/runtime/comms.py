@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private, wire_formats
+from fsdp2x.runtime.collectives import all_gather, reduce_scatter, wait
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams
 from fsdp2x.runtime.sharded_param import unsharded_parameter
-from fsdp2x.runtime.transport import all_gather, device_reduction, reduce_scatter, wait
+from fsdp2x.runtime.transport import device_reduction
 from fsdp2x.runtime.tree import units_of_root
 
 

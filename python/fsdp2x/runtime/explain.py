@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
 
+class Diverged(RuntimeError):
+    """The ranks of a process group were about to post different collectives, or one of them has left. All raise it."""
+
+
 @contextlib.contextmanager
 def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """A collective of the block over ``group`` that fails is told as by ``explain_collective``."""
@@ -35,6 +39,8 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
     ``what``: the operation, and its unit where it has one. Errors that are not the backend's get a note and stay
     themselves. Ranks are those of the default group.
     """
+    if isinstance(error, Diverged):
+        return error
     where = f"{_place_in(group)} was in the {what}"
     if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
         error.add_note(f"fsdp2x: {where}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.runtime.transport import wait
+from fsdp2x.runtime.collectives import wait
 
 # Inputs of several dtypes travel as bytes, each from a multiple of this on.
 _ALIGN_BYTES = 16

@@ -37,6 +37,7 @@ class Greeting:
     fault: str  # why it cannot
     socket: str  # rank 0's count, as does its token
     token: bytes
+    checks_ranks: bool  # its collectives are compared with the others'
     is_observed: bool  # a dispatch mode watches this rank's collectives
     shapes: bytes  # digest of the units' parameters
     training: bytes  # and of which of them are trained
@@ -60,6 +61,10 @@ class Introductions:
     @property
     def is_observed(self) -> bool:
         return any(greeting.is_observed for greeting in self.greetings)
+
+    @property
+    def checks_ranks(self) -> bool:
+        return all(greeting.checks_ranks for greeting in self.greetings)
 
     @property
     def fault(self) -> str | None:
@@ -118,11 +123,15 @@ class Introductions:
 
 
 def introduce(
-    group: dist.ProcessGroup, units: Sequence[UnitParams] = (), trained: Sequence[UnitParams] = ()
+    group: dist.ProcessGroup,
+    units: Sequence[UnitParams] = (),
+    trained: Sequence[UnitParams] = (),
+    checks_ranks: bool = False,
 ) -> Introductions | None:
     """Collective over ``group``. None where the process group is fake: nobody is there to answer.
 
-    ``units`` and ``trained``: what the ranks are about to shard, and to train of it.
+    ``units`` and ``trained``: what the ranks are about to shard, and to train of it. ``checks_ranks``: whether this
+    rank wants each collective compared with its peers'.
     """
     require_own_process("talk to the other ranks")
     if dist.get_backend(group) == "fake":
@@ -139,6 +148,7 @@ def introduce(
         fault,
         f"fsdp2x-{secrets.token_hex(16)}",
         secrets.token_bytes(32),
+        checks_ranks,
         torch_private.is_observed(),
         digest(units),
         digest(trained),

@@ -7,6 +7,7 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -31,6 +32,9 @@ from fsdp2x.runtime.tree import Place, check_tree, find_tree, name_units, places
 from fsdp2x.runtime.upstream_names import StateNames
 
 
+_model_numbers = itertools.count(1)  # equal on ranks that make the same models
+
+
 class UnitState(StateNames, torch_private.State):
     """State of one unit. Attributes without a comment are what the call was given."""
 
@@ -42,6 +46,7 @@ class UnitState(StateNames, torch_private.State):
         self.mp_policy = MixedPrecisionPolicy()
         self.transport = "auto"
         self.timeout: timedelta | None = None
+        self.checks_ranks = True
         self.groups: list[GroupParams] = []  # one per mesh; none without parameters
         self.offload = Offload()
         self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
@@ -83,10 +88,11 @@ class UnitState(StateNames, torch_private.State):
         reshard_after_forward: bool | int | None,
         transport: str,
         timeout: timedelta | None,
+        checks_ranks: bool,
         groups: list[GroupParams],
         managed: list[nn.Module],
     ) -> None:
-        self.modules, self.ranks, self.mp_policy = modules, ranks, mp_policy
+        self.modules, self.ranks, self.mp_policy, self.checks_ranks = modules, ranks, mp_policy, checks_ranks
         self.number = calls.number_unit(self, ranks.mesh.mesh.flatten().tolist())
         self.transport, self.timeout, self.groups = transport, timeout, groups
         self.places = places_in(managed)
@@ -269,6 +275,8 @@ class UnitState(StateNames, torch_private.State):
             needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
             reduces_unpacked=any(state.reduces_unpacked for state in tree),
+            model=f"{type(self.modules[0]).__name__} (model {next(_model_numbers)})",
+            checks_ranks=all(state.checks_ranks for state in tree),
             layers=next((state.layers for state in tree if state.layers is not None), None),
             units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],
         )
@@ -419,8 +427,24 @@ class UnitState(StateNames, torch_private.State):
             smaller = post_forward_group(group.ranks, self.post_forward_world)
             group.make_post_forward(smaller, choice.explain_of(smaller.group))
             root.add_post_forward(group.engine, transport)
+        self._take_seats(root, choice, bool(post_forward))
         self.unit, self.root = unit, root
         self.comms.apply(self)
+
+    def _take_seats(self, root, choice: TransportChoice, has_post_forward: bool) -> None:
+        """Each collective of this unit is compared with the peers' from now on, and they are told when a pass raises."""
+        for group in self.groups:
+            over = [group.ranks.group, group.ranks.replicate_group if group.engine.all_reduce is not None else None]
+            over.append(post_forward_group(group.ranks, self.post_forward_world).group if has_post_forward else None)
+            agreements = [choice.agreement_of(one) for one in over]
+            if group.transport.shares_memory:
+                agreements[0] = None  # peers look at each other's memory
+            if isinstance(group.engine.all_reduce, _C.HostAllReduce):
+                agreements[1] = None
+            for agreement in agreements:
+                if agreement is not None:
+                    root.add_agreement(agreement)
+            group.engine.take_seats(*agreements, choice.model)
 
     def apply_prefetch(self) -> None:
         """Hands the explicit prefetch lists to the engine once all units in them exist."""

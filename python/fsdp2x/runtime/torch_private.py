@@ -298,6 +298,12 @@ def next_group_name(ranks: list[int]) -> str:
     return dist.distributed_c10d._hash_ranks_to_str(ranks)
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store that the ranks of ``group`` met through; None where it has no peers, or is not of torch's making."""
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return None if dist.get_backend(group) in ("fake", "threaded") else store
+
+
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of a process group's collectives on ``device``; 30 minutes where its backend does not tell.
 

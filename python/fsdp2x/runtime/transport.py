@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.runtime.annotations import skips_checks
+from fsdp2x.runtime.collectives import all_gather, all_to_all, reduce_scatter, wait
 from fsdp2x.runtime.explain import explain_collective, explained
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
@@ -75,6 +77,8 @@ class TransportChoice:
         comm_memory: str | None = None,
         reduces_unpacked: bool = False,
         layers: dict[torch.device, Any] | None = None,
+        checks_ranks: bool = True,
+        model: str = "",
         units: Iterable[tuple[str, MixedPrecisionPolicy, GroupParams]] = (),
     ) -> None:
         """``units``: what the transports are for, in an order that is the same on every rank.
@@ -92,7 +96,10 @@ class TransportChoice:
         self._comm_memory = comm_memory
         self._reduces_unpacked = reduces_unpacked
         self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
+        self.model = model  # what messages call it
+        self._checks_ranks = checks_ranks
         self._units = list(units)
+        self._on_device = any(has_streams(group.ranks.device) for _, _, group in self._units)
         self._known: dict[Any, Introductions | None] = {}
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
@@ -140,6 +147,11 @@ class TransportChoice:
             known.require_same_training()
         return self._over_process_group(ranks)
 
+    def agreement_of(self, group: dist.ProcessGroup | None):
+        """The engine's agreement of the ranks of ``group``, which must have met; None: nothing is compared."""
+        agreement = agreement_of(group) if self._known.get(group) is not None and self._checks_ranks else None
+        return agreement and agreement.engine
+
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
         return None if self._known.get(group) is None else functools.partial(explain_collective, group)
@@ -154,9 +166,11 @@ class TransportChoice:
             members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
             units = [facts_of(*unit) for unit in members]
             trained = [facts_of(*unit, with_training=True) for unit in members]
-            known = None if group is None else introduce(group, units, trained)
+            known = None if group is None else introduce(group, units, trained, self._checks_ranks)
             if known is not None:
                 known.require_same_units()
+                if known.checks_ranks:
+                    make_agreement(group, known.greetings[0].token.hex(), on_device=self._on_device)
             self._known[group] = known
         return self._known[group]
 
@@ -171,7 +185,7 @@ class TransportChoice:
             functools.partial(all_gather, ranks.group),
             functools.partial(reduce_scatter, ranks.group),
             functools.partial(all_to_all, ranks.group),
-            wait if self._timeout is None else functools.partial(wait, timeout=self._timeout),
+            _waiting(agreement_of(ranks.group), self._timeout),
         )
 
     def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
@@ -326,40 +340,15 @@ def _all_to_all_now(group: dist.ProcessGroup, output: torch.Tensor, source: torc
 
 
 @skips_checks
-def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-gather of ``source`` into ``output``; returns the work."""
-    # Looked up at each call, under the name upstream's FSDP2 of this torch uses: patches and counters must see it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, source, group=group, async_op=True)
-
-
-@skips_checks
-def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    return scatter(output, source, op=op, group=group, async_op=True)
-
-
-@skips_checks
-def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-to-all of equal parts of ``source``, one for each rank, into ``output``; returns the work."""
-    return dist.all_to_all_single(output, source, group=group, async_op=True)
-
-
-@skips_checks
 def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    if timeout is None:
+    agreement = agreement_of(group)
+    if rows.device.type != "cpu" or (agreement is None and timeout is None):
         dist.all_reduce(rows, op=op, group=group)
         return True
-    return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
+    work = dist.all_reduce(rows, op=op, group=group, async_op=True)
+    return _waiting(agreement, timeout)(work)
 
 
-@skips_checks
-def wait(work, timeout: timedelta | None = None) -> bool:
-    """Waits for what a collective returned; ``timeout``: as long as this, in place of its process group's."""
-    # Synchronous process groups (fake, threaded) return nothing to wait for.
-    if work is not None and hasattr(work, "wait"):
-        work.wait() if timeout is None else work.wait(timeout)
-    return True
+def _waiting(agreement: Agreement | None, timeout: timedelta | None) -> Callable[[Any], bool]:
+    return functools.partial(wait if agreement is None else agreement.wait, timeout=timeout)

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "engine/transport/agreement.hpp"
+
 namespace fsdp2x {
 
 namespace {
@@ -82,6 +84,11 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
   const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
 
+  if (!group.gathers_alone()) {
+    size_t bytes = gather.segment_bytes;
+    for (const DirectGather& one : gather.direct) bytes += one.chunk_bytes;
+    agree_on_shards(group, Operation::all_gather, bytes, DType::byte);
+  }
   bool is_new = false;
   bool staging_is_new = false;
   const int kept = group.gather().kept.id;

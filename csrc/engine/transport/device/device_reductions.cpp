@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/memory/storage.hpp"
+#include "engine/transport/agreement.hpp"
 #include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
@@ -67,6 +68,10 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   mine.unsent = packed.buffer;
   const int world = group.layout().world();
   DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
+  if (world > 1) {
+    agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
+                    wire == nullptr ? plan.rows_bytes : wire->bytes(), group.reduce_type());
+  }
   const at::Tensor input =
       typed(packed.memory, group.reduce_type(), 0, plan.segment_bytes * static_cast<size_t>(world));
   running.divisor = group.averages() ? 1.0 : group.divisor();
@@ -216,6 +221,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
     return;
   }
   const ProfileRange range(group.unit().ranges.all_reduce);
+  agree_on_replicas(group, rows.nbytes(), type);
   context_.follow(Lane::all_reduce, running.lane);
   running.lane = Lane::all_reduce;
   const LaneScope scope(context_.layer(), running.lane);

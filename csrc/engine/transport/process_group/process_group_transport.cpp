@@ -10,6 +10,7 @@
 #include "cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
+#include "engine/transport/agreement.hpp"
 
 namespace fsdp2x {
 
@@ -61,6 +62,17 @@ void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, cons
   if (!done) throw_collective_error(group, group.calls().explain, operation);
 }
 
+void ProcessGroupTransport::end(const ParamGroup& group, Staging& staging, const char* operation) {
+  const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
+  if (agreement && agreement->is_broken()) staging.work = PyRef();
+  try {
+    wait(group, staging, operation);
+  } catch (...) {
+    give_back(staging.memory);
+    throw;
+  }
+}
+
 void ProcessGroupTransport::open_slot(ParamGroup& group) {
   const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
   if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
@@ -92,6 +104,7 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
     mine.wire_gather = std::make_unique<WireGather>(group.layout(), format);
   }
   WireGather& wire = *mine.wire_gather;
+  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte);
   mine.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
   const at::Tensor& segment = wire.segment(group, pools_stand_still ? num_forwards_ : kNoForward);
@@ -110,10 +123,11 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   if (begin_coded_gather(group, pools_stand_still)) return;
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
+  const DType wire = wire_type(group.layout());
+  agree_on_shards(group, Operation::all_gather, segment, wire);
   mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
-  const DType wire = wire_type(group.layout());
   start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, mine.gather,
         typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world())),
         typed(mine.gather.memory, wire, rank * segment, segment), "all-gather");
@@ -134,10 +148,10 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
 
 void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& mine = per_group(group);
-  wait(group, mine.gather, "all-gather");
-  give_back(mine.gather.memory);
   const int id = group.gather().slot.id;
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
+  end(group, mine.gather, "all-gather");
+  give_back(mine.gather.memory);
 }
 
 std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& group) {
@@ -237,6 +251,7 @@ bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   }
   WireReduction& wire = *mine.wire_reduction;
   const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
+  agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte);
   at::Tensor sent = take(bytes);
   wire.encode(mine.reduction.memory.const_data_ptr(), mine.filled, sent.mutable_data_ptr());
   give_back(mine.reduction.memory);
@@ -255,6 +270,7 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, cpu::Forwards) {
   if (world == 1 || begin_coded_reduce(group)) return;
   const DType type = group.reduce_type();
   const size_t segment = mine.plan->segment_bytes;
+  agree_on_shards(group, Operation::reduce_scatter, segment, type);
   const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
   mine.reduced.memory = take(segment);
@@ -304,7 +320,7 @@ bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   if (mine.wire_reduction) mine.wire_reduction->forget_errors();  // they belong to what is dropped
   if (mine.plan == nullptr) return false;
-  wait(group, mine.reduced, "reduction");
+  end(group, mine.reduced, "reduction");
   close_scratch(mine);
   return true;
 }

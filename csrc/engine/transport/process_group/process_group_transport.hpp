@@ -86,6 +86,8 @@ class ProcessGroupTransport final : public Transport {
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
   void wait(const ParamGroup& group, Staging& staging, const char* operation);
+  // Waits for what nobody needs any more, unless it may never end: the backend keeps its memory then.
+  void end(const ParamGroup& group, Staging& staging, const char* operation);
   PerGroup& per_group(const ParamGroup& group);
 
   Collectives collectives_;

@@ -1,0 +1,106 @@
+// The collectives that a rank posts to a process group.
+#include "core/collective_order.hpp"
+
+#include <bit>
+
+namespace fsdp2x {
+
+namespace {
+
+constexpr uint64_t kHashBase = 0x9e3779b97f4a7c15U;  // odd
+
+// The finalizer of splitmix64 (Steele, Lea, and Flood, 2014).
+uint64_t mixed(uint64_t hash, uint64_t value) {
+  uint64_t z = hash + value + 0x9e3779b97f4a7c15U;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
+  return z ^ (z >> 31);
+}
+
+}  // namespace
+
+const char* to_string(Operation operation) {
+  switch (operation) {
+    case Operation::all_gather:
+      return "all_gather";
+    case Operation::reduce_scatter:
+      return "reduce_scatter";
+    case Operation::all_to_all:
+      return "all_to_all";
+    case Operation::all_reduce:
+      return "all_reduce";
+    case Operation::other:
+      return "other";
+  }
+  return "?";
+}
+
+const char* to_string(PassKind kind) {
+  switch (kind) {
+    case PassKind::outside:
+      return "outside of forward and backward";
+    case PassKind::forward:
+      return "in forward";
+    case PassKind::evaluation:
+      return "in a forward without gradients";
+    case PassKind::backward:
+      return "in backward";
+  }
+  return "?";
+}
+
+uint64_t Collective::tag() const {
+  uint64_t hash = mixed(subject, static_cast<uint64_t>(operation));
+  hash = mixed(hash, static_cast<uint64_t>(pass.kind));
+  hash = mixed(hash, settings.flags);
+  hash = mixed(hash, std::bit_cast<uint64_t>(settings.divide_factor));
+  hash = mixed(hash, static_cast<uint64_t>(settings.wire_weights) << 8 | static_cast<uint64_t>(settings.wire_gradients));
+  hash = mixed(hash, settings.trained);
+  hash = mixed(hash, segment_bytes);
+  return mixed(hash, static_cast<uint64_t>(type) << 1 | static_cast<uint64_t>(averages));
+}
+
+CollectiveOrder::Memory CollectiveOrder::make_memory(size_t length) {
+  uint64_t power = 1;
+  for (size_t i = 0; i < length; ++i) power *= kHashBase;
+  return {length, power, 0, {}};
+}
+
+bool CollectiveOrder::expects(const Collective& next) const {
+  for (const Memory& memory : memories_) {
+    const auto found = memory.next.find(memory.hash);
+    if (found != memory.next.end()) return found->second == next.tag();
+  }
+  return false;
+}
+
+uint64_t CollectiveOrder::num_passes(const Pass& pass) const { return num_passes_ + (pass == last_pass_ ? 0 : 1); }
+
+void CollectiveOrder::leave(const Pass& pass) {
+  num_passes_ = num_passes(pass);
+  last_pass_ = pass;
+}
+
+void CollectiveOrder::add(Collective next) {
+  const uint64_t tag = next.tag();
+  for (Memory& memory : memories_) {
+    // All ranks have seen the same tags, so they forget at the same moment.
+    if (memory.next.size() >= kMaxKnown) memory.next.clear();
+    memory.next[memory.hash] = tag;
+    memory.hash = memory.hash * kHashBase + tag;
+    if (tags_.size() >= memory.length) memory.hash -= tags_[tags_.size() - memory.length] * memory.power;
+  }
+  leave(next.pass);
+  next.num_passes = num_passes_;
+  ++num_posted_;
+  if (recent_.size() == kNumRecent) {
+    recent_.pop_front();
+    tags_.pop_front();
+  }
+  recent_.push_back(next);
+  tags_.push_back(tag);
+}
+
+void CollectiveOrder::restart() { *this = CollectiveOrder(); }
+
+}  // namespace fsdp2x

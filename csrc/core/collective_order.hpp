@@ -1,0 +1,95 @@
+// The collectives that a rank posts to a process group, and the one that its ranks expect next. Ranks that posted the
+// same collectives so far expect the same next one. So a rank that is about to post another one knows it beforehand, and
+// can compare with its peers while nothing has been sent: backends meet unequal collectives with an abort or wrong data.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <unordered_map>
+
+#include "core/dtype.hpp"
+#include "core/wire_format.hpp"
+
+namespace fsdp2x {
+
+enum class Operation : uint8_t { all_gather, reduce_scatter, all_to_all, all_reduce, other };
+
+const char* to_string(Operation operation);
+
+// The part of a training step in which a collective is posted.
+enum class PassKind : uint8_t { outside, forward, evaluation, backward };
+
+const char* to_string(PassKind kind);
+
+struct Pass {
+  PassKind kind = PassKind::outside;
+  const void* root = nullptr;  // told apart by identity only
+  uint64_t number = 0;         // of the passes of that root
+  bool operator==(const Pass&) const = default;
+};
+
+// What must be equal on all ranks when a unit is gathered or reduced. The flags are in the order of `UnitOptions`.
+struct CollectiveSettings {
+  uint32_t flags = 0;
+  double divide_factor = 0;  // 0: the number of ranks
+  WireFormat wire_weights = WireFormat::plain;
+  WireFormat wire_gradients = WireFormat::plain;
+  uint64_t trained = 0;  // hash of which parameters are trained
+};
+
+struct Collective {
+  uint64_t subject = 0;  // the unit's number on this process group, or a hash of what else is posted
+  Operation operation = Operation::other;
+  Pass pass;
+  CollectiveSettings settings;
+  uint64_t segment_bytes = 0;  // of one rank
+  DType type = DType::byte;
+  bool averages = false;
+  bool is_custom = false;  // the user's function posts it
+  uint64_t num_passes = 0;  // passes of this rank that posted something here, this one included
+
+  // Equal for collectives that fit together. Pass and root are compared by kind only.
+  uint64_t tag() const;
+};
+
+class CollectiveOrder {
+ public:
+  // Whether all ranks that posted what this rank posted expect this one next.
+  bool expects(const Collective& next) const;
+  // The collective is posted now.
+  void add(Collective next);
+  // Passes that have posted something, if `pass` posts or leaves now.
+  uint64_t num_passes(const Pass& pass) const;
+  // This rank leaves `pass`: whatever it posts next belongs to another one.
+  void leave(const Pass& pass);
+  // How many were posted since the last restart.
+  uint64_t num_posted() const { return num_posted_; }
+  // The last ones, the newest at the end.
+  const std::deque<Collective>& recent() const { return recent_; }
+  // Forgets everything: the ranks begin again together.
+  void restart();
+
+ private:
+  // What came last after the same `length` collectives. Long memories tell micro-batches of an accumulation apart, short
+  // ones go on after a change.
+  struct Memory {
+    size_t length;
+    uint64_t power;    // of the rolling hash's base, for the oldest collective of the window
+    uint64_t hash = 0;  // of the last `length` tags
+    std::unordered_map<uint64_t, uint64_t> next;
+  };
+  static Memory make_memory(size_t length);
+
+  static constexpr size_t kNumRecent = 256;
+  static constexpr size_t kMaxKnown = size_t{1} << 16;
+
+  std::array<Memory, 3> memories_{make_memory(kNumRecent), make_memory(8), make_memory(1)};
+  std::deque<uint64_t> tags_;  // of recent_
+  std::deque<Collective> recent_;
+  uint64_t num_posted_ = 0;
+  uint64_t num_passes_ = 0;
+  Pass last_pass_;
+};
+
+}  // namespace fsdp2x

@@ -1,0 +1,189 @@
+// The ranks of a process group agree on each collective.
+#include "engine/transport/agreement.hpp"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <array>
+#include <functional>
+
+#include "engine/params/param_group.hpp"
+
+namespace fsdp2x {
+
+namespace {
+
+struct Flag {
+  const char* name;
+  bool UnitOptions::*value;
+};
+
+// The settings that change what ranks send each other, or what they make of it.
+constexpr std::array kFlags{
+    Flag{"reshard_after_forward", &UnitOptions::reshard_after_forward},
+    Flag{"reshard_without_grad", &UnitOptions::reshard_without_grad},
+    Flag{"reshard_after_backward", &UnitOptions::reshard_after_backward},
+    Flag{"requires_gradient_sync", &UnitOptions::requires_gradient_sync},
+    Flag{"requires_all_reduce", &UnitOptions::requires_all_reduce},
+    Flag{"reduce_scatter_unused_params", &UnitOptions::reduce_unused_params},
+    Flag{"unshard_in_backward", &UnitOptions::unshard_in_backward},
+    Flag{"force_sum_reduction_for_comms", &UnitOptions::force_sum_reduction},
+};
+
+bool is_trained(const ParamGroup& group, size_t param) {
+  return group.layout().params()[param].shape.trainable && group.params()[param].sharded().requires_grad();
+}
+
+CollectiveSettings settings_of(const ParamGroup& group) {
+  const UnitOptions& options = group.options();
+  CollectiveSettings settings;
+  for (size_t i = 0; i < kFlags.size(); ++i) {
+    if (options.*kFlags[i].value) settings.flags |= uint32_t{1} << i;
+  }
+  settings.divide_factor = options.divide_factor.value_or(0.0);
+  settings.wire_weights = options.wire_weights;
+  settings.wire_gradients = options.wire_gradients;
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    settings.trained = settings.trained * 31 + (is_trained(group, i) ? 2 : 1);
+  }
+  return settings;
+}
+
+const char* name_of(WireFormat format) {
+  constexpr std::array kNames{"None", "int8", "fp8", "bfloat16"};
+  return kNames[static_cast<size_t>(format)];
+}
+
+}  // namespace
+
+void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type) {
+  const AgreementSeat& seat = group.shard_seat();
+  if (seat.agreement) seat.agreement->post(seat.subject, group, operation, segment_bytes, type);
+}
+
+void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type) {
+  const AgreementSeat& seat = group.replica_seat();
+  if (seat.agreement) seat.agreement->post(seat.subject, group, Operation::all_reduce, segment_bytes, type);
+}
+
+uint64_t Agreement::add_subject(const std::string& label) {
+  subjects_[++num_subjects_].label = label;
+  return num_subjects_;
+}
+
+void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type) {
+  Collective next;
+  next.subject = subject;
+  next.operation = operation;
+  next.pass = group.pass();
+  next.settings = settings_of(group);
+  next.segment_bytes = segment_bytes;
+  next.type = type;
+  next.averages = operation != Operation::all_gather && group.averages();
+  const GroupCalls& calls = group.calls();
+  next.is_custom = (operation == Operation::all_gather && calls.all_gather) ||
+                   (operation == Operation::reduce_scatter && (calls.reduce_scatter || calls.separate_reduce_scatter));
+  std::string& name = subjects_[subject].name;
+  if (name != group.name()) name = group.name();  // units are renamed when they move to another root
+  post(next, &group);
+}
+
+void Agreement::post_other(const std::string& what, Operation operation, size_t segment_bytes, DType type) {
+  Collective next;
+  // Beyond the numbers of units.
+  next.subject = std::hash<std::string>()(what) | uint64_t{1} << 63;
+  next.operation = operation;
+  next.segment_bytes = segment_bytes;
+  next.type = type;
+  subjects_[next.subject].name = what;
+  post(next, nullptr);
+}
+
+void Agreement::post(const Collective& next, const ParamGroup* group) {
+  std::unique_lock lock(mutex_);
+  if (must_ask_ || !order_.expects(next)) {
+    Collective counted = next;
+    counted.num_passes = order_.num_passes(next.pass);
+    const uint64_t number = order_.num_posted();
+    lock.unlock();
+    const pybind11::gil_scoped_acquire gil;
+    pybind11::dict description = describe(counted, number);
+    if (group != nullptr) {
+      pybind11::dict trained;
+      for (size_t i = 0; i < group->params().size(); ++i) {
+        trained[pybind11::str(group->params()[i].fqn())] = is_trained(*group, i);
+      }
+      description["trained"] = trained;
+    }
+    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(ask_.get(), description.ptr(), nullptr));
+    if (!done) throw_python_error();
+    must_ask_ = false;
+    lock.lock();
+  }
+  order_.add(next);
+}
+
+void Agreement::leave(const Pass& pass, const std::string& why) noexcept {
+  if (!Py_IsInitialized()) return;
+  const pybind11::gil_scoped_acquire gil;
+  const torch::PyWarningHandler warnings;
+  // An exception may be on its way: it stays where it is.
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  order_.leave(pass);  // threads of Python wait for the GIL
+  const PyRef done = PyRef::steal(PyObject_CallFunction(leave_.get(), "sKK", why.c_str(), order_.num_posted(),
+                                                        order_.num_passes(pass)));
+  if (!done) PyErr_Clear();  // the store is gone, and the peers with it
+  PyErr_Restore(type, value, traceback);
+}
+
+uint64_t Agreement::num_posted() const {
+  const std::lock_guard lock(mutex_);
+  return order_.num_posted();
+}
+
+void Agreement::restart() {
+  const std::lock_guard lock(mutex_);
+  order_.restart();
+  must_ask_ = is_broken_ = false;
+}
+
+pybind11::object Agreement::describe_posted(uint64_t number) const {
+  Collective found;
+  {
+    const std::lock_guard lock(mutex_);
+    const uint64_t first = order_.num_posted() - order_.recent().size();
+    if (number < first || number >= order_.num_posted()) return pybind11::none();
+    found = order_.recent()[number - first];
+  }
+  return describe(found, number);
+}
+
+pybind11::dict Agreement::describe(const Collective& collective, uint64_t number) const {
+  const Subject& subject = subjects_.at(collective.subject);
+  pybind11::dict settings;
+  if (collective.subject >> 63 == 0) {
+    for (size_t i = 0; i < kFlags.size(); ++i) {
+      settings[kFlags[i].name] = (collective.settings.flags >> i & 1) != 0;
+    }
+    settings["gradient_divide_factor"] = collective.settings.divide_factor;
+    settings["wire_dtype of weights"] = name_of(collective.settings.wire_weights);
+    settings["wire_dtype of gradients"] = name_of(collective.settings.wire_gradients);
+  }
+  pybind11::dict result;
+  result["number"] = number;
+  result["tag"] = collective.tag();
+  result["subject"] = collective.subject >> 63 == 0 ? collective.subject : 0;
+  result["name"] = subject.name;
+  result["model"] = subject.label;
+  result["operation"] = to_string(collective.operation);
+  result["pass"] = to_string(collective.pass.kind);
+  result["num_passes"] = collective.num_passes;
+  result["settings"] = settings;
+  result["segment_bytes"] = collective.segment_bytes;
+  result["dtype"] = dtype_name(collective.type);
+  result["averages"] = collective.averages;
+  result["is_custom"] = collective.is_custom;
+  return result;
+}
+
+}  // namespace fsdp2x
