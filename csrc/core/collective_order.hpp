@@ -49,7 +49,8 @@ struct Collective {
   bool is_custom = false;  // the user's function posts it
   uint64_t num_passes = 0;  // passes of this rank that posted something here, this one included
 
-  // Equal for collectives that fit together. Pass and root are compared by kind only.
+  // Equal for collectives that fit together. Passes are compared by kind only, and a forward may go without gradients on
+  // some ranks: what their backwards do then is compared.
   uint64_t tag() const;
 };
 

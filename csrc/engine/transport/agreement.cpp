@@ -125,7 +125,6 @@ void Agreement::post(const Collective& next, const ParamGroup* group) {
 void Agreement::leave(const Pass& pass, const std::string& why) noexcept {
   if (!Py_IsInitialized()) return;
   const pybind11::gil_scoped_acquire gil;
-  const torch::PyWarningHandler warnings;
   // An exception may be on its way: it stays where it is.
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);

@@ -52,7 +52,7 @@ def agreement_of(group: dist.ProcessGroup | None) -> Agreement | None:
     return None if group is None else _agreements.get(group)
 
 
-def make_agreement(group: dist.ProcessGroup, token: str, on_device: bool) -> Agreement | None:
+def make_agreement(group: dist.ProcessGroup, token: str) -> Agreement | None:
     """The agreement of the ranks of ``group``, made at the first call; None where the group has no store.
 
     ``token``: the same on all ranks, and never used before.
@@ -62,8 +62,6 @@ def make_agreement(group: dist.ProcessGroup, token: str, on_device: bool) -> Agr
         return None
     if group not in _agreements:
         _agreements[group] = Agreement(group, store, token)
-    if on_device:
-        _agreements[group].watch()
     return _agreements[group]
 
 
@@ -76,17 +74,21 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
     agreement = agreement_of(group)
     if agreement is not None:
         agreement.post(what, values)
-    if agreement is None or values.device.type != "cpu":
+    if agreement is None or agreement.group is None:
         dist.all_reduce(values, op=op, group=group)
     else:
-        agreement.wait(dist.all_reduce(values, op=op, group=group, async_op=True))
+        agreement.wait(dist.all_reduce(values, op=op, group=agreement.group, async_op=True))
 
 
 class Agreement:
-    """What this rank knows of its peers' collectives over one process group. ``engine`` is the engine's part."""
+    """What this rank knows of its peers' collectives over one process group.
+
+    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device.
+    """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
-        self._group = weakref.ref(group)
+        self.group: dist.ProcessGroup | None = None
+        self._users_group = weakref.ref(group)
         self._store = dist.PrefixStore(f"fsdp2x/{token}", store)
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
@@ -120,7 +122,7 @@ class Agreement:
         Raises:
             Diverged: a peer has left, or posts something else.
         """
-        if not isinstance(work, dist.Work):
+        if not hasattr(work, "is_completed"):  # of a synchronous collective, or the user's
             return wait(work, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not _is_done(work, _LOOK_S):
@@ -157,7 +159,7 @@ class Agreement:
     def _ask(self, mine: dict) -> bool:
         """Returns when all ranks are about to post ``mine``. Raises Diverged."""
         mine["rank"] = self._ranks[self._rank]
-        with self._lock, explained(self._group(), "agreement on a collective"):
+        with self._lock, explained(self._users_group(), "agreement on a collective"):
             if self._must_raise:
                 self._must_raise = False
                 raise Diverged(self._failed)
@@ -291,11 +293,11 @@ class Agreement:
         known = {posted["number"]: posted for posted in furthest["recent"]}
         missing = [known.get(n) for n in range(min(state["number"] for state in states), furthest["number"])]
         for posted in missing:
-            if posted is None or posted["is_custom"] or posted["operation"] == "other":
-                what = "too much was" if posted is None else f"a rank that {_told(posted)} was"
-                raise Diverged(f"{why} The process group cannot be used again: {what} interrupted. Restart all ranks.")
+            if posted is None:
+                raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
         for posted in missing[len(missing) - (furthest["number"] - num) :]:
-            _repeat(self._group(), posted)
+            if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
+                _repeat(self.group, posted)
         self._generation += 1
         self._num_asked = 0
         self._has_answered = self._has_left = False
@@ -304,7 +306,7 @@ class Agreement:
 
 
 def _watch(weak: weakref.ref[Agreement]) -> None:
-    while (agreement := weak()) is not None and agreement._group() is not None:
+    while (agreement := weak()) is not None and agreement._users_group() is not None:
         try:
             with agreement._lock:
                 if not agreement._failed and agreement.engine.num_posted > 0:
@@ -326,6 +328,8 @@ def _told(collective: dict) -> str:
 
 def _difference(first: dict, second: dict) -> str:
     """How two ranks' collectives differ; empty if they fit together."""
+    if (first["tag"], first["num_passes"]) == (second["tag"], second["num_passes"]):
+        return ""
     ranks = f"rank {first['rank']}", f"rank {second['rank']}"
     if any(first[key] != second[key] for key in ("subject", "name", "operation", "pass")):
         told = [_told(one) for one in (first, second)]
@@ -341,13 +345,9 @@ def _difference(first: dict, second: dict) -> str:
             return f"requires_grad of {name!r} is {is_trained} on {ranks[0]} and {not is_trained} on {ranks[1]}"
     if first["num_passes"] != second["num_passes"]:
         return f"{ranks[0]} {_told(first)} in its pass {first['num_passes']}, {ranks[1]} in its pass {second['num_passes']}"
-    if first["tag"] != second["tag"]:
-        if first["segment_bytes"] == second["segment_bytes"]:
-            return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
-        return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"
-    if first["number"] != second["number"]:
-        return f"{ranks[0]} {_told(first)} as collective {first['number']}, {ranks[1]} as {second['number']}"
-    return ""
+    if first["segment_bytes"] == second["segment_bytes"]:
+        return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
+    return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
@@ -366,7 +366,7 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
         dist.all_reduce(part, op=op, group=group)
 
 
-def _is_done(work: dist.Work, seconds: float) -> bool:
+def _is_done(work: Any, seconds: float) -> bool:
     """Waits for at most ``seconds``. Raises what the collective raised."""
     try:
         work.wait(timedelta(seconds=seconds))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.annotations import skips_checks
 
 
@@ -20,10 +23,39 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
 
 @skips_checks
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``; returns the work."""
+    scatter = _scatter()
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    return scatter(output, source, op=op, group=group, async_op=True)
+    if scatter is not _SCATTER or torch_private.is_observed() or not torch_private.is_gloo(group):
+        return scatter(output, source, op=op, group=group, async_op=True)
+    # gloo's own is an all-reduce of a copy, whose work waits without a limit.
+    return _PartOfSum(dist.all_reduce(source, group=group, async_op=True), output, source, group, average)
+
+
+def _scatter() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_SCATTER = _scatter()  # as long as nobody patches it
+
+
+class _PartOfSum:
+    """The work of an all-reduce that stands for a reduce-scatter: this rank's part goes into ``output`` at its end."""
+
+    def __init__(
+        self, work: dist.Work, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, average: bool
+    ) -> None:
+        self._work, self._output = work, output
+        self._divisor = dist.get_world_size(group) if average else 1
+        self._part = source.narrow(0, dist.get_rank(group) * output.numel(), output.numel())
+        self.is_completed = work.is_completed
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self._work.wait(*timeout)
+        self._output.copy_(self._part)
+        if self._divisor != 1:
+            self._output.div_(self._divisor)
+        return True
 
 
 @skips_checks

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
@@ -37,6 +38,7 @@ class Greeting:
     fault: str  # why it cannot
     socket: str  # rank 0's count, as does its token
     token: bytes
+    group_name: str  # how torch would name its next group over these ranks
     checks_ranks: bool  # its collectives are compared with the others'
     is_observed: bool  # a dispatch mode watches this rank's collectives
     shapes: bytes  # digest of the units' parameters
@@ -101,6 +103,21 @@ class Introductions:
         """
         return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
 
+    def twin_of_group(self) -> dist.ProcessGroup:
+        """Another gloo group of the same ranks, or ``group`` itself where there can be none. Collective.
+
+        What a failed step leaves in the twin does not meet the collectives of the user.
+        """
+        cpu = torch.device("cpu")
+        if not torch_private.is_gloo(self.group):
+            return self.group
+        if len({greeting.group_name for greeting in self.greetings}) > 1:
+            return self.group  # torch would wait for the ranks under different names
+        timeout = torch_private.group_timeout(self.group, cpu)
+        made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
+        assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+        return made
+
     def require_same_units(self, caller: str = "fully_shard") -> None:
         """Raises ValueError, the same on every rank, when the ranks do not have the same parameters."""
         self._require_same("shapes", self.units, caller, "every rank must have the same modules, shapes and dtypes")
@@ -148,6 +165,7 @@ def introduce(
         fault,
         f"fsdp2x-{secrets.token_hex(16)}",
         secrets.token_bytes(32),
+        torch_private.next_group_name(dist.get_process_group_ranks(group)),
         checks_ranks,
         torch_private.is_observed(),
         digest(units),

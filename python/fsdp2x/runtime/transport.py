@@ -170,9 +170,16 @@ class TransportChoice:
             if known is not None:
                 known.require_same_units()
                 if known.checks_ranks:
-                    make_agreement(group, known.greetings[0].token.hex(), on_device=self._on_device)
+                    self._agree(known)
             self._known[group] = known
         return self._known[group]
+
+    def _agree(self, known: Introductions) -> None:
+        agreement = make_agreement(known.group, known.greetings[0].token.hex())
+        if agreement is not None and self._on_device:
+            agreement.watch()
+        elif agreement is not None and agreement.group is None and self._name != Transport.SHM:
+            agreement.group = known.twin_of_group()
 
     def _over_process_group(self, ranks: ShardGroup):
         if ranks.device not in self._layers:
@@ -181,11 +188,13 @@ class TransportChoice:
         layer = self._layers[ranks.device]
         if layer is not None:
             return _device_transport(layer, ranks.group, self._comm_memory, self._reduces_unpacked)
+        agreement = agreement_of(ranks.group)
+        group = ranks.group if agreement is None else agreement.group
         return _C.group_transport(
-            functools.partial(all_gather, ranks.group),
-            functools.partial(reduce_scatter, ranks.group),
-            functools.partial(all_to_all, ranks.group),
-            _waiting(agreement_of(ranks.group), self._timeout),
+            functools.partial(all_gather, group),
+            functools.partial(reduce_scatter, group),
+            functools.partial(all_to_all, group),
+            _waiting(agreement, self._timeout),
         )
 
     def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
@@ -346,7 +355,8 @@ def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch
     if rows.device.type != "cpu" or (agreement is None and timeout is None):
         dist.all_reduce(rows, op=op, group=group)
         return True
-    work = dist.all_reduce(rows, op=op, group=group, async_op=True)
+    over = group if agreement is None else agreement.group
+    work = dist.all_reduce(rows, op=op, group=over, async_op=True)
     return _waiting(agreement, timeout)(work)
 
 

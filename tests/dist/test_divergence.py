@@ -1,0 +1,32 @@
+"""One rank runs another program than its peers: all raise the same error soon, or all train to the right values."""
+
+import pytest
+
+import divergences
+from harness import distributed
+from reference import only_fsdp2x
+
+NUM_PROGRAMS = {2: 13, 3: 10, 4: 7}  # by world, for each transport
+NUM_FULL = {2: 300, 3: 130, 4: 70}
+
+
+def check(ctx, transport, seeds):
+    only_fsdp2x(ctx)
+    for seed in seeds:
+        program = divergences.draw(seed, ctx.world, transport)
+        wrong = divergences.run(program)
+        assert not wrong, (program, wrong)
+
+
+@distributed(world_sizes=tuple(NUM_PROGRAMS), timeout=120)
+@pytest.mark.parametrize("transport", ["shm", "process_group"])
+def test_divergences(ctx, transport):
+    check(ctx, transport, range(100 * ctx.world, 100 * ctx.world + NUM_PROGRAMS[ctx.world]))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@distributed(world_sizes=tuple(NUM_FULL), timeout=3600)
+@pytest.mark.parametrize("transport", ["shm", "process_group"])
+def test_many_divergences(ctx, transport):
+    check(ctx, transport, range(10_000 * ctx.world, 10_000 * ctx.world + NUM_FULL[ctx.world]))
