@@ -32,7 +32,7 @@ struct Pass {
 // What must be equal on all ranks when a unit is gathered or reduced. The flags are in the order of `UnitOptions`.
 struct CollectiveSettings {
   uint32_t flags = 0;
-  double divide_factor = 0;  // 0: the number of ranks
+  double divide_factor = 0;
   WireFormat wire_weights = WireFormat::plain;
   WireFormat wire_gradients = WireFormat::plain;
   uint64_t trained = 0;  // hash of which parameters are trained

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import grads, only_fsdp2x, same, shard
+from reference import TRANSPORTS, grads, only_fsdp2x, same, shard
 
 TIMEOUT_S = 25.0  # of a wait; that of the harness' group is longer
 SOON_S = 8.0  # half a second, on a busy machine
@@ -64,8 +64,8 @@ def attempt(function):
     return told, time.monotonic() - started
 
 
-def sharded(ctx, **options):
-    options = {"transport": "shm", "timeout": timedelta(seconds=TIMEOUT_S)} | options
+def sharded(ctx, transport="shm", **options):
+    options = {"transport": transport, "timeout": timedelta(seconds=TIMEOUT_S)} | options
     return shard(ctx, Raising(), STACK_UNITS, **options)
 
 
@@ -73,12 +73,13 @@ REASONS = {"memory": "allocate", "backward": "left its backward"}
 
 
 @distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "memory", "last", "backward"])
 @pytest.mark.each_value
-def test_a_rank_that_raises_alone_is_named(ctx, place, keeps):
+def test_a_rank_that_raises_alone_is_named(ctx, place, keeps, transport):
     only_fsdp2x(ctx)
-    model = sharded(ctx, reshard_after_forward=not keeps)
+    model = sharded(ctx, transport, reshard_after_forward=not keeps)
     step(model, ctx)
     model.zero_grad()
     victim = ctx.world - 1
@@ -94,34 +95,39 @@ def test_a_rank_that_raises_alone_is_named(ctx, place, keeps):
 
 
 @distributed(world_sizes=(4,))
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_replicas_are_told(ctx, place):
+def test_replicas_are_told(ctx, place, transport):
     """Those that share no rows with the rank that raised wait for it in the sum over the replicas, and follow it. Ranks
     are called by their numbers in the whole job."""
     only_fsdp2x(ctx)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(ctx, mesh=mesh)
+    model = sharded(ctx, transport, mesh=mesh)
     step(model, ctx)
     model.zero_grad()
     model.place = place if ctx.rank == 3 else ""
     found = everyone(ctx, attempt(lambda: step(model, ctx, 1)))
     assert all(told and seconds < SOON_S for told, seconds in found), found
     beside, across = found[2][0], found[1][0]
+    if transport == "process_group":
+        assert "rank 3 left" in beside and "rank 3 left" in across, found
+        return
     assert "rank 3 (pid" in beside and "rank 2 waited for it" in beside, beside
     assert "rank 3 (pid" in across and "rank 1 waited for it" in across, across
 
 
 @distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "last", "backward"])
 @pytest.mark.each_value
-def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps):
+def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
     """The others wait for it in the next step, whose numbers are right."""
     only_fsdp2x(ctx)
     if place == "backward" and not grad:
         pytest.skip("there is no backward without gradients")
-    model, twin = sharded(ctx, reshard_after_forward=not keeps), sharded(ctx, reshard_after_forward=not keeps)
+    model, twin = (sharded(ctx, transport, reshard_after_forward=not keeps) for _ in range(2))
     for each in (model, twin):
         each.zero_grad()
         step(each, ctx)
@@ -137,10 +143,11 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps):
 
 
 @distributed(world_sizes=(2, 3))
-def test_all_leave_a_forward_and_come_to_a_backward(ctx):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_leave_a_forward_and_come_to_a_backward(ctx, transport):
     """A forward that is stopped on purpose, whose activations have a loss: who takes longer for it is waited for."""
     only_fsdp2x(ctx)
-    model = sharded(ctx)
+    model = sharded(ctx, transport)
     step(model, ctx)
     model.zero_grad()
     seen = []

@@ -40,7 +40,7 @@ SETTINGS = {
     "set_reshard_after_forward": (True, False),
     "set_reshard_after_backward": (True, False),
     "set_requires_gradient_sync": (True, False),
-    "set_gradient_divide_factor": (2.0, 3.0),
+    "set_gradient_divide_factor": (0.5, 7.0),
     "set_reduce_scatter_unused_params": (True, False),
 }
 

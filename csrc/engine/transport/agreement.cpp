@@ -39,7 +39,7 @@ CollectiveSettings settings_of(const ParamGroup& group) {
   for (size_t i = 0; i < kFlags.size(); ++i) {
     if (options.*kFlags[i].value) settings.flags |= uint32_t{1} << i;
   }
-  settings.divide_factor = options.divide_factor.value_or(0.0);
+  settings.divide_factor = group.divisor();
   settings.wire_weights = options.wire_weights;
   settings.wire_gradients = options.wire_gradients;
   for (size_t i = 0; i < group.params().size(); ++i) {

@@ -116,6 +116,11 @@ class Agreement:
         else:
             self.engine.post(what, values.nbytes, values.dtype)
 
+    def meet(self, what: str) -> None:
+        """Returns when all ranks are in ``what``, such as "export of weights". Raises Diverged."""
+        self.engine.ask_next()
+        self.post(f"is in the {what}")
+
     def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
         """Waits for what a collective returned, and looks at the peers meanwhile.
 

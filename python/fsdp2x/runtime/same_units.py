@@ -41,6 +41,11 @@ def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, wit
     return UnitParams(name, tuple(params))
 
 
+def facts_of_model(name: str) -> UnitParams:
+    """Tells models of the same units apart. ``name``: the class, and its number in the order of ``fully_shard`` calls."""
+    return UnitParams(f"model {name}", ())
+
+
 def digest(units: list[UnitParams]) -> bytes:
     """Equal for equal units."""
     return hashlib.sha256(repr(units).encode()).digest()
@@ -59,7 +64,7 @@ def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:
 def _text(unit: UnitParams | None, beside: UnitParams | None) -> str:
     if unit is None:
         return "no more units"
-    text = f"unit {unit.name!r}"
+    text = f"unit {unit.name!r}" if unit.params else unit.name
     for param, other in zip_longest(unit.params, beside.params if beside is not None else unit.params):
         if param is None:
             return f"{text} with {len(unit.params)} parameters"

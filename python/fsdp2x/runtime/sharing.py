@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.agreement import agreement_of
 from fsdp2x.runtime.calls import current_call, require_same_call
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.forks import require_own_process
@@ -183,10 +184,12 @@ def all_gather_object(group: dist.ProcessGroup | None, mine, what: str = "meetin
     """What each rank says, in rank order. Errors name the public call that this rank is in; ``what`` outside of any.
 
     Raises:
-        ValueError: on every rank, where the ranks are in different calls.
+        ValueError, Diverged: on every rank, where the ranks are in different calls.
     """
     everyone: list = [None] * dist.get_world_size(group)
     call = current_call(what)
+    if (agreement := agreement_of(group)) is not None:
+        agreement.meet(str(call))
     with torch_private.unobserved(), explained(group, str(call)):
         dist.all_gather_object(everyone, (call, mine), group=group)
     ranks = dist.get_process_group_ranks(group)

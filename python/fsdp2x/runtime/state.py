@@ -7,7 +7,6 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,9 +29,6 @@ from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
 from fsdp2x.runtime.tree import Place, check_tree, find_tree, name_units, places_in, set_names
 from fsdp2x.runtime.upstream_names import StateNames
-
-
-_model_numbers = itertools.count(1)  # equal on ranks that make the same models
 
 
 class UnitState(StateNames, torch_private.State):
@@ -275,7 +271,7 @@ class UnitState(StateNames, torch_private.State):
             needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
             reduces_unpacked=any(state.reduces_unpacked for state in tree),
-            model=f"{type(self.modules[0]).__name__} (model {next(_model_numbers)})",
+            model=f"{self.number.kind} {self.number.number}",
             checks_ranks=all(state.checks_ranks for state in tree),
             layers=next((state.layers for state in tree if state.layers is not None), None),
             units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],

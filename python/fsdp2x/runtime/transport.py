@@ -24,7 +24,7 @@ from fsdp2x.runtime.collectives import all_gather, all_to_all, reduce_scatter, w
 from fsdp2x.runtime.explain import explain_collective, explained
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.same_units import facts_of
+from fsdp2x.runtime.same_units import facts_of, facts_of_model
 from fsdp2x.runtime.sharing import Introductions, introduce
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class TransportChoice:
     ) -> None:
         """``units``: what the transports are for, in an order that is the same on every rank.
 
-        ``needs_group``: what of the user's settings runs over a process group alone.
+        ``needs_group``: what of the user's settings runs over a process group alone. ``model``: its class, and its number
+        in the order of ``fully_shard`` calls.
         """
 
         if needs_group and name == Transport.SHM:
@@ -96,7 +97,7 @@ class TransportChoice:
         self._comm_memory = comm_memory
         self._reduces_unpacked = reduces_unpacked
         self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
-        self.model = model  # what messages call it
+        self.model = model
         self._checks_ranks = checks_ranks
         self._units = list(units)
         self._on_device = any(has_streams(group.ranks.device) for _, _, group in self._units)
@@ -149,7 +150,8 @@ class TransportChoice:
 
     def agreement_of(self, group: dist.ProcessGroup | None):
         """The engine's agreement of the ranks of ``group``, which must have met; None: nothing is compared."""
-        agreement = agreement_of(group) if self._known.get(group) is not None and self._checks_ranks else None
+        known = self._known.get(group)
+        agreement = agreement_of(group) if known is not None and known.checks_ranks else None
         return agreement and agreement.engine
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
@@ -165,6 +167,7 @@ class TransportChoice:
         if group not in self._known:
             members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
             units = [facts_of(*unit) for unit in members]
+            units.append(facts_of_model(self.model))
             trained = [facts_of(*unit, with_training=True) for unit in members]
             known = None if group is None else introduce(group, units, trained, self._checks_ranks)
             if known is not None:
