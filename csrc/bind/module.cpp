@@ -217,11 +217,12 @@ void bind_agreement(py::module_& m) {
       // A collective of Python: an all-reduce of `bytes` of `dtype`, or something else (null) that has several.
       .def(
           "post",
-          [](Agreement& self, const std::string& what, size_t bytes, std::optional<at::ScalarType> dtype) {
-            self.post_other(what, dtype ? Operation::all_reduce : Operation::other, bytes,
+          [](Agreement& self, const std::string& kind, const std::string& what, size_t bytes,
+             std::optional<at::ScalarType> dtype) {
+            self.post_other(kind, what, dtype ? Operation::all_reduce : Operation::other, bytes,
                             dtype ? engine_dtype(*dtype) : DType::byte);
           },
-          py::arg("what"), py::arg("bytes") = 0, py::arg("dtype") = std::nullopt)
+          py::arg("kind"), py::arg("what"), py::arg("bytes") = 0, py::arg("dtype") = std::nullopt)
       .def("ask_next", &Agreement::ask_next)
       .def("restart", &Agreement::restart)
       .def_property("is_broken", &Agreement::is_broken, &Agreement::set_broken)

@@ -1,5 +1,7 @@
 """The agreement of ranks over a process group: calls that one rank makes alone, and what a steady step costs."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from fsdp2x.runtime.explain import Diverged
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, only_fsdp2x, same, shard
+
+
+SOON_S = 8.0  # a tenth of a second, on a busy machine
 
 
 def everyone(ctx, mine):
@@ -92,11 +97,13 @@ def test_checks_can_be_turned_off(ctx):
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", check_ranks=ctx.rank == 0)
     original = Agreement._ask
     step(twin, ctx)
-    Agreement._ask = lambda self, mine: (_ for _ in ()).throw(AssertionError(mine))
+    asked = []
+    Agreement._ask = lambda self, mine: asked.append(mine["subject"]) or original(self, mine)
     try:
         step(model, ctx)
     finally:
         Agreement._ask = original
+    assert not any(asked), "of units"
     same(grads(model), grads(twin), "gradients")
 
 
@@ -115,3 +122,45 @@ def test_nothing_is_left_in_the_store(ctx):
     if last > 2:
         assert not agreement._has(last - 2)
     torch.manual_seed(0)
+
+
+@distributed(world_sizes=(2,), fresh=True)
+def test_a_device_compares_before_it_launches(ctx):
+    """On the recorded device: both sides raise, nothing was launched, and the group cannot be used again."""
+    only_fsdp2x(ctx)
+    from reference import install_streams
+
+    install_streams()
+    model = shard(ctx, Stack(), STACK_UNITS, transport="streams")
+    step(model, ctx)
+    blocks = list(model.blocks)
+    model.reshard()
+    first, second = (blocks[0], blocks[2]) if ctx.rank == 0 else (blocks[2], blocks[0])
+    told = everyone(ctx, attempt(first.unshard))
+    assert len(set(told)) == 1 and "'blocks.0'" in told[0] and "'blocks.2'" in told[0], told
+    told = everyone(ctx, attempt(second.unshard))
+    assert all("cannot be used again" in text for text in told), told
+
+
+@distributed(world_sizes=(2,), fresh=True)
+def test_a_host_that_does_not_wait_is_told(ctx):
+    """A rank that has posted what it expected, and works on: a thread answers for it, and its next collective raises."""
+    only_fsdp2x(ctx)
+    from fsdp2x.runtime.agreement import make_agreement
+
+    agreement = make_agreement(dist.group.WORLD, "a test")
+    agreement.watch()
+    for _ in range(3):
+        for kind in ("first", "second"):
+            agreement.engine.post(kind, f"does its {kind}")
+    if ctx.rank == 0:
+        agreement.engine.post("first", "does its first")  # expected: nobody is asked
+        end = time.monotonic() + SOON_S
+        while not agreement.engine.is_broken and time.monotonic() < end:
+            time.sleep(0.01)
+        assert agreement.engine.is_broken
+        told = attempt(lambda: agreement.engine.post("second", "does its second"))
+    else:
+        told = attempt(lambda: agreement.engine.post("third", "does its third"))
+    told = everyone(ctx, told)
+    assert len(set(told)) == 1 and "rank 0 does its first" in told[0] and "rank 1 does its third" in told[0], told

@@ -87,10 +87,11 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
   post(next, &group);
 }
 
-void Agreement::post_other(const std::string& what, Operation operation, size_t segment_bytes, DType type) {
+void Agreement::post_other(const std::string& kind, const std::string& what, Operation operation, size_t segment_bytes,
+                           DType type) {
   Collective next;
   // Beyond the numbers of units.
-  next.subject = std::hash<std::string>()(what) | uint64_t{1} << 63;
+  next.subject = std::hash<std::string>()(kind) | uint64_t{1} << 63;
   next.operation = operation;
   next.segment_bytes = segment_bytes;
   next.type = type;

@@ -32,8 +32,10 @@ class Agreement {
   // Before a collective of `group`, which is `subject` here, is posted. Takes the GIL only to ask. Throws if the ranks
   // disagree, or if one of them has left the pass.
   void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
-  // The same for a collective of Python. `what` follows the rank in messages: "clips gradients". Needs the GIL.
-  void post_other(const std::string& what, Operation operation, size_t segment_bytes, DType type);
+  // The same for a collective of Python. `kind` is compared, `what` follows the rank in messages: "clips gradients".
+  // Needs the GIL.
+  void post_other(const std::string& kind, const std::string& what, Operation operation, size_t segment_bytes,
+                  DType type);
   // This rank's pass has raised: peers that wait in it are told.
   void leave(const Pass& pass, const std::string& why) noexcept;
 

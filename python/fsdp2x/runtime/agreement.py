@@ -83,7 +83,8 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
 class Agreement:
     """What this rank knows of its peers' collectives over one process group.
 
-    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device.
+    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``: how
+    many seconds to wait for a peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
@@ -92,7 +93,7 @@ class Agreement:
         self._store = dist.PrefixStore(f"fsdp2x/{token}", store)
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
-        self._timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
+        self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
         weak = weakref.ref(self)
         self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
         self._generation = 0
@@ -106,20 +107,18 @@ class Agreement:
 
     # --- called by who posts or waits ---
 
-    def post(self, what: str, values: torch.Tensor | None = None) -> None:
-        """Before a collective that belongs to no unit. ``what`` follows the rank in messages: "clips gradients".
+    def post(self, what: str, values: torch.Tensor) -> None:
+        """Before ``values`` are all-reduced. ``what`` follows the rank in messages: "clips gradients"."""
+        self.engine.post(what, what, values.nbytes, values.dtype)
 
-        ``values``: what is all-reduced; None for another operation, or for several.
+    def meet(self, call: str) -> None:
+        """Returns when all ranks are about to exchange objects. ``call``: what this rank is in, for messages.
+
+        Raises:
+            Diverged: a peer does something else.
         """
-        if values is None:
-            self.engine.post(what)
-        else:
-            self.engine.post(what, values.nbytes, values.dtype)
-
-    def meet(self, what: str) -> None:
-        """Returns when all ranks are in ``what``, such as "export of weights". Raises Diverged."""
         self.engine.ask_next()
-        self.post(f"is in the {what}")
+        self.engine.post("exchange of objects", f"is in the {call}")
 
     def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
         """Waits for what a collective returned, and looks at the peers meanwhile.
@@ -264,9 +263,9 @@ class Agreement:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 if ended := name_ended(introduced(), wait_s=0):
                     self._fail(f"{ended} ended: its own output says why")
-            if now - began > self._timeout:
+            if now - began > self.timeout:
                 what = "came back after a failure" if mine is None else _told(mine)
-                self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self._timeout:.0f} s")
+                self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
             time.sleep(min(_POLL_S + (now - began) / 20, 0.02))
 
     def _fail(self, difference: str) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.mesh import ShardGroup
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.mesh import ShardGroup
 
 # What the package keeps on its tensors.
 ATTRIBUTES = ("_local_type", "_partition_spec")

@@ -55,9 +55,11 @@ def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:
     """The first difference between the units of the first rank and of another one; "" when there is none."""
     first = next(iter(of_rank))
     for rank, units in of_rank.items():
-        for here, there in zip_longest(of_rank[first], units):
-            if here != there:
-                return f"rank {first} has {_text(here, there)}, rank {rank} {_text(there, here)}"
+        for is_unit in (True, False):  # a unit that differs tells more than the number of the model
+            sides = ([one for one in side if bool(one.params) is is_unit] for side in (of_rank[first], units))
+            for here, there in zip_longest(*sides):
+                if here != there:
+                    return f"rank {first} has {_text(here, there)}, rank {rank} {_text(there, here)}"
     return ""
 
 

@@ -179,6 +179,8 @@ class TransportChoice:
 
     def _agree(self, known: Introductions) -> None:
         agreement = make_agreement(known.group, known.greetings[0].token.hex())
+        if agreement is not None and self._timeout is not None:
+            agreement.timeout = self._timeout.total_seconds()
         if agreement is not None and self._on_device:
             agreement.watch()
         elif agreement is not None and agreement.group is None and self._name != Transport.SHM:
