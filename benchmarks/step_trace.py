@@ -33,6 +33,8 @@ def collectives_of(run: Callable[[], object]) -> dict[str, list[int]]:
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     found: dict[str, list[int]] = defaultdict(list)
     sums = [event["args"] for event in events if event.get("name") == "gloo:all_reduce"]
+    # Over gloo, an all-reduce stands for the reduce-scatter of a unit.
+    reduces = [event for event in events if event.get("name", "").startswith("FSDP::post_backward_reduce")]
     types = {tuple(one["Input Dims"][0]): one["Input type"][0] for one in sums}
     for event in events:
         arguments = event.get("args", {})
@@ -42,6 +44,8 @@ def collectives_of(run: Callable[[], object]) -> dict[str, list[int]]:
             if kind == "all_reduce":  # of a list, whose dtypes traces do not say
                 ((*dims,),) = dims
                 name = types[tuple(dims)]
+                if any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for one in reduces):
+                    kind = "reduce_scatter"
             found[kind].append(torch.Size(dims).numel() * _ITEM_BYTES[name])
     return {kind: sorted(sizes, reverse=True) for kind, sizes in found.items()}
 

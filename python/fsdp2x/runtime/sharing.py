@@ -188,7 +188,7 @@ def all_gather_object(group: dist.ProcessGroup | None, mine, what: str = "meetin
     """
     everyone: list = [None] * dist.get_world_size(group)
     call = current_call(what)
-    if (agreement := agreement_of(group)) is not None:
+    if (agreement := agreement_of(group or dist.group.WORLD)) is not None:
         agreement.meet(str(call))
     with torch_private.unobserved(), explained(group, str(call)):
         dist.all_gather_object(everyone, (call, mine), group=group)

@@ -423,24 +423,10 @@ class UnitState(StateNames, torch_private.State):
             smaller = post_forward_group(group.ranks, self.post_forward_world)
             group.make_post_forward(smaller, choice.explain_of(smaller.group))
             root.add_post_forward(group.engine, transport)
-        self._take_seats(root, choice, bool(post_forward))
+        for group in self.groups:
+            choice.agree(root, group, self.post_forward_world if post_forward else None)
         self.unit, self.root = unit, root
         self.comms.apply(self)
-
-    def _take_seats(self, root, choice: TransportChoice, has_post_forward: bool) -> None:
-        """Each collective of this unit is compared with the peers' from now on, and they are told when a pass raises."""
-        for group in self.groups:
-            over = [group.ranks.group, group.ranks.replicate_group if group.engine.all_reduce is not None else None]
-            over.append(post_forward_group(group.ranks, self.post_forward_world).group if has_post_forward else None)
-            agreements = [choice.agreement_of(one) for one in over]
-            if group.transport.shares_memory:
-                agreements[0] = None  # peers look at each other's memory
-            if isinstance(group.engine.all_reduce, _C.HostAllReduce):
-                agreements[1] = None
-            for agreement in agreements:
-                if agreement is not None:
-                    root.add_agreement(agreement)
-            group.engine.take_seats(*agreements, choice.model)
 
     def apply_prefetch(self) -> None:
         """Hands the explicit prefetch lists to the engine once all units in them exist."""

@@ -22,7 +22,7 @@ from fsdp2x.runtime.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.runtime.annotations import skips_checks
 from fsdp2x.runtime.collectives import all_gather, all_to_all, reduce_scatter, wait
 from fsdp2x.runtime.explain import explain_collective, explained
-from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import facts_of, facts_of_model
 from fsdp2x.runtime.sharing import Introductions, introduce
@@ -129,9 +129,11 @@ class TransportChoice:
             shared, _ = self._shared(group, ranks.device)
             if known is not None:
                 known.require_same_training()  # each replica's gradients are as many bytes
-            self._all_reduces[group] = (
-                functools.partial(_all_reduce, group, self._timeout) if shared is None else _C.HostAllReduce(shared)
-            )
+            if shared is None:
+                self._use_twin(group)
+                self._all_reduces[group] = functools.partial(_all_reduce, group, self._timeout)
+            else:
+                self._all_reduces[group] = _C.HostAllReduce(shared)
         return self._all_reduces[group]
 
     def _make(self, ranks: ShardGroup):
@@ -153,6 +155,23 @@ class TransportChoice:
         known = self._known.get(group)
         agreement = agreement_of(group) if known is not None and known.checks_ranks else None
         return agreement and agreement.engine
+
+    def agree(self, root, group: GroupParams, post_forward_world: int | None) -> None:
+        """Has each collective of ``group`` compared with the peers' from now on; they are told when a pass raises.
+
+        ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep the group after forward.
+        """
+        replicas = group.ranks.replicate_group if group.engine.all_reduce is not None else None
+        kept = post_forward_group(group.ranks, post_forward_world).group if post_forward_world else None
+        agreements = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
+        if group.transport.shares_memory:
+            agreements[0] = None  # peers look at each other's memory
+        if isinstance(group.engine.all_reduce, _C.HostAllReduce):
+            agreements[1] = None
+        for agreement in agreements:
+            if agreement is not None:
+                root.add_agreement(agreement)
+        group.engine.take_seats(*agreements, self.model)
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
@@ -183,8 +202,13 @@ class TransportChoice:
             agreement.timeout = self._timeout.total_seconds()
         if agreement is not None and self._on_device:
             agreement.watch()
-        elif agreement is not None and agreement.group is None and self._name != Transport.SHM:
+
+    def _use_twin(self, group: dist.ProcessGroup) -> Agreement | None:
+        """The agreement over ``group``, whose collectives run over another group from now on. Collective at first."""
+        agreement, known = agreement_of(group), self._introductions(group)
+        if agreement is not None and agreement.group is None and not self._on_device:
             agreement.group = known.twin_of_group()
+        return agreement
 
     def _over_process_group(self, ranks: ShardGroup):
         if ranks.device not in self._layers:
@@ -193,13 +217,13 @@ class TransportChoice:
         layer = self._layers[ranks.device]
         if layer is not None:
             return _device_transport(layer, ranks.group, self._comm_memory, self._reduces_unpacked)
-        agreement = agreement_of(ranks.group)
+        agreement = self._use_twin(ranks.group)
         group = ranks.group if agreement is None else agreement.group
         return _C.group_transport(
             functools.partial(all_gather, group),
             functools.partial(reduce_scatter, group),
             functools.partial(all_to_all, group),
-            _waiting(agreement, self._timeout),
+            functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
         )
 
     def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
@@ -357,13 +381,9 @@ def _all_to_all_now(group: dist.ProcessGroup, output: torch.Tensor, source: torc
 def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     agreement = agreement_of(group)
-    if rows.device.type != "cpu" or (agreement is None and timeout is None):
+    if agreement is not None and agreement.group is not None:
+        return agreement.wait(dist.all_reduce(rows, op=op, group=agreement.group, async_op=True), timeout)
+    if timeout is None or agreement is not None:  # in the order of the current stream on a device
         dist.all_reduce(rows, op=op, group=group)
         return True
-    over = group if agreement is None else agreement.group
-    work = dist.all_reduce(rows, op=op, group=over, async_op=True)
-    return _waiting(agreement, timeout)(work)
-
-
-def _waiting(agreement: Agreement | None, timeout: timedelta | None) -> Callable[[Any], bool]:
-    return functools.partial(wait if agreement is None else agreement.wait, timeout=timeout)
+    return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
