@@ -33,8 +33,9 @@ def collectives_of(run: Callable[[], object]) -> dict[str, list[int]]:
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     found: dict[str, list[int]] = defaultdict(list)
     sums = [event["args"] for event in events if event.get("name") == "gloo:all_reduce"]
-    # Over gloo, an all-reduce stands for the reduce-scatter of a unit.
-    reduces = [event for event in events if event.get("name", "").startswith("FSDP::post_backward_reduce")]
+    # Over gloo, an all-reduce of ours stands for the reduce-scatter of a unit.
+    is_ours = not any(event.get("name") == "c10d::_reduce_scatter_base_" for event in events)
+    reduces = [event for event in events if is_ours and event.get("name", "").startswith("FSDP::post_backward_reduce")]
     types = {tuple(one["Input Dims"][0]): one["Input type"][0] for one in sums}
     for event in events:
         arguments = event.get("args", {})
