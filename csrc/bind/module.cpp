@@ -472,11 +472,11 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_layout(m);
   fsdp2x::bind_accounting(m);
   fsdp2x::bind_shared_memory(m);
+  fsdp2x::bind_agreement(m);
   fsdp2x::bind_transports(m);
   fsdp2x::bind_device(m);
   fsdp2x::bind_group(m);
   fsdp2x::bind_unit(m);
-  fsdp2x::bind_agreement(m);
   fsdp2x::bind_root(m);
   fsdp2x::bind_waiting(m);
   fsdp2x::bind_optim(m);
