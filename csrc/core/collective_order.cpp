@@ -52,10 +52,11 @@ const char* to_string(PassKind kind) {
 uint64_t Collective::tag() const {
   uint64_t hash = mixed(subject, static_cast<uint64_t>(operation));
   hash = mixed(hash, pass.kind == PassKind::evaluation ? static_cast<uint64_t>(PassKind::forward)
-                                                        : static_cast<uint64_t>(pass.kind));
+                                                       : static_cast<uint64_t>(pass.kind));
   hash = mixed(hash, settings.flags);
   hash = mixed(hash, std::bit_cast<uint64_t>(settings.divide_factor));
-  hash = mixed(hash, static_cast<uint64_t>(settings.wire_weights) << 8 | static_cast<uint64_t>(settings.wire_gradients));
+  hash =
+      mixed(hash, static_cast<uint64_t>(settings.wire_weights) << 8 | static_cast<uint64_t>(settings.wire_gradients));
   hash = mixed(hash, settings.trained);
   hash = mixed(hash, segment_bytes);
   return mixed(hash, static_cast<uint64_t>(type) << 1 | static_cast<uint64_t>(averages));

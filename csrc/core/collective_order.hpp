@@ -1,6 +1,7 @@
 // The collectives that a rank posts to a process group, and the one that its ranks expect next. Ranks that posted the
-// same collectives so far expect the same next one. So a rank that is about to post another one knows it beforehand, and
-// can compare with its peers while nothing has been sent: backends meet unequal collectives with an abort or wrong data.
+// same collectives so far expect the same next one. So a rank that is about to post another one knows it beforehand,
+// and can compare with its peers while nothing has been sent: backends meet unequal collectives with an abort or wrong
+// data.
 #pragma once
 
 #include <array>
@@ -46,11 +47,11 @@ struct Collective {
   uint64_t segment_bytes = 0;  // of one rank
   DType type = DType::byte;
   bool averages = false;
-  bool is_custom = false;  // the user's function posts it
+  bool is_custom = false;   // the user's function posts it
   uint64_t num_passes = 0;  // passes of this rank that posted something here, this one included
 
-  // Equal for collectives that fit together. Passes are compared by kind only, and a forward may go without gradients on
-  // some ranks: what their backwards do then is compared.
+  // Equal for collectives that fit together. Passes are compared by kind only, and a forward may go without gradients
+  // on some ranks: what their backwards do then is compared.
   uint64_t tag() const;
 };
 
@@ -72,11 +73,11 @@ class CollectiveOrder {
   void restart();
 
  private:
-  // What came last after the same `length` collectives. Long memories tell micro-batches of an accumulation apart, short
-  // ones go on after a change.
+  // What came last after the same `length` collectives. Long memories tell micro-batches of an accumulation apart,
+  // short ones go on after a change.
   struct Memory {
     size_t length;
-    uint64_t power;    // of the rolling hash's base, for the oldest collective of the window
+    uint64_t power;     // of the rolling hash's base, for the oldest collective of the window
     uint64_t hash = 0;  // of the last `length` tags
     std::unordered_map<uint64_t, uint64_t> next;
   };

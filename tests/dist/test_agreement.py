@@ -13,7 +13,6 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, only_fsdp2x, same, shard
 
-
 SOON_S = 8.0  # a tenth of a second, on a busy machine
 
 
@@ -33,8 +32,6 @@ def attempt(function) -> str:
     except Diverged as error:
         return str(error)
     return ""
-
-
 
 
 @distributed(world_sizes=(2, 3))
@@ -163,4 +160,5 @@ def test_a_host_that_does_not_wait_is_told(ctx):
     else:
         told = attempt(lambda: agreement.engine.post("third", "does its third"))
     told = everyone(ctx, told)
-    assert len(set(told)) == 1 and "rank 0 does its first" in told[0] and "rank 1 does its third" in told[0], told
+    assert len(set(told)) == 1, told
+    assert "rank 0 does its first" in told[0] and "rank 1 does its third" in told[0], told

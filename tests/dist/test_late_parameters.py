@@ -236,5 +236,8 @@ def test_one_rank_alone_that_adds_something_ends_in_errors(ctx):
     run(ctx, model)
     if ctx.rank == 0:
         a_head(model)
-    with pytest.raises(RuntimeError, match="adoption of parameters" if ctx.rank == 0 else "all-gather of unit"):
+    with pytest.raises(
+        RuntimeError,
+        match="rank 0 is in the adoption of parameters.*rank 1 gathers|rank 1 gathers.*rank 0 is in the adoption",
+    ):
         run(ctx, model)

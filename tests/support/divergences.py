@@ -1,8 +1,8 @@
 """Random programs of which one rank runs another version: drawn from a seed, run on every rank, and judged.
 
-A program trains a small model for a few steps. In one step one rank does something else (`KINDS`). Each step must end on
-all ranks with the same error, which names that rank, or on none; and the weights must be what the steps without an error
-make of them on an unsharded model.
+A program trains a small model for a few steps. In one step, one rank does something else (`KINDS`). Either all ranks
+raise the same error, which names that rank, or none raises. The weights must be those of an unsharded model after the
+steps without an error.
 """
 
 import copy
@@ -261,7 +261,7 @@ def train_gold(program: Program, step: int, plain: Net, optimizer, world: int) -
 
 def compare(program: Program, step: int, model: Net, plain: Net) -> list[str]:
     wrong = []
-    for (name, param), value in zip(model.named_parameters(), full([p for p in model.parameters()]), strict=True):
+    for (name, _), value in zip(model.named_parameters(), full(list(model.parameters())), strict=True):
         expected = plain.get_parameter(name)
         if not torch.allclose(value, expected, rtol=1e-4, atol=1e-5):
             wrong.append(f"step {step}: {name} is off by {(value - expected).abs().max().item():.3g}")

@@ -71,9 +71,7 @@ void Root::add_agreement(const std::shared_ptr<Agreement>& agreement) {
   }
 }
 
-void Root::begin_pass(PassKind kind) {
-  reductions_.commons()->pass = {kind, this, ++num_passes_};
-}
+void Root::begin_pass(PassKind kind) { reductions_.commons()->pass = {kind, this, ++num_passes_}; }
 
 void Root::end_pass() {
   reductions_.commons()->pass = Pass();
@@ -321,9 +319,7 @@ void Root::drop_raised_reductions() {
   if (backward_has_raised()) reductions_.forget_pending();
 }
 
-void Root::leave_backward() noexcept {
-  leave_pass("left its backward, which raised: its own output says why");
-}
+void Root::leave_backward() noexcept { leave_pass("left its backward, which raised: its own output says why"); }
 
 void Root::abandon_backward() {
   drop_raised_reductions();

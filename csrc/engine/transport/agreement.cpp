@@ -130,8 +130,8 @@ void Agreement::leave(const Pass& pass, const std::string& why) noexcept {
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
   order_.leave(pass);  // threads of Python wait for the GIL
-  const PyRef done = PyRef::steal(PyObject_CallFunction(leave_.get(), "sKK", why.c_str(), order_.num_posted(),
-                                                        order_.num_passes(pass)));
+  const PyRef done = PyRef::steal(
+      PyObject_CallFunction(leave_.get(), "sKK", why.c_str(), order_.num_posted(), order_.num_passes(pass)));
   if (!done) PyErr_Clear();  // the store is gone, and the peers with it
   PyErr_Restore(type, value, traceback);
 }

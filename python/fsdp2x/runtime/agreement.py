@@ -10,12 +10,12 @@ all ranks did before. The ranks then compare through the group's store, under ke
     failed     the message that every rank raises
     again/...  after a failure: how many collectives each rank has posted
 
-A rank that posts what is expected writes nothing. If its peers ask at that moment, the collectives differ, or a peer has
-come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither writes nor
-reads the store.
+A rank that posts what is expected writes nothing. If its peers ask at that moment, the collectives differ, or a peer
+has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
+writes nor reads the store.
 
-After a failure the ranks meet when all of them come again. Those that are behind post what their peers have posted, with
-values that nobody reads, so that collectives match again.
+After a failure the ranks meet when all of them come again. Those that are behind post what their peers have posted,
+with values that no rank reads, so that collectives match again.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
 class Agreement:
     """What this rank knows of its peers' collectives over one process group.
 
-    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``: how
-    many seconds to wait for a peer.
+    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``:
+    how many seconds to wait for a peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
@@ -269,7 +269,7 @@ class Agreement:
             time.sleep(min(_POLL_S + (now - began) / 20, 0.02))
 
     def _fail(self, difference: str) -> None:
-        """Raises Diverged with the message of the first rank that fails; ``difference`` is empty if that was another."""
+        """Raises Diverged with the message of the first rank that fails. ``difference``: empty if that was a peer."""
         if difference:
             if self._has(f"{self._num_asked}/left"):
                 left = self._read(f"{self._num_asked}/left")
@@ -338,7 +338,10 @@ def _difference(first: dict, second: dict) -> str:
     if any(first[key] != second[key] for key in ("subject", "name", "operation", "pass")):
         told = [_told(one) for one in (first, second)]
         if first["model"] != second["model"]:
-            told = [f"{text} of {one['model']}" if one["model"] else text for text, one in zip(told, (first, second))]
+            told = [
+                f"{text} of {one['model']}" if one["model"] else text
+                for text, one in zip(told, (first, second), strict=True)
+            ]
         return f"{ranks[0]} {told[0]}, {ranks[1]} {told[1]}"
     what = f"unit {first['name']!r}" if first["subject"] else first["name"]
     for name, value in first["settings"].items():
@@ -348,7 +351,8 @@ def _difference(first: dict, second: dict) -> str:
         if is_trained != second.get("trained", {}).get(name, is_trained):
             return f"requires_grad of {name!r} is {is_trained} on {ranks[0]} and {not is_trained} on {ranks[1]}"
     if first["num_passes"] != second["num_passes"]:
-        return f"{ranks[0]} {_told(first)} in its pass {first['num_passes']}, {ranks[1]} in its pass {second['num_passes']}"
+        passes = f"in its pass {first['num_passes']}", f"in its pass {second['num_passes']}"
+        return f"{ranks[0]} {_told(first)} {passes[0]}, {ranks[1]} {passes[1]}"
     if first["segment_bytes"] == second["segment_bytes"]:
         return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
     return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"

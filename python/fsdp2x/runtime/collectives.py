@@ -1,4 +1,4 @@
-"""The collectives of the CPU's process groups: each starts one, under the name that upstream's FSDP2 uses, and waits."""
+"""Starts the collectives of the CPU's process groups, under the names that upstream's FSDP2 uses, and waits for them."""
 
 from __future__ import annotations
 

@@ -10,13 +10,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2x.runtime import collect, torch_private
+from fsdp2x.runtime.agreement import agreement_of
 from fsdp2x.runtime.collect import OwnedParam
-from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.hooks import watch_loading
 from fsdp2x.runtime.mesh import ShardGroup
 from fsdp2x.runtime.params import Placed
@@ -56,11 +55,10 @@ def adopt_late(root: UnitState, tree: list[UnitState]) -> bool:
 
 
 def meet(ranks: ShardGroup) -> None:
-    """Waits until all ranks have seen a change: gloo would mix up the next collective with a gather of another rank."""
+    """Waits until all ranks have seen a change. Raises Diverged if one of them goes on without it."""
     for group in (ranks.group, ranks.replicate_group):
-        if group is not None and dist.get_backend(group) == "gloo":
-            with explained(group, "adoption of parameters that were added after fully_shard"):
-                dist.monitored_barrier(group)
+        if (agreement := agreement_of(group)) is not None:
+            agreement.meet("adoption of parameters that were added after fully_shard")
 
 
 def share_late(tree: list[UnitState]) -> None:

@@ -42,7 +42,7 @@ def facts_of(name: str, policy: MixedPrecisionPolicy, group: GroupParams, *, wit
 
 
 def facts_of_model(name: str) -> UnitParams:
-    """Tells models of the same units apart. ``name``: the class, and its number in the order of ``fully_shard`` calls."""
+    """Tells models of the same units apart. ``name``: class, and number in the order of ``fully_shard`` calls."""
     return UnitParams(f"model {name}", ())
 
 

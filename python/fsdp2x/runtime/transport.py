@@ -83,8 +83,8 @@ class TransportChoice:
     ) -> None:
         """``units``: what the transports are for, in an order that is the same on every rank.
 
-        ``needs_group``: what of the user's settings runs over a process group alone. ``model``: its class, and its number
-        in the order of ``fully_shard`` calls.
+        ``needs_group``: what of the user's settings runs over a process group alone. ``model``: class, and number in
+        the order of ``fully_shard`` calls.
         """
 
         if needs_group and name == Transport.SHM:
@@ -159,7 +159,7 @@ class TransportChoice:
     def agree(self, root, group: GroupParams, post_forward_world: int | None) -> None:
         """Has each collective of ``group`` compared with the peers' from now on; they are told when a pass raises.
 
-        ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep the group after forward.
+        ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep it after forward.
         """
         replicas = group.ranks.replicate_group if group.engine.all_reduce is not None else None
         kept = post_forward_group(group.ranks, post_forward_world).group if post_forward_world else None
