@@ -141,7 +141,7 @@ def test_a_device_compares_before_it_launches(ctx):
 
 @distributed(world_sizes=(2,), fresh=True)
 def test_a_host_that_does_not_wait_is_told(ctx):
-    """A rank that has posted what it expected, and works on: a thread answers for it, and its next collective raises."""
+    """A rank that has posted what it expected works on. A thread answers for it, and its next collective raises."""
     only_fsdp2x(ctx)
     from fsdp2x.runtime.agreement import make_agreement
 

@@ -1,4 +1,4 @@
-"""Starts the collectives of the CPU's process groups, under the names that upstream's FSDP2 uses, and waits for them."""
+"""Starts the collectives of the CPU's process groups, under the names that upstream's FSDP2 uses, and waits."""
 
 from __future__ import annotations
 
