@@ -14,8 +14,8 @@ A rank that posts what is expected writes nothing. If its peers ask at that mome
 has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
 writes nor reads the store.
 
-After a failure the ranks meet when all of them come again. Those that are behind post what their peers have posted,
-with values that no rank reads, so that collectives match again.
+After a failure, the ranks meet at their next collective. Each rank repeats the collectives that only its peers have
+posted, with zeros. Then collectives match again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
 
 
 class Agreement:
-    """What this rank knows of its peers' collectives over one process group.
+    """Compares this rank's collectives over one process group with those of its peers.
 
     ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``:
     how many seconds to wait for a peer.
@@ -105,7 +105,7 @@ class Agreement:
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    # --- called by who posts or waits ---
+    # --- calls before a collective, and while it runs ---
 
     def post(self, what: str, values: torch.Tensor) -> None:
         """Before ``values`` are all-reduced. ``what`` follows the rank in messages: "clips gradients"."""
@@ -244,7 +244,7 @@ class Agreement:
                 self._fail(f"rank {left['rank']} {left['why']}")
 
     def _wait_for(self, name: str, mine: dict | None = None) -> None:
-        """Until a peer writes ``name``. ``mine``: what this rank asks for, and who leaves ends that.
+        """Waits until a peer writes ``name``. ``mine``: the collective that this rank asks for, if it asks.
 
         Raises:
             Diverged: a peer has failed, has ended, or does not come within the group's timeout.
@@ -324,7 +324,7 @@ def _watch(weak: weakref.ref[Agreement]) -> None:
 
 
 def _told(collective: dict) -> str:
-    """What a rank does, after its number: "gathers unit 'a' in forward"."""
+    """Describes a collective, to follow the number of its rank: "gathers unit 'a' in forward"."""
     if collective["subject"] == 0:
         return collective["name"]
     return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
@@ -359,7 +359,7 @@ def _difference(first: dict, second: dict) -> str:
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
-    """Posts a collective that the peers wait for, with values that nobody reads."""
+    """Posts a collective that the peers wait for, with zeros."""
     dtype = _DTYPES.get(posted["dtype"], torch.uint8)
     part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
     whole = part.new_zeros(part.numel() * dist.get_world_size(group))
