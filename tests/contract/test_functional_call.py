@@ -122,6 +122,7 @@ def test_a_parameter_that_was_replaced_for_good(ctx, transport):
     assert "full_state_dict=True)) or fsdp2x.load_hf" in str(error.value)
     model.blocks[1].up.weight = old
     step(ctx, model, 1)
+    expected = loss_of(ctx, model, 2)
+    # The same parameter at another place: the unit follows it.
     torch.nn.utils.parametrize.register_parametrization(model.blocks[1].up, "weight", torch.nn.Identity())
-    with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\.weight' was replaced on its module"):
-        loss_of(ctx, model, 1)
+    same(loss_of(ctx, model, 2), expected, "loss")

@@ -38,7 +38,7 @@ from fsdp2x.runtime.processes import introduced, name_ended
 
 _LOOK_S = 0.1  # how often a rank that waits for a collective looks at the store
 _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
-_POLL_S = 0.0002
+_POLL_S = 0.0003  # the first pause; the next ones are a third of what this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -254,7 +254,7 @@ class Agreement:
         alarmed = mine is None
         while not self._has(name):
             now = time.monotonic()
-            if mine is not None:
+            if mine is not None and now - began > _ALARM_S:
                 self._check_peers(mine["number"], mine["num_passes"])
             if not alarmed and now - began > _ALARM_S:
                 self._write(f"{self._num_asked}/alarm")
@@ -266,7 +266,7 @@ class Agreement:
             if now - began > self.timeout:
                 what = "came back after a failure" if mine is None else _told(mine)
                 self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
-            time.sleep(min(_POLL_S + (now - began) / 20, 0.02))
+            time.sleep(min(max(_POLL_S, (now - began) / 3), 0.02))
 
     def _fail(self, difference: str) -> None:
         """Raises Diverged with the message of the first rank that fails. ``difference``: empty if that was a peer."""
