@@ -211,6 +211,8 @@ def run(program: Program) -> list[str]:
         dist.all_gather_object(outcomes, (error, seconds))
         wrong += judge_step(program, step, outcomes)
         if any(told for told, _ in outcomes):
+            if program.transport == "shm":
+                return wrong  # ranks there count passes for good: they begin again from a checkpoint
             optimizer.zero_grad()
             if program.kind in ("setting", "raise in backward", "accumulate", "two models"):
                 model.reset_iter_state()
@@ -228,7 +230,7 @@ def judge_step(program: Program, step: int, outcomes: list[tuple[str, float]]) -
         return [f"step {step}: {slow}: {told}"]
     if not any(told):
         return []
-    if step != program.step:
+    if step != program.step and (program.transport == "process_group" or step < program.step):
         return [f"step {step} raised, not {program.step}: {told}"]
     if not all(told):
         return [f"step {step}: only some ranks raised: {told}"]
