@@ -38,7 +38,7 @@ def snapshot(training):
 
     tree = {
         "model": dict(training.model.state_dict()),
-        "optimizer": named_state(training.model, [training.optimizer]),
+        "optimizer": named_state(training.model, [training.optimizer])[0],
         "scheduler": training.schedule.state_dict(),
         "rng": {str(dist.get_rank()): rng_state(torch.device("cpu"))},
     }

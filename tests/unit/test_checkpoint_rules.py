@@ -39,7 +39,7 @@ def stepped(model, kind):
 @pytest.mark.parametrize(("saved", "here"), list(itertools.product(KINDS, KINDS)))
 def test_only_the_same_rule_takes_a_state_over(saved, here):
     model = torch.nn.Linear(3, 4)
-    state = named_state(model, [stepped(model, saved)])
+    state, _ = named_state(model, [stepped(model, saved)])
     described = {
         name: {key: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for key, v in of.items()}
         for name, of in state["state"].items()

@@ -163,7 +163,7 @@ class Agreement:
     def _ask(self, mine: dict) -> bool:
         """Returns when all ranks are about to post ``mine``. Raises Diverged."""
         mine["rank"] = self._ranks[self._rank]
-        with self._lock, explained(self._users_group(), "agreement on a collective"):
+        with self._lock, explained(self._users_group(), _operation(mine)):
             if self._must_raise:
                 self._must_raise = False
                 raise Diverged(self._failed)
@@ -262,7 +262,7 @@ class Agreement:
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 if ended := name_ended(introduced(), wait_s=0):
-                    self._fail(f"{ended} ended: its own output says why")
+                    raise RuntimeError(f"{ended} ended")
             if now - began > self.timeout:
                 what = "came back after a failure" if mine is None else _told(mine)
                 self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
@@ -328,6 +328,14 @@ def _told(collective: dict) -> str:
     if collective["subject"] == 0:
         return collective["name"]
     return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
+
+
+def _operation(collective: dict) -> str:
+    """Names a collective as errors of a backend do: "all-gather of unit 'a'"."""
+    if collective["subject"] == 0:
+        return collective["name"].removeprefix("is in the ")
+    kind = {"all_gather": "all-gather", "all_reduce": "all-reduce"}.get(collective["operation"], "reduction")
+    return f"{kind} of unit {collective['name']!r}"
 
 
 def _difference(first: dict, second: dict) -> str:
