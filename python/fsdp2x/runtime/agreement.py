@@ -241,6 +241,7 @@ class Agreement:
         if not self._has_left and self._has(f"{self._num_asked}/left"):
             left = self._read(f"{self._num_asked}/left")
             if number >= left["number"] and num_passes <= left["num_passes"]:
+                _raise_if_ended()  # then that is why the peer has left
                 self._fail(f"rank {left['rank']} {left['why']}")
 
     def _wait_for(self, name: str, mine: dict | None = None) -> None:
@@ -261,8 +262,7 @@ class Agreement:
                 alarmed = True
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
-                if ended := name_ended(introduced(), wait_s=0):
-                    raise RuntimeError(f"{ended} ended")
+                _raise_if_ended()
             if now - began > self.timeout:
                 what = "came back after a failure" if mine is None else _told(mine)
                 self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
@@ -328,6 +328,11 @@ def _told(collective: dict) -> str:
     if collective["subject"] == 0:
         return collective["name"]
     return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
+
+
+def _raise_if_ended() -> None:
+    if ended := name_ended(introduced(), wait_s=0):
+        raise RuntimeError(f"{ended} ended")
 
 
 def _operation(collective: dict) -> str:
