@@ -406,7 +406,7 @@ def trials(folder) -> dict:
 
 # Arguments of `fully_shard`, of which each is a row above or compared with upstream's, and what is no code of ours.
 WORDS = set("module mesh reshard_after_forward shard_placement_fn mp_policy offload_policy ignored_params".split())
-WORDS |= set("dp_mesh_dims auto_wrap buffer_dtype transport timeout None auto_wrap=False NO_WRAP --auto-wrap".split())
+WORDS |= set("dp_mesh_dims auto_wrap buffer_dtype transport timeout check_ranks None auto_wrap=False NO_WRAP --auto-wrap".split())
 WORDS |= {'"shm"', '"process_group"', '"auto"', "model.module", "MixedPrecision(param_dtype, reduce_dtype)", "false"}
 WORDS |= {"--nproc_per_node", "--nnodes", "FULL_SHARD", "SHARD_GRAD_OP", "fsdp_reshard_after_forward: true"}
 # Commands, which other tests run.
