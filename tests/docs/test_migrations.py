@@ -401,12 +401,14 @@ def trials(folder) -> dict:
         "set_modules_to_forward_prefetch": lambda: model.set_modules_to_forward_prefetch([model.blocks[0]]),
         "to_empty": filled,
         "fsdp2x.install()": lambda: (fsdp2x.install(), fsdp2x.uninstall()),
+        "fsdp2x.sync_module_states(model)": lambda: fsdp2x.sync_module_states(fsdp2x.fully_shard(nn.Linear(4, 4))),
     }
 
 
 # Arguments of `fully_shard`, of which each is a row above or compared with upstream's, and what is no code of ours.
 WORDS = set("module mesh reshard_after_forward shard_placement_fn mp_policy offload_policy ignored_params".split())
-WORDS |= set("dp_mesh_dims auto_wrap buffer_dtype transport timeout check_ranks None auto_wrap=False NO_WRAP --auto-wrap".split())
+WORDS |= set("dp_mesh_dims auto_wrap buffer_dtype transport timeout check_ranks None".split())
+WORDS |= {"auto_wrap=False", "NO_WRAP", "--auto-wrap"}
 WORDS |= {'"shm"', '"process_group"', '"auto"', "model.module", "MixedPrecision(param_dtype, reduce_dtype)", "false"}
 WORDS |= {"--nproc_per_node", "--nnodes", "FULL_SHARD", "SHARD_GRAD_OP", "fsdp_reshard_after_forward: true"}
 # Commands, which other tests run.

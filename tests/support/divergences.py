@@ -33,7 +33,6 @@ KINDS = (
     "accumulate",
     "raise in forward",
     "raise in backward",
-    "half",
     "two models",
 )
 SETTINGS = {
@@ -157,8 +156,6 @@ def diverge(program: Program, model: Net, other: Net) -> None:
             model.raises_before = program.unit
         case "raise in backward":
             model.raises_behind = program.unit
-        case "half":
-            block.half().float()
         case "two models":
             other(batch(program.rank, 51))
 
