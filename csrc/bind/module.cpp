@@ -218,6 +218,7 @@ void bind_root(py::module_& m) {
       .def("add_replicas",
            [](Root& self, const HostAllReduce& all_reduce) { self.add_replicas(all_reduce.shared_group()); })
       .def("reset", &Root::reset)
+      .def_property_readonly("has_replaced_shards", &Root::has_replaced_shards)
       .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)
       .def("finish_held_backwards", &Root::finish_held_backwards)
@@ -314,13 +315,8 @@ void bind_group(py::module_& m) {
              self.params().at(index).set_sharded_object(own(param));
              self.params().at(index).set_gradient_spec(own(spec));
            })
-      // The local tensors of the sharded parameters; None for one that does not lie in the pool.
-      .def("watch_shards",
-           [](ParamGroup& self, const std::vector<std::optional<at::Tensor>>& locals) {
-             for (size_t i = 0; i < locals.size(); ++i) {
-               self.shards().watch(i, locals[i] ? locals[i]->storage().getWeakStorageImpl().lock() : nullptr);
-             }
-           })
+      .def("watch_shards", &ParamGroup::watch_shards, py::arg("locals"))
+      .def_property_readonly("holds_unreduced", &ParamGroup::holds_unreduced)
       .def("set_unsharded_param",
            [](ParamGroup& self, size_t index, const py::object& param) {
              self.params().at(index).set_unsharded_object(own(param));
@@ -416,6 +412,7 @@ void bind_unit(py::module_& m) {
             return std::pair(Reductions::unreduced(held, param), Reductions::partial_rows(held, param));
           },
           py::arg("group"), py::arg("param"))
+      .def("retire", &Unit::retire)
       .def(
           "pre_backward", [](Unit& self) { self.root->pre_backward(self); }, py::call_guard<py::gil_scoped_release>())
       .def("set_forward_prefetch",

@@ -13,6 +13,7 @@ from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.runtime import swapped, torch_private, waiting, wire_formats
 from fsdp2x.runtime.comms import own_collective, refuse_both
 from fsdp2x.runtime.mesh import reduction_group
+from fsdp2x.runtime.moving import moving
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
@@ -260,7 +261,7 @@ class FSDPModule(_TorchFSDPModule):
                 "behind the optimizer's step"
             )
         state = self._get_fsdp_state()
-        if state.is_root is None:
+        if state.root is None:
             state.post_optimizer_event = event
         else:
             state.root.set_post_optimizer_event(event)
@@ -450,23 +451,15 @@ class FSDPModule(_TorchFSDPModule):
 
     def _set_prefetch(self, setter: str, modules: list[FSDPModule]) -> None:
         modules = sharded_modules(f"FSDPModule.set_modules_to_{setter[4:]}", modules)
-        state = self._get_fsdp_state()
-        targets = [module._get_fsdp_state() for module in modules]
-        state.prefetch[setter] = targets
-        state.apply_prefetch()
+        self._get_fsdp_state().set_prefetch(setter, [module._get_fsdp_state() for module in modules])
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect: gathers never allocate, which is what this knob of upstream's is about."""
 
     def _apply(self, fn, recurse: bool = True):
-        state = self._get_fsdp_state()
         swapped.refuse_swapped("FSDPModule.to", self.parameters())
-        state.reshard()
-        # Before: a gradient that somebody else has, too, cannot be exchanged.
-        state.forget_gradients()
-        result = super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
-        state.adopt()
-        return result
+        with moving(self._get_fsdp_state(), fn):
+            return super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
 
 
 def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:

@@ -103,10 +103,11 @@ def a_model_in_ddp(ctx):
     fsdp2x.fully_shard(nn.parallel.DistributedDataParallel(Stack()))
 
 
-def another_dtype_too_late(ctx):
+def a_conversion_before_backward(ctx):
     model, _ = trained()
+    loss = model(inputs(model)).sum()
     model.half()
-    model(inputs(model).half())
+    loss.backward()
 
 
 def models_of_two_sizes(ctx):
@@ -166,7 +167,7 @@ def a_class_that_the_model_has_not(ctx):
 
 MISTAKES = (
     optimizer_before_sharding, optimizer_in_unsharded, weight_outside_of_its_forward, weights_on_meta, a_module_list,
-    a_scalar, tied_weights_in_two_units, integers_that_train, a_model_in_ddp, another_dtype_too_late,
+    a_scalar, tied_weights_in_two_units, integers_that_train, a_model_in_ddp, a_conversion_before_backward,
     models_of_two_sizes, another_tensor_in_place_of_a_weight, pinned_memory_without_a_device, lbfgs_over_shards,
     gradients_that_are_not_finite, a_checkpoint_that_is_not_there, a_folder_of_something_else, a_key_with_a_slip,
     keys_of_two_spellings, a_class_that_the_model_has_not,

@@ -162,14 +162,18 @@ def test_values_that_somebody_assigns_count(ctx, change, transport):
 
 
 @distributed(world_sizes=(2,))
-def test_another_dtype_is_refused(ctx):
+def test_another_dtype_takes_effect(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Growing(), UNITS)
     everything(model)
     loss_of(model, ctx.rank, 0).backward()
     model.extra.bfloat16()
-    with pytest.raises(RuntimeError, match="parameter 'extra.0.weight' has another dtype or shape"):
+    with pytest.raises(RuntimeError, match="must have the same dtype"):  # from the layer itself
         model(inputs(ctx.rank))
+    model.extra.float()
+    model.zero_grad()
+    loss_of(model, ctx.rank, 0).backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.extra.parameters())
 
 
 # ---- under settings: as what was attached before

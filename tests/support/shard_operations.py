@@ -109,6 +109,8 @@ WRITES = {
 }
 # Stock ends the process: a DTensor has no memory of its own to share.
 CRASHES = {"share_memory_", "sent_to_a_process", "dlpack"}
+# Stock goes on with the memory from before.
+UNSEEN = {"data_assigned"}
 
 
 def shown(value, *, places: bool = True):

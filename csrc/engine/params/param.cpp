@@ -31,6 +31,7 @@ Param::Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef
       device_(at::kCPU) {
   if (!unsharded_) return;
   const at::Tensor& tensor = this->local();
+  memory_ = tensor.detach();
   storage_ = tensor.storage().getWeakStorageImpl().lock();
   device_ = tensor.device();
   poison_.apply(*storage_, device_);
@@ -60,13 +61,42 @@ void Param::fill(void* data) {
     poison_.lift(*storage_);
     point_storage(*storage_, data, device_);
   }
-  const at::Tensor& tensor = unsharded();
-  const bool requires_grad = sharded().requires_grad();
-  if (tensor.requires_grad() != requires_grad) tensor.requires_grad_(requires_grad);
+  give_requires_grad(unsharded());
 }
 
 void Param::empty() {
-  if (storage_) poison_.apply(*storage_, device_);
+  if (unsharded_) take_requires_grad(unsharded());
+  if (is_replaced()) is_lost_ = true;
+  if (!storage_) return;
+  if (!has_own_memory()) {
+    is_lost_ = true;
+    accumulator = nullptr;
+    local().set_data(memory_);
+  }
+  poison_.apply(*storage_, device_);
+}
+
+void Param::give_requires_grad(const at::Tensor& registered) {
+  requires_grad_ = sharded().requires_grad();
+  if (registered.requires_grad() != requires_grad_) registered.requires_grad_(requires_grad_);
+}
+
+void Param::take_requires_grad(const at::Tensor& registered) {
+  if (registered.requires_grad() == requires_grad_) return;
+  requires_grad_ = registered.requires_grad();
+  if (sharded().requires_grad() != requires_grad_) sharded().requires_grad_(requires_grad_);
+}
+
+bool Param::has_own_memory() const {
+  return !storage_ || (local().storage().unsafeGetStorageImpl() == storage_.get() &&
+                       local().scalar_type() == memory_.scalar_type() && local().sizes() == memory_.sizes());
+}
+
+// Tensors that are no parameters come and go with torch.func.functional_call.
+bool Param::is_replaced() const {
+  PyObject* const found = registered_instead_of(unsharded_.get());
+  return found != nullptr && found != sharded_.get() && THPVariable_Check(found) &&
+         PyObject_IsInstance(found, ParameterClass) == 1;
 }
 
 PyObject* Param::registered_instead_of(PyObject* expected) const {

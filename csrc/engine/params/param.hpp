@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/memory/storage.hpp"
@@ -47,8 +48,17 @@ class Param {
   // Points the unsharded storage into the slot (an extension has its own memory) and follows the sharded parameter's
   // requires_grad.
   void fill(void* data);
-  // Takes the memory away; a later access throws a message that names the parameter.
+  // Takes the memory away; a later access throws a message that names the parameter. Other memory that somebody gave to
+  // the unsharded parameter goes.
   void empty();
+  // `registered`, which modules register instead of the sharded parameter, trains as that does.
+  void give_requires_grad(const at::Tensor& registered);
+  // Whether it trains has been changed on `registered` since: the sharded parameter follows.
+  void take_requires_grad(const at::Tensor& registered);
+  // Whether the unsharded tensor still has the memory that this moves.
+  bool has_own_memory() const;
+  // Whether a change of the gathered parameter was lost since the last call.
+  bool take_lost() { return std::exchange(is_lost_, false); }
   // The same in a forked child, for good.
   void forbid();
 
@@ -67,11 +77,15 @@ class Param {
 
  private:
   void store(PyObject* parameter) const;
+  bool is_replaced() const;
 
   std::string fqn_;
   PyRef sharded_;
   PyRef unsharded_;
-  PyRef local_;  // null: `unsharded_` itself
+  PyRef local_;                 // null: `unsharded_` itself
+  at::Tensor memory_;           // over the storage of the local unsharded tensor, to restore it
+  bool requires_grad_ = false;  // given to what modules register while the unit is not sharded
+  bool is_lost_ = false;
   PyRef gradient_spec_;
   std::vector<Owner> owners_;
   Poison poison_;

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "core/error.hpp"
+#include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"
 
 namespace fsdp2x {
@@ -50,7 +51,60 @@ ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<P
       params_(std::move(group_params)),
       calls_(std::move(group_calls)),
       gradients_(layout_, params_, memory_like(pool(), offloads()), std::move(calls_.make_gradient),
-                 std::move(calls_.add_to_foreign)) {}
+                 std::move(calls_.add_to_foreign)) {
+  if (pool().device().type() != (offloads() ? at::kCPU : device_.type())) {
+    throw Error("fsdp2x: shards on " + pool().device().str() + " cannot be gathered on " + device_.str());
+  }
+  for (size_t i = 0; i < params_.size(); ++i) check_dtype(i, params_[i].sharded());
+}
+
+void ParamGroup::check_dtype(size_t i, const at::Tensor& tensor) const {
+  const ParamShape& shape = layout_.params()[i].shape;
+  if (!shape.in_slot || engine_dtype(c10::toRealValueType(tensor.scalar_type())) == shape.orig) return;
+  throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' is of dtype " + c10::toString(tensor.scalar_type()) +
+              ", and its unit keeps shards of another one. Convert the model by its .to(dtype).");
+}
+
+const Param* ParamGroup::take_lost() {
+  const Param* lost = nullptr;
+  for (Param& param : params_) {
+    if (param.take_lost()) lost = &param;
+  }
+  return lost;
+}
+
+void ParamGroup::check_sizes() const {
+  if (const std::optional<size_t> small = shards_.first_too_small()) {
+    throw Error("fsdp2x: the shard of parameter '" + params_[*small].fqn() + "' on rank " +
+                std::to_string(layout_.rank()) +
+                " has lost its memory: its storage was resized. Give it memory and values again, then run forward.");
+  }
+}
+
+void ParamGroup::watch_shards(const std::vector<std::optional<at::Tensor>>& locals) {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const std::optional<at::Tensor>& local = locals.at(i);
+    if (local) check_dtype(i, *local);
+    shards_.watch(i, local.value_or(at::Tensor()));
+  }
+  check_sizes();
+}
+
+bool ParamGroup::has_replaced_shards() const {
+  static PyObject* const local_name = interned("_local_tensor");
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!shards_.is_watched(i)) continue;
+    const at::Tensor& sharded = params_[i].sharded();
+    PyRef local;
+    if (sharded.unsafeGetTensorImpl()->is_python_dispatch()) {
+      local = PyRef::steal(PyObject_GetAttr(params_[i].sharded_object(), local_name));
+      if (!local) throw_python_error();
+    }
+    const at::Tensor& tensor = local ? THPVariable_Unpack(local.get()) : sharded;
+    if (!shards_.is_watched(i, tensor) || sharded.scalar_type() != tensor.scalar_type()) return true;
+  }
+  return false;
+}
 
 void ParamGroup::rename(std::string new_name) {
   name_ = std::move(new_name);
@@ -98,6 +152,7 @@ ParamGroup& ParamGroup::begin_gather() {
       shards_.close();
     }
     fetch_reassigned();
+    check_sizes();
     shards_.fetch_moved();
   }
   return *gathered_from_;
@@ -108,7 +163,7 @@ void ParamGroup::fetch_reassigned() {
     const at::Tensor& param = params_[i].sharded();
     if (param.unsafeGetTensorImpl()->is_python_dispatch()) return;  // a sharded group: all of them are DTensors
     const ParamPlace& place = layout_.params()[i];
-    if (shards_.address(i) == nullptr || shards_.is_watched(i, param.storage().unsafeGetStorageImpl())) continue;
+    if (shards_.address(i) == nullptr || shards_.is_watched(i, param)) continue;
     const DType type = engine_dtype(param.scalar_type());
     const bool is_alike = type == place.shape.orig || type == DType::byte;
     if (param.nbytes() != static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig) || !is_alike) {
@@ -120,7 +175,7 @@ void ParamGroup::fetch_reassigned() {
     const at::Tensor pooled = tensor_in_pool(pool(), shards_.offset(i), param.sizes(), param.scalar_type());
     pooled.copy_(param);
     param.set_data(pooled);
-    shards_.watch(i, pooled.storage().getWeakStorageImpl().lock());
+    shards_.watch(i, param);
   }
 }
 
@@ -148,6 +203,16 @@ void ParamGroup::register_again() const {
   }
 }
 
+bool ParamGroup::follow_gathered() {
+  bool has_own_memory = true;
+  for (Param& param : params_) {
+    if (param.unsharded_object() == nullptr) continue;
+    param.take_requires_grad(param.unsharded());
+    has_own_memory = has_own_memory && param.has_own_memory();
+  }
+  return has_own_memory;
+}
+
 void ParamGroup::fill() {
   call(calls_.finish_slowly);
   pybind11::gil_scoped_acquire gil;
@@ -166,6 +231,7 @@ void ParamGroup::empty(bool keeps_post_forward) {
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].empty();
+    if (keeps_post_forward) params_[i].give_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
     params_[i].register_object(keeps_post_forward ? post_forward_params_[i].get() : params_[i].sharded_object());
   }
   holds_post_forward_ = keeps_post_forward;
@@ -221,7 +287,10 @@ bool ParamGroup::close_slot(SlotLedger& ledger) {
 void ParamGroup::drop_post_forward() {
   if (!std::exchange(holds_post_forward_, false)) return;
   pybind11::gil_scoped_acquire gil;
-  for (const Param& param : params_) param.register_sharded();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    params_[i].take_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
+    params_[i].register_sharded();
+  }
 }
 
 // --- gradients ---

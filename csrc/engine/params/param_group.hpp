@@ -122,6 +122,12 @@ class ParamGroup {
   Gradients& gradients() { return gradients_; }
   const Gradients& gradients() const { return gradients_; }
 
+  // The local tensors of the sharded parameters; none for one that does not lie in the pool. Throws where one is not
+  // what the layout says. Needs the GIL.
+  void watch_shards(const std::vector<std::optional<at::Tensor>>& locals);
+  // Whether some sharded parameter is another tensor than the watched one, or of another dtype or size. Needs the GIL.
+  bool has_replaced_shards() const;
+
   // --- who it belongs to ---
   void set_unit(const UnitFacts* unit);
   const UnitFacts& unit() const { return *unit_; }
@@ -148,6 +154,11 @@ class ParamGroup {
   // Gathered parameters whose modules register the sharded ones again (torch.func.functional_call puts back what it
   // found) are registered once more.
   void register_again() const;
+  // Before a forward over parameters that were gathered earlier: which of them train may have been changed since.
+  // False: somebody gave one other memory, and they must be gathered again. Needs the GIL.
+  bool follow_gathered();
+  // A parameter of which a change was lost at a reshard since the last call; null in general.
+  const Param* take_lost();
   // Poisons, registers the sharded parameters, or those of the smaller world, from which the next gather is then, until
   // drop_post_forward(). Takes the GIL.
   void empty(bool keeps_post_forward);
@@ -206,6 +217,10 @@ class ParamGroup {
   double pre_divisor() const;
 
  private:
+  // Throws unless the sharded parameter is of the layout's dtype.
+  void check_dtype(size_t param, const at::Tensor& tensor) const;
+  // Throws when a shard's storage has become too small for what the layout reads.
+  void check_sizes() const;
   // Throws unless modules register what they were given last, the sharded parameters.
   void check_registered() const;
   PyObject* registered_while_sharded(size_t param) const;

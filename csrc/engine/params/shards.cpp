@@ -44,10 +44,25 @@ std::byte* begin_of(const at::Tensor& memory) { return static_cast<std::byte*>(m
 }  // namespace
 
 Shards::Shards(const Layout& layout, at::Tensor pool)
-    : layout_(layout), memory_(std::move(pool)), offsets_(offsets_in_pool(layout)), storages_(layout.params().size()) {}
+    : layout_(layout),
+      memory_(std::move(pool)),
+      offsets_(offsets_in_pool(layout)),
+      locals_(layout.params().size()),
+      storages_(layout.params().size()) {
+  if (memory_.scalar_type() != at::kByte || !memory_.is_contiguous() || memory_.nbytes() < layout.shard_pool_bytes()) {
+    throw Error("fsdp2x: a pool of " + std::to_string(memory_.nbytes()) + " bytes cannot hold shards of " +
+                std::to_string(layout.shard_pool_bytes()) + " bytes");
+  }
+}
 
-void Shards::watch(size_t param, c10::intrusive_ptr<c10::StorageImpl> storage) {
-  storages_.at(param) = std::move(storage);
+void Shards::watch(size_t param, const at::Tensor& local) {
+  locals_.at(param) = local.defined() ? local.getIntrusivePtr() : nullptr;
+  storages_.at(param) = local.defined() ? local.storage().getWeakStorageImpl().lock() : nullptr;
+}
+
+bool Shards::is_watched(size_t param, const at::Tensor& local) const {
+  return local.unsafeGetTensorImpl() == locals_[param].get() &&
+         local.storage().unsafeGetStorageImpl() == storages_[param].get();
 }
 
 const void* Shards::address(size_t param) const {
@@ -64,8 +79,20 @@ void Shards::fetch_moved() {
     const ParamPlace& place = layout_.params()[i];
     if (storages_[i] == nullptr || place.shard_numel == 0) continue;
     std::byte* const expected = at(begin_of(memory_), i);
-    if (address(i) != expected) std::memcpy(expected, address(i), shard_bytes(place));
+    if (address(i) != expected && !is_too_small(i)) std::memcpy(expected, address(i), shard_bytes(place));
   }
+}
+
+bool Shards::is_too_small(size_t param) const {
+  const size_t bytes = shard_bytes(layout_.params()[param]);
+  return storages_[param] != nullptr && bytes > 0 && (storages_[param]->nbytes() < bytes || address(param) == nullptr);
+}
+
+std::optional<size_t> Shards::first_too_small() const {
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    if (is_too_small(i)) return i;
+  }
+  return std::nullopt;
 }
 
 bool Shards::are_watched() const {

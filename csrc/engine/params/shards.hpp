@@ -14,6 +14,7 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/layout.hpp"
@@ -33,14 +34,19 @@ class Shards {
   const at::Tensor& memory() const { return memory_; }
   size_t offset(size_t param) const { return offsets_[param]; }
 
-  // The storage of a sharded local tensor, which lies in memory() until somebody gives it other memory
-  // (share_memory_(), a queue of torch.multiprocessing). Null: that shard does not lie there.
-  void watch(size_t param, c10::intrusive_ptr<c10::StorageImpl> storage);
-  bool is_watched(size_t param, const c10::StorageImpl* storage) const { return storages_[param].get() == storage; }
+  // A sharded local tensor, whose storage lies in memory() until somebody gives it other memory (share_memory_(), a
+  // queue of torch.multiprocessing). Undefined: that shard does not lie there.
+  void watch(size_t param, const at::Tensor& local);
+  bool is_watched(size_t param) const { return storages_[param] != nullptr; }
+  // Whether `local` is the watched tensor and still has the storage that it was watched with.
+  bool is_watched(size_t param, const at::Tensor& local) const;
   // Where the shard is now; null: it is not watched.
   const void* address(size_t param) const;
-  // Shards that have other memory stay there, for other processes see it: their values are copied into memory().
+  // Shards that have other memory stay there, for other processes see it: their values are copied into memory(). Those
+  // whose storage has become too small keep the values that memory() has.
   void fetch_moved();
+  // The first shard whose storage holds fewer bytes than the layout reads; none in general.
+  std::optional<size_t> first_too_small() const;
 
   bool are_watched() const;  // all of them
   // Whether they may change their address: only their parameters hold them. Whoever else does may know an address, as
@@ -61,6 +67,7 @@ class Shards {
 
  private:
   std::byte* at(const std::byte* base, size_t param) const;
+  bool is_too_small(size_t param) const;
   // Storages that look at `from` look at `to`, in the same memory().
   void redirect(std::byte* from, std::byte* to);
   void move_to(const at::Tensor& memory, std::vector<size_t> offsets);
@@ -70,8 +77,10 @@ class Shards {
   ShardState state_ = ShardState::in_pool;
   at::Tensor memory_;
   std::vector<size_t> offsets_;
-  std::shared_ptr<cpu::ShardViews> slot_;                       // null: in a pool
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;  // by parameter
+  std::shared_ptr<cpu::ShardViews> slot_;  // null: in a pool
+  // By parameter; holding the tensor leaves the number of holders of its storage as it is.
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> locals_;
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
 }  // namespace fsdp2x

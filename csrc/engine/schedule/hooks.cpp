@@ -138,7 +138,8 @@ UnitHooks::Handled UnitHooks::Handled::now() {
 
 py::object UnitHooks::pre_forward(const py::object& module, py::object args, py::object kwargs) {
   guard_.require("run a sharded model");
-  if (!unit_) {
+  if (unit_ && unit_->root->backward_has_raised()) unit_->root->abandon_backward();
+  if (!unit_ || (begins_forward() && unit_->root->has_replaced_shards())) {
     const OutsideTransforms outside;
     lazy_init_();
   }
@@ -147,7 +148,6 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
   Root& root = *unit.root;
   const ProfileRange range(unit.ranges.pre_forward);
   handled_before_ = Handled::now();
-  if (root.backward_has_raised()) root.abandon_backward();
   const PyObject* const old_args = args.ptr();
   const PyObject* const old_kwargs = kwargs.ptr();
   if (unit.phase() == Phase::backward) {
@@ -172,7 +172,12 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
     cast_inputs(args, kwargs);
     if (!inside_backward()) unit.drop_post_forward();  // an optimizer may have run since: gather the shards themselves
     if (unit.param_state() == ParamState::unsharded) {
-      for (const auto& group : unit.groups) group->register_again();
+      bool is_whole = true;
+      for (const auto& group : unit.groups) {
+        group->register_again();
+        is_whole = group->follow_gathered() && is_whole;
+      }
+      if (!is_whole) unit.reshard();
     }
     root.unshard(unit);
     if (first) {
@@ -268,6 +273,15 @@ void UnitHooks::fail_forward() {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
   root.abandon_forward(/*interrupted=*/false, "left its forward, which raised " + text_of(error));
+}
+
+void UnitHooks::set_unit(std::shared_ptr<Unit> unit) {
+  if (unit_ != unit) leaf_hook_ = py::object();  // it leads to the unit before
+  unit_ = std::move(unit);
+}
+
+bool UnitHooks::begins_forward() const {
+  return unit_->phase() == Phase::idle && !unit_->root->in_forward() && !unit_->root->in_backward();
 }
 
 uint64_t& UnitHooks::python_calls() const { return unit_->root->counters().python_calls; }

@@ -51,7 +51,8 @@ class UnitHooks {
   void add_backward_hooks(const std::vector<py::object>& more) {
     backward_hooks_.insert(backward_hooks_.end(), more.begin(), more.end());
   }
-  void set_unit(std::shared_ptr<Unit> unit) { unit_ = std::move(unit); }
+  // Null: the next forward calls `lazy_init`.
+  void set_unit(std::shared_ptr<Unit> unit);
   // Hooks of all units of a root, in the order of its units; called on the root's own hooks.
   void set_all(std::vector<std::weak_ptr<UnitHooks>> all) { all_ = std::move(all); }
 
@@ -85,6 +86,8 @@ class UnitHooks {
   py::object complete_others(py::object output);
   void fail_forward();
   bool has_backward_hooks() const;
+  // Whether the call that begins now is the outermost one, before which parameters may have been replaced.
+  bool begins_forward() const;
   uint64_t& python_calls() const;
 
   cpu::ProcessGuard guard_;

@@ -92,9 +92,17 @@ std::vector<std::shared_ptr<Unit>> Root::units() const {
   return alive;
 }
 
+bool Root::has_replaced_shards() const {
+  const auto alive = units();
+  return std::any_of(alive.begin(), alive.end(), [](const auto& unit) { return unit->has_replaced_shards(); });
+}
+
 // --- parameters ---
 
-void Root::begin_unshard(Unit& unit) { unit.begin_unshard(/*pools_stand_still=*/in_forward() || in_backward()); }
+void Root::begin_unshard(Unit& unit) {
+  if (const Param* const lost = unit.take_lost()) Unit::refuse_lost(*lost, units());
+  unit.begin_unshard(/*pools_stand_still=*/in_forward() || in_backward());
+}
 
 void Root::finish_unshard(Unit& unit) {
   if (unit.param_state() != ParamState::gathering) return;
@@ -233,6 +241,7 @@ void Root::record_forward(Unit& unit) {
 // --- backward ---
 
 void Root::pre_backward(Unit& unit) {
+  unit.require_params();
   begin_backward();
   if (unit.phase() == Phase::backward) return;
   guard_.require("run backward of unit", unit.name);

@@ -45,6 +45,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void add_agreement(const std::shared_ptr<Agreement>& agreement);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
   std::vector<std::shared_ptr<Unit>> units() const;
+  // Whether somebody replaced shards, so that the units must adopt them before they are gathered. Needs the GIL.
+  bool has_replaced_shards() const;
 
   // --- parameters ---
   void begin_unshard(Unit& unit);

@@ -267,6 +267,39 @@ std::vector<std::shared_ptr<Unit>> Unit::live() {
   return all;
 }
 
+bool Unit::has_replaced_shards() const {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->has_replaced_shards(); });
+}
+
+const Param* Unit::take_lost() {
+  const Param* lost = nullptr;
+  for (const auto& group : groups) {
+    if (const Param* const found = group->take_lost()) lost = found;
+  }
+  return lost;
+}
+
+void Unit::refuse_lost(const Param& lost, const std::vector<std::shared_ptr<Unit>>& units) {
+  for (const auto& unit : units) {
+    unit->reshard();
+    unit->take_lost();
+  }
+  throw Error("fsdp2x: parameter '" + lost.fqn() +
+              "' was converted or replaced while its unit was gathered, and the change is lost. Call reshard() on the "
+              "unit before such changes, or convert the unit by its .to(dtype).");
+}
+
+void Unit::retire() {
+  reset();
+  is_retired_ = true;
+}
+
+void Unit::require_params() const {
+  if (!is_retired_) return;
+  throw Error("fsdp2x: backward came to unit '" + name +
+              "', whose parameters have changed their dtype or device since this forward. Run forward again.");
+}
+
 std::vector<std::shared_ptr<ParamGroup>> Unit::live_groups() {
   std::vector<std::shared_ptr<ParamGroup>> all;
   for (const Unit* unit : live_units()) all.insert(all.end(), unit->groups.begin(), unit->groups.end());

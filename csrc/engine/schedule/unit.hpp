@@ -58,12 +58,22 @@ class Unit : public UnitFacts, public std::enable_shared_from_this<Unit> {
   void leave_forward();
   // Back to sharded and idle; gradients of the iteration are dropped.
   void reset();
+  // The parameters belong to another unit from now on: a graph that still holds this one cannot run backward.
+  void retire();
+  // Throws where it is retired.
+  void require_params() const;
 
   // Gradients that are packed or posted are dropped. Returns whether there were any.
   bool drop_packed(ParamGroup& group);
   // Reduced rows that wait for an all-reduce are dropped.
   void drop_partial(ParamGroup& group);
   bool has_open_gradients() const;
+  // See ParamGroup::has_replaced_shards.
+  bool has_replaced_shards() const;
+  // See ParamGroup::take_lost.
+  const Param* take_lost();
+  // Throws. Changes of other parameters of `units` that are lost with this one are forgotten: one error tells of all.
+  [[noreturn]] static void refuse_lost(const Param& lost, const std::vector<std::shared_ptr<Unit>>& units);
 
   // Tracks a forward call under grad until its backward has run or its graph is freed.
   std::shared_ptr<int> take_call_token() { return call_token_; }
@@ -100,6 +110,7 @@ class Unit : public UnitFacts, public std::enable_shared_from_this<Unit> {
   cpu::ProcessGuard guard_;
   ParamState param_state_ = ParamState::sharded;
   Phase phase_ = Phase::idle;
+  bool is_retired_ = false;
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
 };
 

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2x.runtime import torch_private
+
+
+class Owners(Sequence):
+    """Places that register a parameter: (module, name). Modules are held weakly, because they hold who asks.
+
+    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector. Iterating,
+    and slices, leave out modules that are gone. An index gives None in place of such a module.
+    """
+
+    def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        self._places = [(weakref.ref(module), name) for module, name in places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [(module, name) for ref, name in self._places[index] if (module := ref()) is not None]
+        ref, name = self._places[index]
+        return ref(), name
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
+        return iter(self[:])
+
+    def append(self, place: tuple[nn.Module, str]) -> None:
+        """One more place."""
+        self._places.append((weakref.ref(place[0]), place[1]))
 
 
 @dataclass
@@ -25,7 +54,8 @@ def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module]
     visited: set[int] = set()
     found: list[nn.Module] = []
 
-    def visit(module: nn.Module) -> None:
+    # A closure that refers to itself would keep the modules until the cycle collector runs.
+    def visit(module: nn.Module, again: Callable) -> None:
         if torch_private.is_replicated(module):
             return
         if is_sharded(module) and not any(module is root for root in roots):
@@ -33,12 +63,12 @@ def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module]
         visited.add(id(module))
         for child in module.children():
             if id(child) not in visited:
-                visit(child)
+                again(child, again)
         found.append(module)
 
     for root in roots:
         if id(root) not in visited:
-            visit(root)
+            visit(root, visit)
     return found
 
 

@@ -37,8 +37,12 @@ def register_hooks(state: UnitState, managed: list[nn.Module]) -> None:
     hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
     hooks = state.hooks = _C.UnitHooks(list(state.modules), lazy_init, explain, is_running, hooked)
     hooks.set_marks(transforms.mark_inputs, transforms.mark_output)
+
     # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
-    engine_pre_forward = hooks.pre_forward
+    # They do not hold the engine's: Dynamo's wrappers live until the cycle collector runs.
+    def engine_pre_forward(module, args, kwargs):
+        return weak().hooks.pre_forward(module, args, kwargs)
+
     if annotations.imported_package() is not None:
         engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
 
@@ -56,7 +60,7 @@ def register_hooks(state: UnitState, managed: list[nn.Module]) -> None:
 
     @torch_private.never_compiled
     def post_forward(module, args, output):
-        return hooks.post_forward(module, args, output)
+        return weak().hooks.post_forward(module, args, output)
 
     for module in state.modules:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)

@@ -84,9 +84,9 @@ def _dissolve(state: UnitState, present: set[int]) -> bool:
         for group in state.groups
         if not group.is_replicated
         or all(
-            id(module) in present and name in module._parameters
+            module is not None and id(module) in present and name in module._parameters
             for sharded in group.params
-            for module, name in sharded.owners
+            for module, name in map(sharded.owners.__getitem__, range(len(sharded.owners)))
         )
     ]
     return len(state.groups) < before

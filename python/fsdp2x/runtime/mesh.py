@@ -232,3 +232,37 @@ def _from_named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> ShardGroup:
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
+
+
+def smaller_world(
+    reshard_after_forward: bool | int | None, ranks: list[ShardGroup], *, gathers_alone: bool
+) -> int | None:
+    """The number of ranks that keep the parameters after forward, when it is neither one nor all.
+
+    Args:
+        reshard_after_forward: as given to ``fully_shard``.
+        ranks: of the unit, then of its groups.
+        gathers_alone: a parameter of the unit is model-parallel or has an all-gather extension.
+
+    Raises:
+        ValueError: an int that does not divide the number of ranks.
+        NotImplementedError: an int, and ``gathers_alone``.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    for world in (group.world for group in ranks[1:]):
+        if not 1 <= reshard_after_forward <= world or world % reshard_after_forward:
+            raise ValueError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {world}, not "
+                f"{reshard_after_forward}"
+            )
+    if reshard_after_forward in (1, ranks[0].world):
+        return None
+    if gathers_alone:
+        raise NotImplementedError(
+            "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions; use "
+            "reshard_after_forward=True or False"
+        )
+    for group in ranks[1:]:
+        post_forward_group(group, reshard_after_forward)
+    return reshard_after_forward

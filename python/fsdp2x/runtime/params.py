@@ -18,10 +18,11 @@ from torch.distributed.tensor import Shard
 from fsdp2x.runtime import mesh as meshes
 from fsdp2x.runtime import shard_writes, torch_private, waiting
 from fsdp2x.runtime import spec as specs
-from fsdp2x.runtime.collect import OwnedParam
+from fsdp2x.runtime.collect import OwnedParam, Owners
 from fsdp2x.runtime.cut import cut, parameter_over
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.moving import forget_engine, refuse_shapes
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload, mark, new_mark
 from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, layout_shapes
@@ -161,7 +162,8 @@ class GroupParams(GroupNames):
         attributes = {} if is_wrapper(full) else user_attributes(owned.param)
         sharded.__dict__.update(attributes)
         keeps = keeps_dtype(owned.param, self._mp_policy)
-        self.params.append(ShardedParam(sharded, owned.owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
+        owners = Owners(owned.owners)
+        self.params.append(ShardedParam(sharded, owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
 
     def find_extensions(self) -> None:
         """Which local tensors bring their own all-gather; again at lazy initialization, since people patch it in."""
@@ -183,6 +185,10 @@ class GroupParams(GroupNames):
         return Transport(self.engine.transport_name)
 
     @property
+    def holds_unreduced(self) -> bool:
+        return self.engine is not None and self.engine.holds_unreduced
+
+    @property
     def pool(self) -> torch.Tensor | None:
         """What the shards lie in, bytes: a pool, or the slot that they rest in. None: they are on the meta device."""
         return self._own_pool if self.engine is None else self.engine.pool
@@ -192,25 +198,35 @@ class GroupParams(GroupNames):
         """Of the shards in ``pool``, in bytes."""
         return self._own_offsets if self.engine is None else self.engine.shard_offsets
 
-    def adopt(self) -> bool:
+    def adopt(self) -> None:
         """Brings every shard back into the pool: after loading with ``assign=True``, ``.to()``, ``.to_empty()``.
 
-        Values of parameters that moved are copied; the ``nn.Parameter`` objects stay. Returns whether the pool
-        is new (first call, or dtypes or the device changed).
+        Values of parameters that moved are copied; the ``nn.Parameter`` objects stay. If dtypes or the device changed,
+        the pool is new, and the next forward makes the engine's unit again.
+
+        Raises:
+            ValueError: a parameter has another shape than its shard; modules register the shard again.
         """
+        before = [sharded.param for sharded in self.params]
         self.follow_modules()
+        refuse_shapes(self, before, self._dtypes)
         for sharded in self.params:
             torch_private.restore_gradient_hooks(sharded.param)
-        is_fresh = self._adopt()
-        if self.engine is not None:
-            self._watch_shards()
-        return is_fresh
+            if not user_attributes(sharded.param):  # a conversion of a module inside the unit drops them
+                sharded.param.__dict__.update(sharded.attributes)
+        self._adopt()
+        if self.engine is None:
+            return
+        for index, (old, sharded) in enumerate(zip(before, self.params, strict=True)):
+            if sharded.param is not old:
+                self.engine.set_sharded_param(index, sharded.param, sharded.spec)
+        self._watch_shards()
 
     def follow_modules(self) -> None:
         """Takes the parameters that modules register now for ours."""
         for sharded in self.params:
             module, name = sharded.owners[0]
-            current = module._parameters.get(name)
+            current = None if module is None else module._parameters.get(name)
             before = sharded.param
             if current is not None and self._is_replacement(current, sharded):
                 sharded.param = current
@@ -227,20 +243,23 @@ class GroupParams(GroupNames):
                     local = torch_private.local_tensor(sharded.param)
                     _C.tensor_in_pool(self.pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
 
-    def _adopt(self) -> bool:
+    def _adopt(self) -> None:
         locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
         if any(local.is_meta for local in locals_):
+            self._leave_engine()
             # There is no pool before materialize(); until then no shard may keep its whole tensor alive.
+            self._own_pool = None
             for sharded, local in zip(self.params, locals_, strict=True):
                 if not (local.is_meta or sharded.is_wrapper) and local.nbytes < local.untyped_storage().nbytes():
                     torch_private.set_local_tensor(sharded.param, local.clone())
-            return False
+            return
         self._leave_slot()
         layout, pool = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank), self.pool
         device = torch.device("cpu") if self.offloads else locals_[0].device
         fresh = pool is None or pool.numel() != max(layout.shard_pool_bytes, 1)
         fresh = fresh or pool.device != device or self._dtypes != [local.dtype for local in locals_]
         if fresh:
+            self._leave_engine()
             pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
             if self._pin_memory:
                 pool = pool.pin_memory()
@@ -252,7 +271,11 @@ class GroupParams(GroupNames):
                     mark(sharded.param, self._mark)
                 if not sharded.is_wrapper and not sharded.is_alias:
                     self._move_in(sharded, local, pool, offset, fresh)
-        return fresh
+
+    def _leave_engine(self) -> None:
+        """What the engine has was made for other shards."""
+        if self.engine is not None:
+            forget_engine(self.unit_state())
 
     def _leave_slot(self) -> None:
         """Shards that rest in the engine's slot lie in a pool again, where they can be replaced."""
@@ -309,16 +332,9 @@ class GroupParams(GroupNames):
     def _move_in(
         self, sharded: ShardedParam, local: torch.Tensor, pool: torch.Tensor, offset: int, fresh: bool
     ) -> None:
-        expected = sharded.spec.local_shape
-        if local.shape != expected:
-            raise ValueError(
-                f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} on "
-                f"rank {self.ranks.rank}, expected {tuple(expected)} of {tuple(sharded.param.shape)}: load DTensors "
-                "with the placement of the sharded model"
-            )
         if not fresh and local.numel() and _lies_at(local, pool, offset):
             return
-        pooled = _C.tensor_in_pool(pool, offset, list(expected), local.dtype)
+        pooled = _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype)
         pooled.copy_(local)
         if not fresh and sharded.was_moved(local):
             return
@@ -475,7 +491,6 @@ def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:
     return local.untyped_storage().data_ptr() == pool.data_ptr() + offset and local.is_contiguous()
 
 
-# What the engine does about a mode; the state of an optimizer is not its business.
 _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 
 

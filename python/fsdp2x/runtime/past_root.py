@@ -50,7 +50,7 @@ def _watch(root: UnitState, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return None
         state = weak()
-        if state.root.in_backward or not _begins_forward(state):
+        if state.root is not None and (state.root.in_backward or not _begins_forward(state)):
             return None
         state.entered = weakref.ref(module)
         return state.hooks.pre_forward(module, args, kwargs)

@@ -59,7 +59,9 @@ def require_equal_shards(root: UnitState) -> None:
 def check_again(state: UnitState) -> None:
     """Compares the replicas of the root of ``state`` at its next forward, because shards were loaded."""
     root = state.root_state()
-    if root is None or not root.has_equal_replicas or root.root.in_forward or root.root.in_backward:
+    if root is None or not root.has_equal_replicas:
+        return
+    if root.root is not None and (root.root.in_forward or root.root.in_backward):
         return
     if shard_copies(root.tree):
         root.has_equal_replicas = False

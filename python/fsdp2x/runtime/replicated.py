@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.collect import Owners
 from fsdp2x.runtime.explain import explained
 from fsdp2x.runtime.mesh import ShardGroup, covering_group
 from fsdp2x.runtime.params import GroupParams, Placed
@@ -42,7 +43,7 @@ class ReplicatedParams(GroupParams):
         param, owners = placed.owned.param, placed.owned.owners
         spec = specs.replicated_spec(param, self.ranks)
         keeps = keeps_dtype(param, self._mp_policy)
-        self.params.append(ShardedParam(param, owners, spec, param.shape, user_attributes(param), keeps, False))
+        self.params.append(ShardedParam(param, Owners(owners), spec, param.shape, user_attributes(param), keeps, False))
 
     def _take_places(self, placed: list[Placed]) -> None:
         for sharded in self.params:

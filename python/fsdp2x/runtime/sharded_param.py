@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime.annotations import ATTRIBUTES
+from fsdp2x.runtime.collect import Owners
 from fsdp2x.runtime.extensions import Extension
 from fsdp2x.runtime.offload import MARK
 from fsdp2x.runtime.shapes import ParamFacts
@@ -16,7 +17,7 @@ from fsdp2x.runtime.stale import MARKS, mark_gathered
 from fsdp2x.runtime.upstream_names import ParamNames
 
 # What DTensor, spmd_types and we keep on parameters.
-_NOT_THE_USERS = ("_local_tensor", "_spec", *ATTRIBUTES, *MARKS, MARK)
+_NOT_THE_USERS = ("_local_tensor", "_spec", "_is_param", *ATTRIBUTES, *MARKS, MARK)
 
 
 @dataclass
@@ -24,7 +25,7 @@ class ShardedParam(ParamNames):
     """One parameter after sharding. ``param``, over a DTensor, is what modules register while the unit is sharded."""
 
     param: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
+    owners: Owners
     spec: specs.ParamSpec
     local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible

@@ -17,26 +17,28 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import calls, comms, replicas, torch_private, wire_formats
+from fsdp2x.runtime import calls, comms, moving, replicas, torch_private, wire_formats
 from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
 from fsdp2x.runtime.late import adopt_late, late_groups, meet, share_late, snapshot
-from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
+from fsdp2x.runtime.mesh import ShardGroup, post_forward_group, smaller_world
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.params import GroupParams, mark_aliases
 from fsdp2x.runtime.past_root import watch_entries
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.transport import TransportChoice, has_streams
-from fsdp2x.runtime.tree import Place, check_tree, find_tree, name_units, places_in, set_names
+from fsdp2x.runtime.tree import Place, WeakTuple, check_tree, find_tree, name_units, places_in, set_names
 from fsdp2x.runtime.upstream_names import StateNames
 
 
 class UnitState(StateNames, torch_private.State):
     """State of one unit. Attributes without a comment are what the call was given."""
 
+    modules = WeakTuple()
+    tree = WeakTuple()  # all units below a root, set on the root only
+
     def __init__(self) -> None:
         super().__init__()
-        self.modules: tuple[nn.Module, ...] = ()
         self.ranks: ShardGroup | None = None
         self.number = calls.UnitNumber()
         self.mp_policy = MixedPrecisionPolicy()
@@ -52,11 +54,13 @@ class UnitState(StateNames, torch_private.State):
         self.hooks = None  # _C.UnitHooks
         self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
         self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
-        self.tree: list[UnitState] = []  # all units below a root, set on the root only
         self.modules_seen: tuple = ()  # by the root's last forward; see late.snapshot
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
-        self.prefetch: dict[str, list[UnitState]] = {}  # engine setter -> units, given before or after the unit exists
+        self.prefetch: dict[
+            str, list[weakref.ref[UnitState]]
+        ] = {}  # engine setter -> units, given before or after the unit exists
+        self.raw_buffers: moving.RawBuffers = []  # of to_empty, until the next forward
         self.comms = comms.CustomComms()  # the user's collectives and hooks
         self.root_state: Callable[[], UnitState | None] = lambda: None  # weak reference to the state of the root
         # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
@@ -95,40 +99,16 @@ class UnitState(StateNames, torch_private.State):
         for group in groups:
             group.unit_state = weakref.ref(self)
         self.auto_reshard = reshard_after_forward is None
-        self.post_forward_world = self._smaller_world(reshard_after_forward)
+        gathers_alone = any(param.spec.unsharded is not None or param.is_wrapper for param in self.params)
+        self.post_forward_world = smaller_world(
+            reshard_after_forward, [ranks, *(group.ranks for group in groups)], gathers_alone=gathers_alone
+        )
         is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
         self.options.reshard_after_forward = not is_off
         self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
         self.options.param_dtype = mp_policy.param_dtype
         self.options.output_dtype = mp_policy.output_dtype
         register_hooks(self, managed)
-
-    def _smaller_world(self, reshard_after_forward: bool | int | None) -> int | None:
-        """The number of ranks that keep the parameters after forward, when it is neither one nor all.
-
-        Raises:
-            ValueError: an int that does not divide the number of ranks.
-            NotImplementedError: an int for model-parallel parameters or parameters with an all-gather extension.
-        """
-        if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-            return None
-        for group in self.groups:
-            world = group.ranks.world
-            if not 1 <= reshard_after_forward <= world or world % reshard_after_forward:
-                raise ValueError(
-                    f"If passing reshard_after_forward as an int, it should be a factor of {world}, not "
-                    f"{reshard_after_forward}"
-                )
-        if reshard_after_forward in (1, self.ranks.world):
-            return None
-        if any(param.spec.unsharded is not None or param.is_wrapper for param in self.params):
-            raise NotImplementedError(
-                "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions; use "
-                "reshard_after_forward=True or False"
-            )
-        for group in self.groups:
-            post_forward_group(group.ranks, reshard_after_forward)
-        return reshard_after_forward
 
     def live_options(self):
         """The settings the engine reads: the unit's once it exists."""
@@ -165,11 +145,26 @@ class UnitState(StateNames, torch_private.State):
             RuntimeError: parameters are still on the meta device; a unit below was run before its root.
             ValueError: two units claim one parameter, or replicas hold different values.
         """
+        root = None if self.is_root is None else self.root_state()
+        if root is None:
+            self.is_root, root = None, self  # nobody was the root yet, or its module is gone
         with contextlib.ExitStack() as held:
-            held.enter_context(self._initializing)
+            held.enter_context(root._initializing)
             if self.is_root is None:
                 self._become_root(held)
+            else:
+                root._adopt_again(held)
             replicas.require_equal_shards(self.root_state() or self)
+
+    def _adopt_again(self, held: contextlib.ExitStack) -> None:
+        """After the first forward: takes replaced shards, and makes the engine's objects again if it has to."""
+        for state in self.tree:
+            held.enter_context(state._initializing)
+            state.reshard()
+        if self.unit is not None:
+            self._prepare(self.tree)
+        if self.unit is None:
+            self._follow()
 
     def _become_root(self, held: contextlib.ExitStack) -> None:
         if len(self.modules) > 1:
@@ -190,14 +185,13 @@ class UnitState(StateNames, torch_private.State):
             # Gathered again at once by backward, if there is one.
             self.unit.options.reshard_after_forward = False
             self.unit.options.reshard_without_grad = True
-        for state in tree:
-            state.is_root = state is self
-        self.hooks.set_all([state.hooks for state in tree])
+        self._hook_tree()
         for move in moves:
             move.finish()
         self.modules_seen = snapshot(self.modules[0])
         follow_modules_of(self)
         watch_entries(self)
+        moving.warn_of_raw_buffers(self)
 
     def _adopt_late(self, tree: list[UnitState]) -> bool:
         changed = adopt_late(self, tree)
@@ -212,35 +206,55 @@ class UnitState(StateNames, torch_private.State):
         Raises:
             RuntimeError: there is something, and gradients wait for their reduction.
         """
-        if not self.is_root or _C.is_same_tree(self.modules_seen) or self.root.in_forward or self.root.in_backward:
+        if not self.is_root:
+            return
+        moving.warn_of_raw_buffers(self)
+        root = self.root
+        if root is not None and (root.in_forward or root.in_backward or _C.is_same_tree(self.modules_seen)):
             return
         with self._initializing:
-            for state in self.tree:
-                for group in state.unit.groups:
-                    group.forget_missing_owners()
-            try:
-                moves = [_C.UnitMove(state.unit) for state in self.tree]
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "fsdp2x: modules or parameters were added to the model, or removed from it, between two "
-                    f"micro-batches. Do that after a step's last backward. ({error})"
-                ) from error
-            name_units(self, self.tree)
-            if self._adopt_late(self.tree):
-                meet(self.ranks)
-                set_names(self, self.tree)
-                self._prepare(self.tree)
-                self._make_root()
-                share_late(self.tree)
-            for move in moves:
-                move.finish()
-            self.modules_seen = snapshot(self.modules[0])
+            self._follow()
+
+    def _follow(self) -> None:
+        units = [state.unit for state in self.tree if state.unit is not None]
+        for unit in units:
+            for group in unit.groups:
+                group.forget_missing_owners()
+        try:
+            moves = [_C.UnitMove(unit) for unit in units]
+        except RuntimeError as error:
+            raise RuntimeError(
+                "fsdp2x: modules or parameters were added to the model, or removed from it, between two "
+                f"micro-batches. Do that after a step's last backward. ({error})"
+            ) from error
+        name_units(self, self.tree)
+        if self._adopt_late(self.tree) or self.unit is None:
+            meet(self.ranks)
+            set_names(self, self.tree)
+            self._prepare(self.tree)
+            self._make_root()
+            share_late(self.tree)
+            self._hook_tree()
+        for move in moves:
+            move.finish()
+        self.modules_seen = snapshot(self.modules[0])
+
+    def _hook_tree(self) -> None:
+        for state in self.tree:
+            state.is_root = state is self
+            if self.has_equal_replicas:  # else the comparison does
+                state.hooks.set_unit(state.unit)
+        self.hooks.set_all([state.hooks for state in self.tree])
 
     def make_unit(self) -> None:
         """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.
 
         Which module is the root shows at the first forward.
         """
+        if self.is_root is not None:
+            if self.unit is None or self.root.has_replaced_shards:
+                self.lazy_init()
+            return
         with self._initializing:
             if self.unit is None:
                 set_names(self, [self])
@@ -251,10 +265,10 @@ class UnitState(StateNames, torch_private.State):
     @staticmethod
     def _prepare(tree: list[UnitState]) -> None:
         mark_aliases([group for state in tree for group in state.groups])
-        for state in tree:
-            for group in state.groups:
-                group.find_extensions()
-            state.adopt()
+        groups = [group for state in tree for group in state.groups]
+        for group in groups:
+            group.find_extensions()
+        moving.adopt_all(groups)
         check_tree(tree)
 
     def _make_root(self) -> None:
@@ -283,7 +297,7 @@ class UnitState(StateNames, torch_private.State):
         except BaseException:
             # The next forward tries again.
             for state in new:
-                state._forget_unit()
+                state.forget_unit()
             for group in late_groups(tree):
                 if not group.is_shared:
                     group.forget_engine()
@@ -428,9 +442,14 @@ class UnitState(StateNames, torch_private.State):
         self.unit, self.root = unit, root
         self.comms.apply(self)
 
+    def set_prefetch(self, setter: str, targets: list[UnitState]) -> None:
+        self.prefetch[setter] = [weakref.ref(target) for target in targets]
+        self.apply_prefetch()
+
     def apply_prefetch(self) -> None:
         """Hands the explicit prefetch lists to the engine once all units in them exist."""
-        for setter, targets in self.prefetch.items():
+        for setter, refs in self.prefetch.items():
+            targets = [target for ref in refs if (target := ref()) is not None]
             if self.unit is not None and all(target.unit is not None for target in targets):
                 getattr(self.unit, setter)([target.unit for target in targets])
 
@@ -447,31 +466,14 @@ class UnitState(StateNames, torch_private.State):
             self.unit.reshard()
 
     def adopt(self) -> None:
-        """Takes parameters that were replaced or moved back into the pool.
+        """Takes parameters that were replaced or moved back into the pool."""
+        moving.adopt_all(self.groups)
 
-        Raises:
-            RuntimeError: dtype or device changed after lazy initialization.
-        """
-        for group in self.groups:
-            before = [param.param for param in group.params]
-            fresh = group.adopt()
-            if fresh and self.is_root is None:
-                self._forget_unit()
-            if group.engine is None:
-                continue
-            if fresh:
-                raise RuntimeError(
-                    f"fsdp2x: the parameters of unit '{self.name}' changed their dtype or device after the first "
-                    "forward; convert or move the model before, or shard a new one"
-                )
-            for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
-                if sharded.param is not old:
-                    group.engine.set_sharded_param(index, sharded.param, sharded.spec)
-
-    def _forget_unit(self) -> None:
+    def forget_unit(self) -> None:
         """Undoes ``make_unit``."""
         if self.unit is not None:
             self.options = _C.UnitOptions(self.unit.options)
+            self.unit.retire()
         self.unit = self.root = None
         for group in self.groups:
             group.forget_engine()
@@ -482,12 +484,6 @@ class UnitState(StateNames, torch_private.State):
             for state in self.tree:
                 for group in state.groups:
                     group.check_pool()
-
-    def forget_gradients(self) -> None:
-        """Before parameters move: their gradients belong to who has them from now on."""
-        for group in self.groups:
-            if group.engine is not None:
-                group.engine.forget_gradients()
 
     def reset(self) -> None:
         """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 Place = tuple[weakref.ref[nn.Module], frozenset[str]]
 
 _find_state: Callable[[nn.Module], UnitState | None] = lambda module: None  # noqa: E731
+
+
+class WeakTuple:
+    """An attribute for objects that hold the one it belongs to: what it is set to, held weakly.
+
+    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"_{name}_refs"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> tuple:
+        found = (ref() for ref in instance.__dict__.get(self._key, ()))
+        return tuple(value for value in found if value is not None)
+
+    def __set__(self, instance: Any, values: Iterable) -> None:
+        instance.__dict__[self._key] = [weakref.ref(value) for value in values]
 
 
 def find_states_by(find: Callable[[nn.Module], UnitState | None]) -> None:

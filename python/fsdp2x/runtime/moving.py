@@ -1,0 +1,190 @@
+"""Operations that give parameters other memory behind the engine: refused at a wrong moment, undone, or followed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.frames import depth_of
+from fsdp2x.runtime.sharded_param import ShardedParam, user_attributes
+from fsdp2x.runtime.tree import units_of_root
+
+if TYPE_CHECKING:
+    from fsdp2x.runtime.params import GroupParams
+    from fsdp2x.runtime.state import UnitState
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+# Buffers without values: where they are, weakly, and the versions of their memory.
+RawBuffers = list[tuple["weakref.ref[torch.Tensor]", int]]
+
+
+class _RefuseSharing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.share_memory_ and isinstance(args[0], DTensor):  # torch would read a null pointer
+            raise NotImplementedError(
+                "fsdp2x: share_memory() cannot share sharded parameters with other processes. Share copies from "
+                "fsdp2x.full_tensors(model), or call share_memory_() on each param.to_local()."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def moving(state: UnitState, fn: Convert) -> Iterator[None]:
+    """While the unit's modules apply ``fn`` to their parameters, whose attributes stay and whose shards follow.
+
+    Raises:
+        RuntimeError: the unit cannot change now; nothing has changed.
+        NotImplementedError: ``fn`` shares the memory of parameters with other processes.
+    """
+    _refuse_moment(state, fn)
+    state.reshard()
+    # Before: a gradient that somebody else has, too, cannot be exchanged.
+    for group in state.groups:
+        if group.engine is not None:
+            group.engine.forget_gradients()
+    kept = [user_attributes(sharded.param) for sharded in state.params]
+    try:
+        with _RefuseSharing():
+            yield
+    finally:  # what fn has changed before it raised, too
+        try:
+            state.adopt()
+        finally:
+            for sharded, attributes in zip(state.params, kept, strict=True):
+                sharded.param.__dict__.update({**attributes, **user_attributes(sharded.param)})
+    if getattr(fn, "__qualname__", "").startswith("Module.to_empty."):
+        buffers = (buffer for module in state.modules for buffer in module.buffers())
+        state.raw_buffers = [(weakref.ref(buffer), buffer._version) for buffer in buffers]
+
+
+def _refuse_moment(state: UnitState, fn: Convert) -> None:
+    units = units_of_root(state)
+    if _is_running(state, units):
+        if state.unit.param_state != "SHARDED" or _changes(state, fn):
+            raise RuntimeError(
+                f"fsdp2x: unit '{state.name}' cannot be moved or converted during forward or backward. Do it between "
+                "two steps."
+            )
+    elif any(group.holds_unreduced for one in units for group in one.groups) and _changes(state, fn):
+        refuse_unreduced(units)
+
+
+def _is_running(state: UnitState, units: Iterable[UnitState]) -> bool:
+    if state.root is None or not state.root.in_forward:
+        return state.root is not None and state.root.in_backward
+    return any(depth_of(module) for one in units for module in one.modules)  # else it was interrupted
+
+
+def _changes(state: UnitState, fn: Convert) -> bool:
+    """Whether ``fn`` gives parameters another dtype or device, tried on empty tensors."""
+    for dtype, device in {(sharded.param.dtype, sharded.param.device) for sharded in state.params}:
+        changed = fn(torch.empty(0, dtype=dtype, device=device))
+        if (changed.dtype, changed.device) != (dtype, device):
+            return True
+    return False
+
+
+def forget_engine(state: UnitState) -> None:
+    """The tree of ``state`` has no engine until its next forward makes one for what the parameters are then.
+
+    Raises:
+        RuntimeError: units of the tree hold unreduced gradients.
+    """
+    refuse_unreduced(units_of_root(state))
+    for one in (state.root_state() or state).tree or (state,):
+        one.forget_unit()
+        one.hooks.set_unit(None)  # type: ignore[arg-type]
+
+
+def refuse_unreduced(units: Iterable[UnitState]) -> None:
+    """Raises RuntimeError if one of ``units`` holds gradients that another dtype or device would spoil."""
+    for state in units:
+        if any(group.holds_unreduced for group in state.groups):
+            raise RuntimeError(
+                f"fsdp2x: unit '{state.name}' holds gradients that are not reduced yet, so the model's parameters "
+                "cannot change their dtype or device. End the step with a synchronized backward, or call "
+                "reset_iter_state() on the root module."
+            )
+
+
+def adopt_all(groups: Iterable[GroupParams]) -> None:
+    """Each of ``groups`` takes its parameters, whatever others raise; the first error is raised then."""
+    errors = []
+    for group in groups:
+        try:
+            group.adopt()
+        except (ValueError, RuntimeError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def refuse_shapes(group: GroupParams, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
+    """Puts back parameters that do not have the shapes of their shards.
+
+    Args:
+        before: what modules registered when the shards came into the pool.
+        dtypes: of the shards there; empty: they are not there yet.
+
+    Raises:
+        ValueError: there are such parameters.
+    """
+    wrong = ""
+    for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
+        param, expected = sharded.param, sharded.spec.local_shape
+        local, whole = torch_private.local_tensor(param), sharded.spec.sharded.shape
+        if sharded.is_wrapper or (local.shape == expected and param.shape == whole and param.dtype == local.dtype):
+            continue
+        wrong = wrong or (
+            f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} of "
+            f"{tuple(param.shape)} and dtype {param.dtype} over {local.dtype} on rank {group.ranks.rank}, expected "
+            f"{tuple(expected)} of {tuple(whole)}. Load DTensors with the placement of the sharded model, and convert "
+            "it by model.to(dtype)."
+        )
+        _put_back(sharded, old, dtypes[index] if dtypes else None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    """Modules register ``param`` again, over the memory that its shard has in the pool."""
+    if sharded.param is param and sharded.storage is not None and dtype is not None:
+        pooled = torch.empty(0, dtype=dtype, device=sharded.storage.device)
+        pooled.set_(sharded.storage, 0, sharded.spec.local_shape)
+        param.grad = None
+        shard = sharded.spec.parameter(pooled, requires_grad=param.requires_grad)
+        if isinstance(param, DTensor):
+            shard.__dict__.update(user_attributes(param) or sharded.attributes)
+            torch.utils.swap_tensors(param, shard)
+        else:
+            param.data = shard
+    sharded.param = param
+    for module, name in sharded.owners:
+        module._parameters[name] = param
+
+
+def warn_of_raw_buffers(root: UnitState) -> None:
+    """Names buffers that nobody has written since ``to_empty``, once. Writes through ``.data`` do not show."""
+    raw = [entry for state in root.tree for entry in state.raw_buffers]
+    if not raw:
+        return
+    for state in root.tree:
+        state.raw_buffers = []
+    untouched = {id(buffer) for ref, version in raw if (buffer := ref()) is not None and buffer._version == version}
+    names = [name for name, buffer in root.modules[0].named_buffers() if id(buffer) in untouched and buffer.numel()]
+    if names:
+        warnings.warn(
+            f"fsdp2x: nothing has written the buffers {', '.join(map(repr, names))} since to_empty(), so they hold "
+            "undefined values. Checkpoints do not contain non-persistent buffers: compute them again before the first "
+            "forward, or load the model by fsdp2x.from_pretrained.",
+            stacklevel=2,
+        )
