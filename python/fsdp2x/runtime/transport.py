@@ -162,7 +162,8 @@ class TransportChoice:
         ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep it after forward.
         """
         replicas = group.ranks.replicate_group if group.engine.all_reduce is not None else None
-        kept = post_forward_group(group.ranks, post_forward_world).group if post_forward_world else None
+        keeps = bool(post_forward_world) and group.ranks.group is not None  # a replicated group has no shards
+        kept = post_forward_group(group.ranks, post_forward_world).group if keeps else None
         agreements = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
         if group.transport.shares_memory:
             agreements[0] = None  # peers look at each other's memory
