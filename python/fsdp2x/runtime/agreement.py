@@ -252,14 +252,14 @@ class Agreement:
         """
         began = time.monotonic()
         look_for_deaths = began + _LOOK_FOR_DEATHS_S
-        alarmed = mine is None
+        alarmed = False
         while not self._has(name):
             now = time.monotonic()
             if mine is not None and now - began > _ALARM_S:
                 self._check_peers(mine["number"], mine["num_passes"])
-            if not alarmed and now - began > _ALARM_S:
-                self._write(f"{self._num_asked}/alarm")
-                alarmed = True
+                if not alarmed:
+                    self._write(f"{self._num_asked}/alarm")
+                    alarmed = True
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 _raise_if_ended()
