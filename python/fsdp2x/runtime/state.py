@@ -152,8 +152,8 @@ class UnitState(StateNames, torch_private.State):
             held.enter_context(root._initializing)
             if self.is_root is None:
                 self._become_root(held)
-            else:
-                root._adopt_again(held)
+            elif root.unit is None or root.root.has_replaced_shards:
+                root._adopt_again(held)  # another thread may have done it while this one waited
             replicas.require_equal_shards(self.root_state() or self)
 
     def _adopt_again(self, held: contextlib.ExitStack) -> None:
