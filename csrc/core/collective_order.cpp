@@ -1,8 +1,6 @@
 // The collectives that a rank posts to a process group.
 #include "core/collective_order.hpp"
 
-#include <bit>
-
 namespace fsdp2x {
 
 namespace {
@@ -53,8 +51,7 @@ uint64_t Collective::tag() const {
   uint64_t hash = mixed(subject, static_cast<uint64_t>(operation));
   hash = mixed(hash, pass.kind == PassKind::evaluation ? static_cast<uint64_t>(PassKind::forward)
                                                        : static_cast<uint64_t>(pass.kind));
-  hash = mixed(hash, settings.flags);
-  hash = mixed(hash, std::bit_cast<uint64_t>(settings.divide_factor));
+  hash = mixed(hash, settings.unit.packed());
   hash =
       mixed(hash, static_cast<uint64_t>(settings.wire_weights) << 8 | static_cast<uint64_t>(settings.wire_gradients));
   hash = mixed(hash, settings.trained);

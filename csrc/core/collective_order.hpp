@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "core/dtype.hpp"
+#include "core/unit_settings.hpp"
 #include "core/wire_format.hpp"
 
 namespace fsdp2x {
@@ -30,10 +31,9 @@ struct Pass {
   bool operator==(const Pass&) const = default;
 };
 
-// What must be equal on all ranks when a unit is gathered or reduced. The flags are in the order of `UnitOptions`.
+// What must be equal on all ranks when a unit is gathered or reduced.
 struct CollectiveSettings {
-  uint32_t flags = 0;
-  double divide_factor = 0;
+  UnitSettings unit;
   WireFormat wire_weights = WireFormat::plain;
   WireFormat wire_gradients = WireFormat::plain;
   uint64_t trained = 0;  // hash of which parameters are trained

@@ -25,8 +25,9 @@ struct alignas(128) RankState {
   Word num_posted;  // sequence of its last gather
   Word progress;    // position in the backward order
   // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
-  Word wanted_gather;  // sequence
-  Word wanted_slot;    // slot and the use it wants to begin, see wish_for_slot()
+  Word wanted_gather;     // sequence
+  Word wanted_slot;       // slot and the use it wants to begin, see wish_for_slot()
+  Word wanted_reduction;  // unit and epoch, see wish_for_reduction()
   // Written by its peers as well, hence a line of their own.
   alignas(128) Doorbell doorbell;
   Doorbell sleeping;
@@ -36,6 +37,10 @@ static_assert(kMaxSlots <= 65536, "a wish has 16 bits for the slot");
 inline uint64_t wish_for_slot(uint32_t slot, uint64_t num_uses) { return num_uses << 16 | slot; }
 inline uint32_t wished_slot(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
 inline uint64_t wished_use(uint64_t wish) { return wish >> 16; }
+static_assert(kMaxUnits <= 65536, "likewise for the unit");
+inline uint64_t wish_for_reduction(uint32_t unit, uint64_t epoch) { return epoch << 16 | unit; }
+inline uint32_t wished_unit(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
+inline uint64_t wished_epoch(uint64_t wish) { return wish >> 16; }
 
 struct alignas(64) RingEntry {
   Word sequence;
@@ -56,6 +61,7 @@ struct alignas(64) UnitRecord {
   Word num_begun;   // forwards, see Forwards
   Word num_raised;  // likewise
   Word consumed;
+  Word num_skipped;  // synchronized backwards that ended without a reduction of this unit
 };
 
 // Offsets in the memfd for `world` ranks and a file of `total` bytes. The first half holds the control area and the

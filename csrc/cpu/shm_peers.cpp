@@ -47,6 +47,7 @@ Peers::Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::fun
       num_yields_(options.world > num_cores() ? kYieldsCrowded : kYields),
       processes_(static_cast<size_t>(options.world)),
       polled_(static_cast<size_t>(options.world), pollfd{-1, POLLIN, 0}),
+      known_left_(static_cast<size_t>(options.world), 0),
       dead_(static_cast<size_t>(options.world), false) {}
 
 void Peers::watch() {
@@ -144,6 +145,7 @@ void Peers::fail_gone(int rank, const std::string& what, double waited_s) const 
 }
 
 void Peers::fail_left(int rank, const std::string& what, double waited_s) {
+  known_left_[static_cast<size_t>(rank)] = state(rank).left.load(std::memory_order_relaxed);
   const std::string why(map_.departure(control_, rank), state(rank).left_bytes.load(std::memory_order_relaxed));
   followed_ = why.starts_with(kFollowed) ? why : kFollowed + name(rank) + " " + why;
   throw Error("shared memory: " + name(rank) + " " + why + "; " + options_.name(options_.rank) + " waited for it in " +

@@ -44,8 +44,11 @@ class Peers {
   // Wakes the peers that sleep. Call it after every store that somebody may wait for.
   void ring() const;
 
-  // Ranks that have left one of these passes will not come to what this rank waits for in it; 0: none.
+  // Ranks that have left one of these passes will not come to what this rank waits for in it; 0: none. Neither will
+  // those that have left another one, if this rank does not know it yet.
   void set_passes(uint64_t pass, uint64_t forward);
+  // This rank has left that pass.
+  void note_left(uint64_t pass) { own_left_ = pass; }
   // Why this rank leaves its pass, when it is because a peer has; otherwise empty.
   const std::string& followed() const { return followed_; }
 
@@ -74,7 +77,8 @@ class Peers {
   bool has_failed(int rank) const { return state(rank).failed.load(std::memory_order_acquire) != 0; }
   bool has_left(int rank) const {
     const uint64_t left = state(rank).left.load(std::memory_order_acquire);
-    return left != 0 && (left == pass_ || left == forward_);
+    if (left == 0 || pass_ == 0) return false;
+    return left == pass_ || left == forward_ || (left != own_left_ && left != known_left_[static_cast<size_t>(rank)]);
   }
   [[noreturn]] void fail_failed(int rank, const std::string& what) const;
   [[noreturn]] void fail_gone(int rank, const std::string& what, double waited_s) const;
@@ -92,6 +96,8 @@ class Peers {
   int num_yields_;
   bool watching_ = false;
   uint64_t pass_ = 0, forward_ = 0;  // see set_passes()
+  uint64_t own_left_ = 0;
+  std::vector<uint64_t> known_left_;  // by rank: the pass of the last error
   std::string followed_;
   std::vector<FileDescriptor> processes_;
   std::vector<pollfd> polled_;

@@ -2,40 +2,17 @@
 #include "cpu/shm_protocol.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <utility>
 #include <vector>
 
 #include "core/error.hpp"
+#include "core/unit_settings.hpp"
 #include "cpu/shm_map.hpp"
 #include "cpu/shm_peers.hpp"
 
 namespace fsdp2x::cpu {
 namespace {
-
-constexpr uint64_t kFlagBits = 4;
-
-// "reshard_after_forward (true and false)"
-std::string difference(const UnitSettings& mine, const UnitSettings& theirs) {
-  const auto flag = [](const char* name, bool here, bool there) {
-    const auto text = [](bool value) { return value ? "True" : "False"; };
-    return here == there ? "" : std::string(", ") + name + " (" + text(here) + " and " + text(there) + ")";
-  };
-  const auto number = [](double value) {
-    std::string text = std::to_string(value);
-    text.erase(std::max(text.find_last_not_of('0'), text.find('.') + 1) + 1);
-    return value == 0.0 ? "the default" : text;
-  };
-  std::string text = flag("reshard_after_forward", mine.reshard_after_forward, theirs.reshard_after_forward) +
-                     flag("reshard_after_backward", mine.reshard_after_backward, theirs.reshard_after_backward) +
-                     flag("requires_gradient_sync", mine.requires_gradient_sync, theirs.requires_gradient_sync) +
-                     flag("requires_all_reduce", mine.requires_all_reduce, theirs.requires_all_reduce);
-  if (mine.divide_factor != theirs.divide_factor) {
-    text += ", gradient_divide_factor (" + number(mine.divide_factor) + " and " + number(theirs.divide_factor) + ")";
-  }
-  return text.substr(2);
-}
 
 // Tells the peers what this rank waits for, as long as it lives.
 class Wish {
@@ -98,8 +75,10 @@ struct ShmProtocol::Impl {
   // True when `rank` cannot go on before this rank does.
   bool waits_for_me(int rank) const {
     if (state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load()) return true;
-    const uint64_t wish = state(rank).wanted_slot.load(std::memory_order_acquire);
-    return wish != 0 && released(wished_slot(wish), options.rank).load() + 1 < wished_use(wish);
+    const uint64_t slot = state(rank).wanted_slot.load(std::memory_order_acquire);
+    if (slot != 0 && released(wished_slot(slot), options.rank).load() + 1 < wished_use(slot)) return true;
+    const uint64_t reduction = state(rank).wanted_reduction.load(std::memory_order_acquire);
+    return reduction != 0 && record(wished_unit(reduction), options.rank).posted.load() < wished_epoch(reduction);
   }
 
   // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and
@@ -192,29 +171,21 @@ struct ShmProtocol::Impl {
                 difference(UnitSettings::unpacked(mine), UnitSettings::unpacked(theirs)) +
                 ". Set them alike on every rank.");
   }
-  // A peer that waits for this rank's next gather, while this rank ends its backward, has ended that backward.
-  bool has_gone_on(int rank) const {
-    return state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load();
+  // While this rank ends its backward: the peer waits for this rank's next gather, or has ended more backwards without
+  // this reduction than this rank has.
+  bool goes_on_without(uint32_t unit, int rank) const {
+    return state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load() ||
+           record(unit, rank).num_skipped.load(std::memory_order_acquire) >
+               record(unit, options.rank).num_skipped.load(std::memory_order_relaxed);
   }
   [[noreturn]] void fail_without_reduction(uint32_t unit, uint64_t epoch, int rank) const {
     const std::string who = options.name(rank);
-    throw Error("shared memory: " + who + " ended its backward without " + reduction_text(unit, epoch) + ", which " +
+    throw Error("shared memory: " + who + " goes on without " + reduction_text(unit, epoch) + ", which " +
                 options.name(options.rank) + " waits for; it " + where(rank) +
-                ". Set gradient synchronization (set_requires_gradient_sync, accumulate) alike on every rank, and run "
-                "the same forwards and backwards.");
+                ". Run the same modules, forwards and backwards on every rank, with the same gradient synchronization "
+                "(set_requires_gradient_sync, accumulate).");
   }
 };
-
-uint64_t UnitSettings::packed() const {
-  const uint64_t flags = uint64_t{reshard_after_forward} | uint64_t{reshard_after_backward} << 1 |
-                         uint64_t{requires_gradient_sync} << 2 | uint64_t{requires_all_reduce} << 3;
-  return (std::bit_cast<uint64_t>(divide_factor) >> kFlagBits << kFlagBits) | flags;
-}
-
-UnitSettings UnitSettings::unpacked(uint64_t word) {
-  const auto flag = [word](int bit) { return (word >> bit & 1) != 0; };
-  return {flag(0), flag(1), flag(2), flag(3), std::bit_cast<double>(word >> kFlagBits << kFlagBits)};
-}
 
 ShmProtocol::ShmProtocol(const ShmOptions& options, const ShmMap& map, std::byte* control)
     : impl_(std::make_unique<Impl>(options, map, control)) {}
@@ -270,6 +241,7 @@ void ShmProtocol::leave(std::string_view why) noexcept {
   own.left_bytes.store(bytes, std::memory_order_relaxed);
   own.left.store(impl.pass, std::memory_order_release);
   impl.peers.ring();
+  impl.peers.note_left(impl.pass);
   end_pass();
 }
 
@@ -386,13 +358,16 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
   const auto posted_in_flush = [&](int rank) {
     if (posted(rank)) return Seen::done;
     // It posts before it goes on: hence the second look.
-    if (!impl.has_gone_on(rank) || posted(rank)) return seen(posted(rank));
+    if (!impl.goes_on_without(unit, rank) || posted(rank)) return seen(posted(rank));
     impl.fail_without_reduction(unit, epoch, rank);
   };
-  const bool all_posted =
-      impl.peers.wait([&](int rank) { return flush ? posted_in_flush(rank) : impl.see(rank, position, posted); },
-                      [&] { return impl.reduction_text(unit, epoch); });
-  if (!all_posted) return Joined::later;
+  if (impl.peers.see_all(posted) != Seen::done) {
+    const Wish wish(impl.own().wanted_reduction, wish_for_reduction(unit, epoch), impl.peers);
+    const bool all_posted =
+        impl.peers.wait([&](int rank) { return flush ? posted_in_flush(rank) : impl.see(rank, position, posted); },
+                        [&] { return impl.reduction_text(unit, epoch); });
+    if (!all_posted) return Joined::later;
+  }
   for (int rank = 0; rank < impl.options.world; ++rank) {
     if (rank == impl.options.rank) continue;
     const UnitRecord& record = impl.record(unit, rank);
@@ -406,6 +381,12 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
     impl.compare_forwards(unit, epoch, rank);
   }
   return Joined::ready;
+}
+
+void ShmProtocol::skip_reduction(uint32_t unit) {
+  require_own_process();
+  impl_->record(unit, impl_->options.rank).num_skipped.fetch_add(1);
+  impl_->peers.ring();
 }
 
 uint64_t ShmProtocol::peer_scratch_offset(uint32_t unit, int rank) const {

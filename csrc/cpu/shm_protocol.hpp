@@ -15,18 +15,6 @@ namespace fsdp2x::cpu {
 
 class ShmMap;
 
-// What users set for a unit, alike on every rank.
-struct UnitSettings {
-  bool reshard_after_forward = false;
-  bool reshard_after_backward = false;
-  bool requires_gradient_sync = false;
-  bool requires_all_reduce = false;
-  double divide_factor = 0.0;  // 0: the number of ranks
-
-  uint64_t packed() const;
-  static UnitSettings unpacked(uint64_t word);
-};
-
 // One gather as every rank must see it. `unit` is the unit's index in its root, the same on every rank;
 // `name` is only for messages.
 struct GatherPost {
@@ -96,6 +84,8 @@ class ShmProtocol {
   // Waits as the protocol says. `position` is this unit's position in the backward order (larger = later). `flush`: in
   // the root callback, wait for every peer without exception.
   Joined join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t position, bool flush);
+  // At the end of a backward that has not reduced this unit and will not: peers that wait for it raise.
+  void skip_reduction(uint32_t unit);
   uint64_t peer_scratch_offset(uint32_t unit, int rank) const;
   void consume_reduction(uint32_t unit, uint64_t epoch);
   bool reduction_is_consumed(uint32_t unit, uint64_t epoch) const;  // by every rank; does not wait

@@ -77,8 +77,8 @@ TEST(CollectiveOrder, EverythingThatRanksMustShareIsInTheTag) {
   others[0].subject = 2;
   others[1].operation = Operation::reduce_scatter;
   others[2].pass.kind = PassKind::backward;
-  others[3].settings.flags = 4;
-  others[4].settings.divide_factor = 2.0;
+  others[3].settings.unit.flags = 4;
+  others[4].settings.unit.divide_factor = 2.0;
   others[5].settings.wire_weights = WireFormat::int8;
   others[6].settings.trained = 7;
   others[7].segment_bytes = 128;

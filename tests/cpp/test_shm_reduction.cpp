@@ -181,6 +181,37 @@ TEST(ShmReductionProtocol, APeerThatIsBeforeTheUnitIsWaitedFor) {
   }));
 }
 
+// Ranks in different order: each wants a reduction that the other posts only when it has gone on.
+TEST(ShmReductionProtocol, APeerThatWaitsForAReductionOfThisRankIsNotWaitedFor) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ranks::enter(options);
+    const auto first = static_cast<uint32_t>(options.rank);
+    group->post_reduction(first, 1, 7, 0);
+    group->join_reduction(first, 1, 7, 3, false);
+    group->post_reduction(1 - first, 1, 7, 4096);
+    require(group->join_reduction(first, 1, 7, 3, true) == Joined::ready, "the flush waits");
+  });
+  expect_all_ok(outcomes);
+  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
+}
+
+TEST(ShmReductionProtocol, APeerThatEndsItsBackwardWithoutTheUnitIsAnError) {
+  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
+    const auto group = ranks::enter(options);
+    group->skip_reduction(0);  // both, in a backward before
+    if (options.rank == 0) {
+      group->post_reduction(0, 1, 7, 0);
+      group->join_reduction(0, 1, 7, 3, true);
+    } else {
+      ranks::sleep_ms(100);
+      group->skip_reduction(0);
+      ranks::sleep_ms(200);
+    }
+  });
+  EXPECT_NE(outcomes[0].message.find("rank 1 goes on without reduction #1"), std::string::npos) << outcomes[0].message;
+  EXPECT_LT(outcomes[0].seconds, 5.0);
+}
+
 // A waiting rank is told when its peer passes by, long before the timeout.
 TEST(ShmReductionProtocol, PassingByEndsTheWait) {
   const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
+from fsdp2x.runtime.sharing import all_gather_object
 from reference import full
 
 WIDTH = 6
@@ -34,9 +35,11 @@ KINDS = (
     "raise in forward",
     "raise in backward",
     "two models",
+    "convert",
 )
-# Over shared memory, these end by the timeout, or with an error that does not name the rank.
-NOT_SHARED = ("evaluate", "repeat", "skip", "two models")
+# Over shared memory, these end by the timeout.
+TIME_OUT = ("two models", "convert")
+SHORT_LIMIT_S = 2.0  # of those
 SETTINGS = {
     "set_reshard_after_forward": (True, False),
     "set_reshard_after_backward": (True, False),
@@ -64,8 +67,12 @@ class Program:
     setting: str
     value: object
 
+    @property
+    def limit_s(self) -> float:
+        return SHORT_LIMIT_S if self.transport == "shm" and self.kind in TIME_OUT else LIMIT_S
 
-def draw(seed: int, world: int, transport: str) -> Program:
+
+def draw(seed: int, world: int, transport: str, kinds: tuple[str, ...]) -> Program:
     rng = random.Random(seed)
     num_units = rng.randint(2, 4)
     widths = [rng.choice((4, 5, 8)) for _ in range(num_units)]
@@ -73,7 +80,6 @@ def draw(seed: int, world: int, transport: str) -> Program:
         widths = [widths[0]] * num_units
     unit, other = rng.sample(range(num_units), 2)
     setting = rng.choice(tuple(SETTINGS))
-    kinds = [kind for kind in KINDS if transport == "process_group" or kind not in NOT_SHARED]
     return Program(
         seed,
         transport,
@@ -124,7 +130,7 @@ def make(program: Program) -> Net:
 
 def sharded(program: Program) -> Net:
     model = make(program)
-    options = {"transport": program.transport, "timeout": timedelta(seconds=LIMIT_S)}
+    options = {"transport": program.transport, "timeout": timedelta(seconds=program.limit_s)}
     for block in model.blocks:
         fsdp2x.fully_shard(block, reshard_after_forward=not program.keeps, **options)
     return fsdp2x.fully_shard(model, **options)
@@ -161,6 +167,8 @@ def diverge(program: Program, model: Net, other: Net) -> None:
             model.raises_behind = program.unit
         case "two models":
             other(batch(program.rank, 51))
+        case "convert":
+            model.double()
 
 
 def undo(program: Program, model: Net, plain: Net) -> None:
@@ -211,8 +219,13 @@ def run(program: Program) -> list[str]:
         dist.all_gather_object(outcomes, (error, seconds))
         wrong += judge_step(program, step, outcomes)
         if any(told for told, _ in outcomes):
-            if program.transport == "shm":
-                return wrong  # ranks there count passes for good: they begin again from a checkpoint
+            if program.transport == "shm":  # ranks there count passes for good: they begin again from a checkpoint
+                wrong += judge_next_step(model, step, [told for told, _ in outcomes])
+                if program.kind in TIME_OUT:
+                    meet_again()
+                return wrong
+            if program.kind == "convert":
+                return wrong  # the others would have to convert, too
             optimizer.zero_grad()
             if program.kind in ("setting", "raise in backward", "accumulate", "two models"):
                 model.reset_iter_state()
@@ -226,13 +239,14 @@ def run(program: Program) -> list[str]:
 
 def judge_step(program: Program, step: int, outcomes: list[tuple[str, float]]) -> list[str]:
     told = [error for error, _ in outcomes]
-    if slow := [f"rank {r} took {s:.1f} s" for r, (_, s) in enumerate(outcomes) if s > LIMIT_S]:
+    limit = LIMIT_S if program.limit_s == LIMIT_S else 3 * program.limit_s
+    if slow := [f"rank {r} took {s:.1f} s" for r, (_, s) in enumerate(outcomes) if s > limit]:
         return [f"step {step}: {slow}: {told}"]
     if not any(told):
         return []
     if step != program.step and (program.transport == "process_group" or step < program.step):
         return [f"step {step} raised, not {program.step}: {told}"]
-    if not all(told):
+    if not all(error or (program.transport == "shm" and rank == program.rank) for rank, error in enumerate(told)):
         return [f"step {step}: only some ranks raised: {told}"]
     peers = [error for rank, error in enumerate(told) if rank != program.rank]
     if not all(f"rank {program.rank}" in error for error in peers):
@@ -240,6 +254,32 @@ def judge_step(program: Program, step: int, outcomes: list[tuple[str, float]]) -
     if program.transport == "process_group" and len(set(peers)) > 1:
         return [f"step {step}: peers raised different errors: {told}"]
     return []
+
+
+def meet_again() -> None:
+    """Returns when all ranks have been told of the last failure."""
+    while True:
+        try:
+            all_gather_object(None, None)
+            return
+        except RuntimeError:
+            continue
+
+
+def judge_next_step(model: Net, step: int, told: list[str]) -> list[str]:
+    """What is wrong if a rank that has not raised can run another forward; collective."""
+    error = told[dist.get_rank()]
+    began = time.monotonic()
+    if not error:
+        try:
+            model(batch(dist.get_rank(), step + 1))
+        except RuntimeError as raised:
+            error = str(raised)
+    outcomes = [None] * len(told)
+    dist.all_gather_object(outcomes, (error, time.monotonic() - began))
+    if all(error for error, _ in outcomes) and max(seconds for _, seconds in outcomes) < LIMIT_S:
+        return []
+    return [f"the step after {step}: {outcomes}"]
 
 
 def train_gold(program: Program, step: int, plain: Net, optimizer, world: int) -> None:

@@ -3,11 +3,13 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "core/unit_settings.hpp"
 #include "core/wire_format.hpp"
 #include "engine/torch/profile_range.hpp"
 
@@ -31,6 +33,21 @@ struct UnitOptions {
   WireFormat wire_weights = WireFormat::plain;  // how gathers travel; over a process group of the CPU alone
   WireFormat wire_gradients = WireFormat::plain;
 };
+
+// See UnitSettings::flags.
+inline uint32_t flags_of(const UnitOptions& options) {
+  constexpr std::array kFlags{
+      &UnitOptions::reshard_after_forward,  &UnitOptions::reshard_without_grad, &UnitOptions::reshard_after_backward,
+      &UnitOptions::requires_gradient_sync, &UnitOptions::requires_all_reduce,  &UnitOptions::reduce_unused_params,
+      &UnitOptions::unshard_in_backward,    &UnitOptions::force_sum_reduction,
+  };
+  static_assert(kFlags.size() == kUnitFlagNames.size());
+  uint32_t flags = 0;
+  for (size_t i = 0; i < kFlags.size(); ++i) {
+    if (options.*kFlags[i]) flags |= uint32_t{1} << i;
+  }
+  return flags;
+}
 
 struct UnitFacts {
   UnitFacts(std::string unit_name, UnitOptions unit_options)

@@ -27,8 +27,8 @@ namespace {
 // Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
 // that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
-  PostBackwardNode(const std::shared_ptr<Unit>& unit, torch::autograd::edge_list edges)
-      : Node(std::move(edges)), call(unit) {}
+  PostBackwardNode(const std::shared_ptr<Unit>& unit, std::optional<uint64_t> entry, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), call(unit, entry) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     call.end();
@@ -105,8 +105,8 @@ std::string text_of(const py::object& error) {
 
 }  // namespace
 
-UnitCall::UnitCall(std::shared_ptr<Unit> unit)
-    : unit_(std::move(unit)), token_(unit_->take_call_token()), entry_(unit_->root->enter()) {}
+UnitCall::UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> entry)
+    : unit_(std::move(unit)), token_(unit_->take_call_token()), entry_(entry) {}
 
 void UnitCall::end() {
   token_.reset();
@@ -323,12 +323,14 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   };
   for_each_tensor(args.ptr(), collect, python_calls());
   for_each_tensor(kwargs.ptr(), collect, python_calls());
+  // Also without such inputs: ranks may train different parameters, and the numbers must mean the same place.
+  const std::optional<uint64_t> entry = unit_->root->enter();
   if (inputs.empty()) return;
   torch::autograd::variable_list outputs;
   if (inside_transforms()) {
-    outputs = mark_inputs_(UnitCall(unit_), inputs).cast<torch::autograd::variable_list>();
+    outputs = mark_inputs_(UnitCall(unit_, entry), inputs).cast<torch::autograd::variable_list>();
   } else {
-    const auto node = compat::make_node<PostBackwardNode>(unit_, torch::autograd::collect_next_edges(inputs));
+    const auto node = compat::make_node<PostBackwardNode>(unit_, entry, torch::autograd::collect_next_edges(inputs));
     outputs = compat::pass_through(inputs, node);
   }
   size_t next = 0;

@@ -16,7 +16,8 @@ namespace py = pybind11;
 // One forward call of a unit under grad, from its pre-forward until its backward has run or its graph is freed.
 class UnitCall {
  public:
-  explicit UnitCall(std::shared_ptr<Unit> unit);
+  // `entry`: see Root::enter.
+  UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> entry);
   // The gradients of all inputs of the call are known.
   void end();
 

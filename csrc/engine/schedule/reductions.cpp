@@ -306,7 +306,10 @@ void Reductions::flush(const std::vector<std::shared_ptr<Unit>>& units, cpu::For
       if (group->is_posted()) continue;
       const bool is_asked_for = is_awaited(**it, *group) || (!group->record().reduced_this_backward &&
                                                              group->transport().needs_empty_reduction(*group));
-      if (!group->is_open() && !is_asked_for) continue;
+      if (!group->is_open() && !is_asked_for) {
+        if (!group->record().reduced_this_backward) group->transport().skip_reduce(*group);
+        continue;
+      }
       const ProfileRange range((*it)->ranges.post_backward_reduce);
       post(*it, *group, forwards);
     }

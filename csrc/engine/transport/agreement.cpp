@@ -12,23 +12,6 @@ namespace fsdp2x {
 
 namespace {
 
-struct Flag {
-  const char* name;
-  bool UnitOptions::*value;
-};
-
-// The settings that change what ranks send each other, or what they make of it.
-constexpr std::array kFlags{
-    Flag{"reshard_after_forward", &UnitOptions::reshard_after_forward},
-    Flag{"reshard_without_grad", &UnitOptions::reshard_without_grad},
-    Flag{"reshard_after_backward", &UnitOptions::reshard_after_backward},
-    Flag{"requires_gradient_sync", &UnitOptions::requires_gradient_sync},
-    Flag{"requires_all_reduce", &UnitOptions::requires_all_reduce},
-    Flag{"reduce_scatter_unused_params", &UnitOptions::reduce_unused_params},
-    Flag{"unshard_in_backward", &UnitOptions::unshard_in_backward},
-    Flag{"force_sum_reduction_for_comms", &UnitOptions::force_sum_reduction},
-};
-
 bool is_trained(const ParamGroup& group, size_t param) {
   return group.layout().params()[param].shape.trainable && group.params()[param].sharded().requires_grad();
 }
@@ -36,10 +19,7 @@ bool is_trained(const ParamGroup& group, size_t param) {
 CollectiveSettings settings_of(const ParamGroup& group) {
   const UnitOptions& options = group.options();
   CollectiveSettings settings;
-  for (size_t i = 0; i < kFlags.size(); ++i) {
-    if (options.*kFlags[i].value) settings.flags |= uint32_t{1} << i;
-  }
-  settings.divide_factor = group.divisor();
+  settings.unit = {flags_of(options), group.divisor()};
   settings.wire_weights = options.wire_weights;
   settings.wire_gradients = options.wire_gradients;
   for (size_t i = 0; i < group.params().size(); ++i) {
@@ -162,10 +142,10 @@ pybind11::dict Agreement::describe(const Collective& collective, uint64_t number
   const Subject& subject = subjects_.at(collective.subject);
   pybind11::dict settings;
   if (collective.subject >> 63 == 0) {
-    for (size_t i = 0; i < kFlags.size(); ++i) {
-      settings[kFlags[i].name] = (collective.settings.flags >> i & 1) != 0;
+    for (size_t i = 0; i < kUnitFlagNames.size(); ++i) {
+      settings[kUnitFlagNames[i]] = (collective.settings.unit.flags >> i & 1) != 0;
     }
-    settings["gradient_divide_factor"] = collective.settings.divide_factor;
+    settings["gradient_divide_factor"] = collective.settings.unit.divide_factor;
     settings["wire_dtype of weights"] = name_of(collective.settings.wire_weights);
     settings["wire_dtype of gradients"] = name_of(collective.settings.wire_gradients);
   }

@@ -112,6 +112,8 @@ class Transport {
   // Gives memory that nobody uses back to its allocator.
   virtual void release_idle() {}
   virtual void publish_progress(uint64_t position) = 0;
+  // The backward ends without a reduction of `group`.
+  virtual void skip_reduce(ParamGroup& /*group*/) {}
   virtual TransportStats stats() const = 0;
 
   // Memory that is lent to units, for memory profiles.

@@ -241,6 +241,7 @@ inline std::string name_of(const World& world, int num_ranks, const void* addres
                                                                      {&state.progress, "progress"},
                                                                      {&state.wanted_gather, "wanted_gather"},
                                                                      {&state.wanted_slot, "wanted_slot"},
+                                                                     {&state.wanted_reduction, "wanted_reduction"},
                                                                      {&state.doorbell, "doorbell"},
                                                                      {&state.sleeping, "sleeping"}};
     for (const auto& [word, name] : fields) {

@@ -480,6 +480,10 @@ void SharedMemoryTransport::publish_progress(uint64_t position) {
   if (group_) group_->publish_progress(position);
 }
 
+void SharedMemoryTransport::skip_reduce(ParamGroup& group) {
+  if (group_) group_->skip_reduction(group.index());
+}
+
 TransportStats SharedMemoryTransport::stats() const {
   TransportStats stats;
   stats.gather_slots_owned = gather_ledger_.num_owned();

@@ -39,6 +39,7 @@ class SharedMemoryTransport final : public Transport {
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t position) override;
+  void skip_reduce(ParamGroup& group) override;
   TransportStats stats() const override;
 
  private:
