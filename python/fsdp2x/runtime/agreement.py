@@ -158,7 +158,11 @@ class Agreement:
 
     def _count(self, name: str) -> None:
         if self._store.add(self._key(f"{name}/count"), 1) == len(self._ranks):
-            self._write(f"{name}/go")
+            self._end_wait(f"{name}/go", "all came")
+
+    def _end_wait(self, name: str, how: str) -> str:
+        """How the wait for ``name`` ends: as the first rank says."""
+        return json.loads(self._store.compare_set(self._key(name), "", json.dumps(how)))
 
     def _ask(self, mine: dict) -> bool:
         """Returns when all ranks are about to post ``mine``. Raises Diverged."""
@@ -263,10 +267,13 @@ class Agreement:
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 _raise_if_ended()
-            if now - began > self.timeout:
+            # Ranks that come back may try again.
+            if now - began > self.timeout and (mine is None or self._end_wait(name, "too late") == "too late"):
                 what = "came back after a failure" if mine is None else _told(mine)
                 self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
             time.sleep(min(max(_POLL_S, (now - began) / 3), 0.02))
+        if self._read(name) == "too late":
+            self._fail("")
 
     def _fail(self, difference: str) -> None:
         """Raises Diverged with the message of the first rank that fails. ``difference``: empty if that was a peer."""
@@ -289,8 +296,9 @@ class Agreement:
             raise Diverged(f"{why} The process group cannot be used again: a device may still wait. Restart all ranks.")
         num = self.engine.num_posted
         recent = [self.engine.describe_posted(number) for number in range(max(num - 256, 0), num)]
-        self._write(f"again/{self._rank}", {"number": num, "recent": recent})
-        self._count("again")
+        if not self._has(f"again/{self._rank}"):  # else it has waited in vain before
+            self._write(f"again/{self._rank}", {"number": num, "recent": recent})
+            self._count("again")
         self._wait_for("again/go")
         states = [self._read(f"again/{rank}") for rank in range(len(self._ranks))]
         furthest = max(states, key=lambda state: state["number"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 from torch import nn
 
 # Code that calls a sharded module between its hooks: nn.Module's, also as Dynamo cuts it, and ours for other methods.
-_CALLERS = ("_call_impl", "call_sharded_method")
+_CALLERS = re.compile(r"(?<!_wrapped)_call_impl|call_sharded_method")
 
 
 def is_running(module: nn.Module) -> bool:
@@ -18,7 +19,7 @@ def is_running(module: nn.Module) -> bool:
     num_calls = 0
     frame = sys._getframe(1)
     while frame is not None:
-        if any(name in frame.f_code.co_name for name in _CALLERS) and frame.f_locals.get("self") is module:
+        if _CALLERS.search(frame.f_code.co_name) and frame.f_locals.get("self") is module:
             num_calls += 1
         frame = frame.f_back
     return num_calls > 1
