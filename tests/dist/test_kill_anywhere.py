@@ -1,5 +1,7 @@
-"""A rank is killed at a random place over a process group: every survivor ends soon, and its error names its own rank,
-the operation, the unit, and the rank that has ended."""
+"""A rank is killed at a random place: every survivor ends soon, and its error names the rank that has ended.
+
+Over a process group also its own rank, the operation, and the unit; over shared memory no file is left.
+"""
 
 import os
 import random
@@ -7,6 +9,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +20,11 @@ from harness import dist_run
 from models import STACK_UNITS, Stack, inputs
 from reference import shard
 
+LIMIT_S = 40.0
 GROUP_TIMEOUT_S = 6.0  # gloo tells the neighbours of the victim at once, the others when their patience ends
 MODULES = ("", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
 MOMENTS = ("forward", "backward", "gradient", "between", "clip", "step", "export")
+SHARED = {"transport": "shm", "timeout": timedelta(seconds=LIMIT_S)}
 # What the ranks do, with the world that it needs.
 SETTINGS = {
     "plain": (2, {}),
@@ -28,6 +33,8 @@ SETTINGS = {
     "accumulating": (3, {}),
     "smaller after forward": (4, {"reshard_after_forward": 2}),
     "replicas": (4, {}),
+    "shared memory": (2, SHARED),
+    "shared by three": (3, SHARED),
 }
 SAID = re.compile(
     r"process group: rank (\d+)(?: of \d+|, which is \d of the 2 of its group,) was in the "
@@ -65,8 +72,8 @@ def mesh_of(ctx, setting: str) -> DeviceMesh:
 def train_until_killed(ctx, setting: str, victim: int, moment: str, name: str, when: int):
     import fsdp2x
 
-    options = {**SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
-    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", **options)
+    options = {"transport": "process_group", **SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
+    model = shard(ctx, Stack(), STACK_UNITS, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dies = ctx.rank == victim
     module = model.get_submodule(name)
@@ -101,8 +108,13 @@ def train_until_killed(ctx, setting: str, victim: int, moment: str, name: str, w
     return "no error", 0.0
 
 
+def in_shared_memory() -> set[Path]:
+    return {path for path in Path("/dev/shm").iterdir() if "fsdp2x" in path.name}
+
+
 def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None:
-    world = SETTINGS[setting][0]
+    world, options = SETTINGS[setting]
+    before = in_shared_memory()
     outcomes = dist_run(
         train_until_killed, world, setting, victim, moment, module, when, timeout=90, expect_exit={victim: -9}
     )
@@ -110,14 +122,19 @@ def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None
         if outcome.rank == victim:
             continue
         message, seconds = outcome.value
+        if options is SHARED:
+            assert f"rank {victim}" in message and seconds < LIMIT_S / 2, f"{seconds:.1f} s: {message}"
+            continue
         said = SAID.match(message)
         assert said and said.groups() == (str(outcome.rank), str(victim)), message
-        assert seconds < 40, f"{seconds:.1f} s: {message}"
+        assert seconds < LIMIT_S, f"{seconds:.1f} s: {message}"
+    assert in_shared_memory() <= before
 
 
 @pytest.mark.parametrize("seed", range(7))
-def test_survivors_name_the_victim(seed):
-    kill(*drawn(seed, ("plain", "three", "kept", "accumulating")))
+@pytest.mark.parametrize("settings", [("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three")])
+def test_survivors_name_the_victim(seed, settings):
+    kill(*drawn(seed, settings))
 
 
 @pytest.mark.full
