@@ -48,7 +48,25 @@ class Mixed(nn.Module):
         return self.head(self.stack.norm(x)).logsumexp(-1).mean() + self.stack.head(x).square().mean()
 
 
-OPTIMIZERS = ("torch_adamw", "adamw", "sgd", "local_nadam")
+class LocalMomentum(torch.optim.Optimizer):
+    """Keeps plain tensors beside DTensors: one of the shard's shape, one of the parameter's, and a number."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        for param in [param for param in group["params"] if param.grad is not None]:
+            state, local = self.state[param], param.to_local()
+            state["step"] = state.get("step", torch.zeros(1)) + 1
+            state["whole"] = state.get("whole", torch.linspace(1, 2, param.numel()).view(param.shape)) * 0.9
+            state["moment"] = state.get("moment", torch.zeros_like(local)) * group["momentum"] + param.grad.to_local()
+            assert state["moment"].shape == local.shape and {type(one) for one in state.values()} == {torch.Tensor}
+            local.sub_(group["lr"] * state["whole"].mean() / state["step"].sqrt() * state["moment"])
+
+
+OPTIMIZERS = ("torch_adamw", "adamw", "sgd", "local_momentum", "local_nadam")
 
 
 def make_optimizer(name, model):
@@ -63,6 +81,8 @@ def make_optimizer(name, model):
         return fsdp2x.optim.AdamW(params, lr=0.02, amsgrad=True)
     if name == "sgd":
         return fsdp2x.optim.SGD(params, lr=0.05, momentum=0.9)
+    if name == "local_momentum":
+        return LocalMomentum(params, lr=0.05)
     return fsdp2x.local_optimizer(torch.optim.NAdam(params, lr=0.02))
 
 
