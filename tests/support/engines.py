@@ -83,16 +83,18 @@ class Store(Parameters):
 
 
 class Served:
-    """A receiver whose thread polls until the block ends."""
+    """A receiver whose thread polls until the block ends, and no exception ends it before."""
 
     def __init__(self, address, sink, timeout_s=20.0):
-        if address.startswith("tcp:"):
-            self.receiver = TcpReceiver(address, sink, secret=SECRET, timeout_s=timeout_s)
-        else:
-            self.receiver = Receiver(address, sink, timeout_s=timeout_s)
+        self.receiver = self.make(address, sink, timeout_s)
         self.versions = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def make(self, address, sink, timeout_s):
+        if address.startswith("tcp:"):
+            return TcpReceiver(address, sink, secret=SECRET, timeout_s=timeout_s)
+        return Receiver(address, sink, timeout_s=timeout_s)
 
     def _serve(self):
         while not self._stop.is_set():
@@ -105,9 +107,10 @@ class Served:
         return self
 
     def __exit__(self, *_):
+        serves = self._thread.is_alive()
         self._stop.set()
         self._thread.join(30)
-        assert not self._thread.is_alive()
+        assert serves and not self._thread.is_alive()
         self.receiver.close()
 
 

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import importlib
 import os
-import random
 import shutil
 import socket
 import sys
@@ -189,24 +188,6 @@ def test_layouts_that_cannot_be():
             with pytest.raises((WireError, AssertionError)):
                 second.introduce()
         assert client.push(2, 5, 4, 3, 2, 1) == [True] * 4
-
-
-def test_noise():
-    """Bytes of no protocol end a connection, never the receiver."""
-    address, noise = new_address(), random.Random(0)
-    good = engine._HEAD.pack(engine.WIRE.encode(), b"hello", 0, 20) + b'{"wire":"fsdp2x-1"  '
-    with Served(address, Store(), timeout_s=20) as served:
-        for _ in range(40):
-            bad = bytearray(good)
-            for _ in range(noise.randint(1, 4)):
-                bad[noise.randrange(len(bad))] = noise.randrange(256)
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(engine.bind_address(address))
-                connection.sendall(bad[: noise.randint(1, len(bad))])
-        with Client(address) as client:
-            client.introduce()
-            assert client.push(1, 1, 2, 3, 4, 5) == [True] * 4
-        assert served.receiver.status["version"] == 1
 
 
 def test_writes_of_a_loader_stay_with_the_engine():
