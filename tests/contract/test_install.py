@@ -43,6 +43,8 @@ def test_every_public_place_is_rebound_and_given_back():
     places = (torch_fsdp, composable, package, module)
     before = [place.fully_shard for place in places]
     assert before == [Stock.fully_shard] * 4
+    names = ("get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
+    clipping = [getattr(nn.utils, name) for name in names]
     with fsdp2x.install() as handle:
         ours = torch_fsdp.fully_shard
         assert ours is not Stock.fully_shard and all(place.fully_shard is ours for place in places)
@@ -50,6 +52,8 @@ def test_every_public_place_is_rebound_and_given_back():
         assert f"{module.__name__}.fully_shard" in handle.places
         assert "auto_wrap" in inspect.signature(ours).parameters
         assert pickle.loads(pickle.dumps(ours)) is ours
+        assert not set(clipping) & {getattr(nn.utils, name) for name in names}
+    assert [getattr(nn.utils, name) for name in names] == clipping
     assert [place.fully_shard for place in places] == before
     assert torch_fsdp.register_fsdp_forward_method.__module__ == "torch.distributed.fsdp"
 

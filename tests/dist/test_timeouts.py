@@ -1,4 +1,4 @@
-"""``fully_shard(timeout=)``: ends waits for a peer over the process group too, and is refused where nobody waits."""
+"""``fully_shard(timeout=)``: ends waits for a peer over both transports, and is refused where nobody waits."""
 
 import dataclasses
 import time
@@ -13,7 +13,7 @@ import fsdp2x
 from fsdp2x import api
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard
+from reference import TRANSPORTS, only_fsdp2x, shard
 
 TIMEOUT_S = 1
 # The process group's own is longer.
@@ -21,11 +21,12 @@ LIMIT_S = 20
 
 
 @distributed(world_sizes=(2,), timeout=60, fresh=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("moment", ["gather", "reduction"])
-def test_a_peer_that_stays_away_over_the_process_group(ctx, moment):
+def test_a_peer_that_stays_away(ctx, moment, transport):
     only_fsdp2x(ctx)
     timeout = timedelta(seconds=TIMEOUT_S)
-    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", timeout=timeout)
+    model = shard(ctx, Stack(), STACK_UNITS, transport=transport, timeout=timeout)
     model(inputs(ctx.rank)).sum().backward()
     store = dist.distributed_c10d._get_default_store()
     if ctx.rank == 1:
@@ -35,11 +36,11 @@ def test_a_peer_that_stays_away_over_the_process_group(ctx, moment):
         return
     loss = model(inputs(ctx.rank)).sum() if moment == "reduction" else None
     begin = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="rank 1" if transport == "shm" else ""):
         model(inputs(ctx.rank)) if loss is None else loss.backward()
     took = time.monotonic() - begin
     store.set("the other gave up", "")
-    assert took < LIMIT_S, took
+    assert 0.9 * TIMEOUT_S < took < LIMIT_S, took
 
 
 @distributed(world_sizes=(1,))

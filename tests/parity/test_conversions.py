@@ -6,12 +6,9 @@ what the unsharded model does.
 
 import contextlib
 import copy
-import gc
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -293,23 +290,3 @@ def test_sharing_memory_with_other_processes_is_refused(ctx):
         with pytest.raises(NotImplementedError, match="full_tensors"):
             part.share_memory()
     same(facts(model), before)
-
-
-def run_cell(ctx, transport):
-    model = shard(ctx, Net(), UNITS, transport=transport)
-    step(model)
-    with open("/proc/self/maps") as maps:
-        return len(os.listdir("/proc/self/fd")), len(maps.readlines())
-
-
-@distributed(world_sizes=(2,), fresh=True)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_model_and_its_engine_go_without_the_garbage_collector(ctx, transport):
-    only_fsdp2x(ctx)
-    gc.collect()
-    gc.disable()
-    counts = [run_cell(ctx, transport) for _ in range(6)]
-    dist.barrier()
-    (fds, maps), (last_fds, last_maps) = counts[1], counts[-1]
-    assert last_fds <= fds + 1, counts
-    assert last_maps <= maps + 8, counts

@@ -10,7 +10,6 @@ import fsdp2x
 from harness import distributed
 from reference import full, only_fsdp2x, same
 
-FUNCTIONS = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
 NORMS = (1.0, 2, 3.0, float("inf"))
 
 
@@ -97,16 +96,3 @@ def test_norms_that_are_not_finite(ctx, broken):
         assert_alike(cut, plain, "scaled by it")
         with pytest.raises(ValueError, match="norm_type is 0.0"):
             nn.utils.get_total_norm([param.grad for param in cut if param.grad is not None], 0)
-
-
-@distributed(world_sizes=(2,))
-def test_uninstall_restores_torchs_functions(ctx):
-    only_fsdp2x(ctx)
-    before = [getattr(nn.utils, name) for name in FUNCTIONS]
-    mixed, _ = parameters(places_of("plain among sharded", ctx.world))
-    with fsdp2x.install():
-        assert torch.equal(nn.utils.clip_grad_norm_([], 1.0), torch.tensor(0.0))
-        assert nn.utils.get_total_norm is not before[1]
-    assert [getattr(nn.utils, name) for name in FUNCTIONS] == before
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
-        nn.utils.clip_grad_norm_(mixed, 0.7)

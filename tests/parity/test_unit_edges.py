@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
 from harness import distributed
-from models import inputs
-from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, same, shard, train_alike
+from models import Stack, inputs
+from reference import both_transports, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard, train_alike
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 VIEWS = {
@@ -223,12 +224,12 @@ def test_prefetch_with_checkpoints(ctx, transport, reentrant, span):
 
 
 class Branches(nn.Module):
-    """Units that run on every rank, with weights that `rank` alone uses: before, inside, and around other units."""
+    """Units that run on every rank, with weights that one rank alone uses: before, inside, and around other units."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.extra = (nn.Linear(6, 6) for _ in range(3))
+        self.first, self.last, self.extra, self.unused = (nn.Linear(6, 6) for _ in range(4))
         self.optional = Optional()
 
     def forward(self, x, uses):
@@ -248,15 +249,15 @@ class Optional(nn.Module):
         return self.b(self.a(x).tanh()) if uses else x * 2
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("reshard", [None, False])
 @both_transports
 def test_units_that_one_rank_alone_has_gradients_of(ctx, transport, reshard):
-    """In the middle of a backward, and at its end; over all transports, and without a setting."""
+    """In the middle of a backward, and at its end; over all transports, without a setting; on 4 ranks with replicas."""
     only_fsdp2x(ctx)
     plain = Branches()
-    units = ("first", "optional", "last")
-    ours = shard(ctx, copy.deepcopy(plain), units, transport=transport, reshard_after_forward=reshard)
+    options = {"mesh": mesh_of("2d" if ctx.world == 4 else "1d", ctx.world), "reshard_after_forward": reshard}
+    ours = shard(ctx, copy.deepcopy(plain), ("first", "optional", "last"), transport=transport, **options)
 
     def loss_of(model, rank, step):
         return model(inputs(rank, step), uses=rank == (step + 1) % ctx.world)
@@ -282,44 +283,15 @@ def test_what_ranks_share_costs_no_collective(ctx, kind):
     assert fsdp2x.describe(model).stats["reductions"] == expected
 
 
-class Wrapped(nn.Module):
+def wrapped() -> nn.Module:
     """A wrapper around a model around a backbone of units, with weights of the root at each level."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x).tanh()
-        return self.norm(x)
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.head = Wrapped(), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.backbone(x))
-
-
-class Outermost(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = Head()
-
-    def forward(self, x):
-        return self.model(x)
+    return nn.Sequential(OrderedDict(model=nn.Sequential(OrderedDict(backbone=Stack(), head=nn.Linear(3, 3)))))
 
 
 PAST = {
     "the model": lambda m, x: m.model(x),
     "backbone and head": lambda m, x: m.model.head(m.model.backbone(x)),
-    "each alone": lambda m, x: m.model.backbone.norm(m.model.backbone.blocks[0](m.model.backbone.embed(x))),
+    "each alone": lambda m, x: m.model.backbone.norm(m.model.backbone.blocks[0](x)),
 }
 
 
@@ -330,7 +302,7 @@ def test_modules_called_past_the_root(ctx, transport, units):
     """After a forward without gradients, in which nothing stays gathered: each is a forward of the root."""
     only_fsdp2x(ctx)
     for name, call in PAST.items() if units else [("the model", PAST["the model"])]:
-        plain = Outermost()
+        plain = wrapped()
         ours = shard(ctx, copy.deepcopy(plain), units, transport=transport)
 
         def loss_of(model, rank, step, call=call):
