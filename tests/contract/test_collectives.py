@@ -223,13 +223,6 @@ class Extended(Stack):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize(("make", "width"), [(Alternating, 6), (Extended, 8)])
-def test_gradients_are_those_of_stock(ctx, make, width):
-    """What the expected failures below need in order to mean something."""
-    both(ctx, make, STACK_UNITS, lambda model: counts_of(ctx, model, width=width))
-
-
-@distributed(world_sizes=(2,))
 def test_an_order_that_changes(ctx):
     ours, stock = both(ctx, Alternating, STACK_UNITS, lambda model: counts_of(ctx, model, ((True, True),) * 6))
     for mine, theirs in zip(ours, stock, strict=True):

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2x
 from harness import distributed
@@ -48,49 +46,6 @@ def test_sum_of_micro_batches(ctx, transport, before_last):
     assert counts == expected
     mean_of_ranks(plain, lambda m, rank: sum(micro_loss(m, rank, step) for step in range(NUM_MICRO)), ctx.world)
     same(grads(model), grads(plain), "gradients", rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
-@distributed(world_sizes=(4,))
-def test_replicas_and_shards(ctx, before_last):
-    """HSDP: the all-reduce over the replicas waits for the last micro-batch either way."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Stack()
-    plain = copy.deepcopy(model)
-    shard(ctx, model, STACK_UNITS, mesh=mesh, transport="process_group")
-    counts = []
-    for step in range(NUM_MICRO):
-        with CommDebugMode() as comm, fsdp2x.accumulate(model, last=step == NUM_MICRO - 1, before_last=before_last):
-            micro_loss(model, ctx.rank, step).backward()
-        counts.append({str(op).rsplit(".")[-1].strip("_"): n for op, n in comm.get_comm_counts().items()})
-    reduce_scatters = [sum(n for op, n in count.items() if "reduce_scatter" in op) for count in counts]
-    all_reduces = [sum(n for op, n in count.items() if "allreduce" in op or "all_reduce" in op) for count in counts]
-    assert reduce_scatters == ([0, 0, 4] if before_last == "nothing" else [4, 4, 4]), counts
-    assert all_reduces == [0, 0, 4], counts
-    mean_of_ranks(plain, lambda m, rank: sum(micro_loss(m, rank, step) for step in range(NUM_MICRO)), ctx.world)
-    same(grads(model), grads(plain), "gradients", rtol=1e-5, atol=1e-7)
-
-
-@distributed(world_sizes=(2,))
-def test_equals_the_setter_bit_for_bit(ctx):
-    def run(sync):
-        model = shard(ctx, Stack(), STACK_UNITS)
-        for step in range(NUM_MICRO):
-            with sync(model, step == NUM_MICRO - 1):
-                micro_loss(model, ctx.rank, step).backward()
-        return grads(model)
-
-    class Setter:
-        def __init__(self, model, last):
-            model.set_requires_gradient_sync(last)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            return None
-
-    same(run(lambda model, last: fsdp2x.accumulate(model, last=last)), run(Setter))
 
 
 @distributed(world_sizes=(2,))

@@ -109,45 +109,6 @@ def test_accumulation_in_low_precision(ctx, reduce, transport):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("set_to_none", [True, False])
-@both_transports
-@pytest.mark.each_value
-def test_zero_grad(ctx, set_to_none, transport):
-    def run(model):
-        results = []
-        for step in range(3):
-            loss_of(model, ctx.rank, step).backward()
-            results.append(grads(model))
-            model.zero_grad(set_to_none=set_to_none)
-            results.append(grads(model))
-        return results
-
-    results = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    for zeroed in results[1::2]:
-        for grad in zeroed.values():
-            assert grad is None if set_to_none else not grad.any()
-
-
-@distributed(world_sizes=(2,))
-def test_gradients_held_from_the_last_step_keep_their_values(ctx):
-    """After zero_grad(set_to_none) the next backward must not write into tensors that somebody still holds."""
-
-    def run(model):
-        loss_of(model, ctx.rank, 0).backward()
-        held = [param.grad for param in model.parameters()]
-        local = [param.grad.to_local() for param in model.parameters()]
-        before = [tensor.clone() for tensor in local]
-        model.zero_grad()
-        loss_of(model, ctx.rank, 1).backward()
-        for tensor, grad, value in zip(local, held, before, strict=True):
-            assert torch.equal(tensor, value) and torch.equal(grad.to_local(), value)
-        return full(held), grads(model)
-
-    held, new = parity(ctx, Stack(), run, STACK_UNITS)
-    assert not torch.equal(held[0], next(iter(new.values())))
-
-
-@distributed(world_sizes=(2,))
 def test_foreign_gradients_are_accumulated_into(ctx):
     """A gradient tensor assigned by somebody else is added to in place, as stock does."""
 

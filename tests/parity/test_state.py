@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import models
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, step
-from reference import both_transports, full, grads, params, parity, same, shard, shard_auto, shard_stock
+from reference import both_transports, full, params, parity, same, shard, shard_auto, shard_stock
 
 
 @distributed(world_sizes=(2, 3))
@@ -151,37 +151,6 @@ def test_reset_parameters_after_to_empty(ctx):
         return full(model(inputs(ctx.rank))), params(model)
 
     same(run_with(lambda m: shard(ctx, m, STACK_UNITS)), run_with(lambda m: shard_stock(m, STACK_UNITS)))
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("moment", ["before_forward", "after_step"])
-def test_changes_of_data_between_steps(ctx, moment):
-    """In-place updates, .data assignment and .to(dtype) before the first forward."""
-
-    def run(model):
-        losses = [step(ctx, model)] if moment == "after_step" else []
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-        losses.append(step(ctx, model))
-        with torch.no_grad():
-            model.head.bias.to_local().add_(1.0)
-        losses.append(step(ctx, model))
-        return losses, grads(model)
-
-    parity(ctx, Stack(), run, STACK_UNITS)
-
-
-@distributed(world_sizes=(2,))
-def test_conversion_before_the_first_forward(ctx):
-    def run(model):
-        model.to(torch.bfloat16)
-        output = model(inputs(ctx.rank).bfloat16())
-        output.float().square().mean().backward()
-        return full(output), grads(model), [str(param.dtype) for param in model.parameters()]
-
-    *_, dtypes = parity(ctx, Stack(), run, STACK_UNITS)
-    assert set(dtypes) == {"torch.bfloat16"}
 
 
 @distributed(world_sizes=(2,))
