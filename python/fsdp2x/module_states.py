@@ -38,9 +38,9 @@ def sync_module_states(model: nn.Module) -> None:
 
 @checked
 def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
-    """Compares what ranks hold copies of, bit by bit through checksums; collective over the mesh of ``model``.
+    """Compares copies on several ranks bit by bit, through checksums; collective over the mesh of ``model``.
 
-    Shards are compared over the replicate axis, as the first forward and the first one after a load do by themselves.
+    Shards are compared over the replicate axis; the first forward, and the first one after a load, do so too.
     Buffers and parameters that are not sharded are compared over all ranks of the mesh.
 
     Args:
@@ -60,7 +60,7 @@ def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
 
 
 def _copied(model: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """What every rank of the mesh holds completely."""
+    """Returns the tensors that every rank of the mesh holds completely."""
     found: dict[str, torch.Tensor] = {name: param for name, param, record in named_params(model) if record is None}
     if buffers:
         found.update(model.named_buffers())
@@ -68,7 +68,7 @@ def _copied(model: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
 
 
 def _groups_of_all(states: list[UnitState]) -> list:
-    """Process groups that together reach all ranks of the outermost unit's mesh from its first rank."""
+    """Returns process groups that together reach all ranks of the outermost unit's mesh from its first rank."""
     ranks = states[0].ranks
     groups = (ranks.replicate_group if ranks.replicas > 1 else None, ranks.group)
     return [group for group in groups if group is not None]

@@ -173,17 +173,18 @@ def test_what_cannot_be_synchronized(ctx):
 )
 @pytest.mark.parametrize("of", [_C.checksum, replicas._on_device])
 def test_checksums_see_every_bit(dtype, of):
-    """Also past one block of a thread; one element that changes, moves or is missing."""
+    """Also past one block of a thread; one or two elements that change, move or are missing."""
     for numel in (0, 1, 7, 33, 300_001):
         generator = torch.Generator().manual_seed(0)
         bits = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         tensor = bits.view(dtype)
         expected = of(tensor)
         assert of(tensor.clone()) == expected
-        for index in {0, numel // 2, numel - 1} if numel else ():
+        last = torch.arange(numel) * dtype.itemsize + dtype.itemsize - 1  # the byte of the sign
+        for indices in [[0], [numel // 2], [numel - 1], [0, numel - 1], [numel // 3, numel // 2]] if numel else ():
             other = bits.clone()
-            other[index * dtype.itemsize + dtype.itemsize - 1] ^= 1 if dtype is torch.bool else 0x80
-            assert of(other.view(dtype)) != expected
+            other[last[list(set(indices))]] ^= 1 if dtype is torch.bool else 0x80
+            assert of(other.view(dtype)) != expected, indices
         if numel > 1:
             assert of(tensor[:-1]) != expected and of(bits.clone().fill_(1).view(dtype)) != expected
     moved = torch.arange(10.0)

@@ -1,4 +1,4 @@
-"""Replicas hold the same values: compared by checksums, and made equal by a broadcast from the first replica."""
+"""Compares the values of replicas by checksums, and makes them equal by a broadcast from the first replica."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fsdp2x.runtime.sharing import all_gather_object
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
 
-# What the ranks of a group hold alike, by name.
+# Tensors that the ranks of a group hold copies of, by name.
 Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Not int64: a sum of products modulo 2**64 loses the sign bits of two words.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CHUNK_NUMEL = 1 << 22
 _NUM_NAMED = 3
 
 
 def shard_copies(states: Iterable[UnitState]) -> Copies:
-    """The local shards of units that are replicated."""
+    """Returns the local shards of replicated units."""
     copies: Copies = {}
     for state in states:
         for group in state.groups:
@@ -37,13 +38,13 @@ def shard_copies(states: Iterable[UnitState]) -> Copies:
 
 
 def shard_groups(states: Iterable[UnitState]) -> list[dist.ProcessGroup]:
-    """The process groups that units are sharded over, each once, in an order that is the same on every rank."""
+    """Returns the process groups that units are sharded over, each once, in the same order on every rank."""
     groups = dict.fromkeys(group.ranks.group for state in states for group in state.groups)
     return [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
 
 
 def require_equal_shards(root: UnitState) -> None:
-    """Lets the hooks of the root's units go on, once its replicas are known to be equal. Collective if there are any.
+    """Compares the root's replicas, and enables the hooks of its units if they are equal. Collective over replicas.
 
     Raises:
         ValueError: see ``require_equal``. The next forward tries again.
@@ -57,7 +58,7 @@ def require_equal_shards(root: UnitState) -> None:
 
 
 def check_again(state: UnitState) -> None:
-    """Compares the replicas of the root of ``state`` at its next forward, because shards were loaded."""
+    """Makes the next forward of the root compare its replicas; called when shards of ``state`` were loaded."""
     root = state.root_state()
     if root is None or not root.has_equal_replicas:
         return
@@ -70,7 +71,7 @@ def check_again(state: UnitState) -> None:
 
 
 def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGroup]) -> None:
-    """Compares checksums of the bits over each group. Collective, also over ``others``, where every rank is told.
+    """Compares checksums of the bits over each group. Collective, also over ``others``, whose ranks raise as well.
 
     Raises:
         ValueError: on every rank, if some copies differ; it names the first ones and the ranks.
@@ -99,7 +100,7 @@ def _difference(ranks: list[int], names: list[str], sums: list[list[int]]) -> st
 
 
 def make_equal(copies: Copies, device: torch.device) -> None:
-    """Gives every rank of each group the values of its first rank; ``device``: where the groups send. Collective."""
+    """Broadcasts the values of each group's first rank, by way of ``device``. Collective."""
     with torch.no_grad(), torch_private.unobserved():
         for group, tensors in copies.items():
             for tensor in tensors.values():
@@ -111,7 +112,7 @@ def make_equal(copies: Copies, device: torch.device) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits, so that zeros of other signs and NaNs of other payloads differ; the same on every machine."""
+    """Hashes the bits, so that signs of zero and payloads of NaN count. The result is the same on every machine."""
     total = 0
     for part in _plain(tensor):
         own = _C.checksum(part.contiguous()) if part.device.type == "cpu" else _on_device(part)
@@ -120,7 +121,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _on_device(tensor: Tensor) -> int:
-    """The elements as integers, each times another odd number: one that differs changes the sum modulo 2**64."""
+    """Sums the bits as integers, each times another odd number, so that one that differs changes the sum."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.contiguous().flatten().view(_BITS[real.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -131,7 +132,7 @@ def _on_device(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a tensor subclass is made of; others as they are."""
+    """Yields the plain tensors that a tensor subclass consists of, or ``tensor`` itself."""
     tensor = tensor.detach()
     if not torch_private.is_traceable_wrapper_subclass(tensor):
         yield tensor
