@@ -1,8 +1,8 @@
-"""Whether an optimizer steps every element by itself, found out by a trial on small tensors: complete, and cut in two.
+"""Decides by a trial on small tensors whether an optimizer steps every element by itself.
 
-An element-wise step gives the same numbers for a part of a tensor as for that part of the complete tensor. Norms of a
-tensor, sums over all parameters, factored states and blocks do not. The trial runs copies of the optimizer with its own
-settings, on gradients whose parts differ much, over several steps, since state may begin to count in the second one.
+An element-wise step gives a part of a tensor the same numbers as the complete tensor gives that part. Norms of a
+tensor, sums over all parameters, factored states, and blocks do not. Two copies of the optimizer with its own settings
+run several steps, since state may only begin to count in the second one: on complete tensors, and on a part of each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import copy
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import NoneType
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2x.optim.local import local_tensor, number
 from fsdp2x.runtime import torch_private
 
-# What gradients of each step are multiplied by: thresholds and ratios between steps must come to act.
+# Multiplies the gradients of each step, so that thresholds and ratios between steps take effect.
 _FACTORS = (1.0, 1.0, 30.0, 0.02, -1.0, 1000.0, 1.0, 0.1)
-# Optimizers factor or quantize large tensors only, most of them from 128 rows and columns, or 4,096 elements. Some
-# scale by the ratio of rows to columns. So a third of what is cut has 144 rows.
+# Optimizers factor or quantize large tensors only, most of them from 128 rows and columns or 4,096 elements on. Some
+# scale by the ratio of rows to columns. So the part of a large tensor has 143 rows.
 _MAX_SIZE, _MAX_NUMEL = 144, 65_000
 _LEAST_LR = 1e-2  # with less, rounding would hide what a step does
 _TOLERANCE = 1e-4  # of the largest change of a tensor; what is not element-wise differs by percents
@@ -40,19 +40,23 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class _Sample:
-    """What stands for the parameters of a group that have its number of dims."""
+    """Stands for the parameters of a group that have its number of dims."""
 
     param: Tensor
     values: Tensor
     gradient: Tensor
-    dim: int | None  # it is cut along; None: every rank has it completely
+    dim: int | None  # the dim that is cut; None: every rank has all of it
 
-    def part(self, tensor: Tensor, index: int | None) -> Tensor:
-        """The first or second part, of different sizes; None: all of it."""
-        if index is None or self.dim is None:
+    def part(self, tensor: Tensor) -> Tensor:
+        """The middle third. It has other extremes than ``tensor``, and begins at no multiple of a block size."""
+        if self.dim is None:
             return tensor.clone()
-        size = tensor.shape[self.dim]
-        return tensor.narrow(self.dim, *((0, size // 3), (size // 3, size - size // 3))[index]).clone()
+        third = tensor.shape[self.dim] // 3
+        return tensor.narrow(self.dim, third + 1, tensor.shape[self.dim] - 2 * third - 1).clone()
+
+
+_Cut = Callable[[_Sample, Tensor], Tensor]
+_CUTS: tuple[_Cut, _Cut] = (lambda sample, tensor: tensor.clone(), _Sample.part)
 
 
 def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], Any]) -> None:
@@ -63,8 +67,8 @@ def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch
     Raises:
         NotImplementedError: the optimizer is not element-wise, or it cannot be tried.
     """
-    samples = [_samples_of(group["params"]) for group in optimizer.param_groups]
-    if all(sample.dim is None for chosen in samples for sample in chosen):
+    samples = _samples_of(optimizer)
+    if all(sample.dim is None for sample in samples):
         return
     name = type(optimizer).__name__
     with _generators_kept(samples), torch.no_grad():
@@ -82,14 +86,14 @@ def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch
         )
 
 
-def _samples_of(params: list[Tensor]) -> list[_Sample]:
-    """One sample for each number of dims, of the largest parameter that has it; plain parameters are not cut."""
-    largest: dict[tuple[int, bool], Tensor] = {}
-    for param in params:
-        kind = param.ndim, isinstance(param, DTensor)
-        if kind not in largest or param.numel() > largest[kind].numel():
-            largest[kind] = param
-    return [_sample(param, seed) for seed, param in enumerate(largest.values())]
+def _samples_of(optimizer: torch.optim.Optimizer) -> list[_Sample]:
+    """One sample for each number of dims in each group, of the largest parameter that has it."""
+    samples: list[_Sample] = []
+    for group in optimizer.param_groups:
+        kinds = {(param.ndim, isinstance(param, DTensor)): param for param in sorted(group["params"], key=Tensor.numel)}
+        largest = set(map(id, kinds.values()))
+        samples += [_sample(param, seed) for seed, param in enumerate(group["params"]) if id(param) in largest]
+    return samples
 
 
 def _sample(param: Tensor, seed: int) -> _Sample:
@@ -104,135 +108,111 @@ def _sample(param: Tensor, seed: int) -> _Sample:
     dtype = local.dtype if local.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
     generator = torch.Generator().manual_seed(seed)
     values, gradient = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
-    if dim is not None:
-        # The parts have different norms.
-        steps = [1] * len(shape)
-        steps[dim] = shape[dim]
-        values *= torch.linspace(0.5, 2.0, shape[dim]).reshape(steps)
-        gradient *= torch.logspace(-1.0, 1.0, shape[dim]).reshape(steps)
+    if dim is not None:  # parts have different norms
+        ones = [shape[dim] if axis == dim else 1 for axis in range(len(shape))]
+        values *= torch.linspace(0.5, 2.0, shape[dim]).reshape(ones)
+        gradient *= torch.logspace(-1.0, 1.0, shape[dim]).reshape(ones)
     device = torch.device("cpu") if local.is_meta else local.device
     return _Sample(param, values.to(device), gradient.to(device), dim)
 
 
 @contextlib.contextmanager
-def _generators_kept(samples: list[list[_Sample]]) -> Iterator[None]:
-    devices = {sample.values.device for chosen in samples for sample in chosen} - {torch.device("cpu")}
-    before = random.getstate()
+def _generators_kept(samples: list[_Sample]) -> Iterator[None]:
+    before, devices = random.getstate(), {sample.values.device for sample in samples}
     with contextlib.ExitStack() as forks:
-        forks.enter_context(torch.random.fork_rng(devices=[]))
-        for device in devices:
-            forks.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
-        try:
-            yield
-        finally:
-            random.setstate(before)
+        for device in devices | {torch.device("cpu")}:
+            indices = [] if device.type == "cpu" else [device.index]
+            forks.enter_context(torch.random.fork_rng(indices, device_type=device.type))
+        forks.callback(random.setstate, before)
+        yield
 
 
-def _difference_in_steps(optimizer: torch.optim.Optimizer, step: Callable, samples: list[list[_Sample]]) -> str:
-    full, *cut = trials = [_Trial(optimizer, samples, part) for part in (None, 0, 1)]
+def _difference_in_steps(optimizer: torch.optim.Optimizer, step: Callable, samples: list[_Sample]) -> str:
+    full, part = copies = [_copy(optimizer, samples, cut) for cut in _CUTS]
     generator = torch.Generator().manual_seed(len(_FACTORS))
-    for index, factor in enumerate(_FACTORS):
-        gradients = []
-        for sample, param in full.params:
+    for step_number, factor in enumerate(_FACTORS):
+        for sample, *params in zip(samples, *map(_params_of, copies), strict=True):
             noise = torch.randn(sample.gradient.shape, generator=generator).to(sample.gradient)
             gradient = factor * sample.gradient * (1.0 + noise)
-            if index % 3 == 2:  # orthogonal to the parameter: some optimizers project then
-                gradient -= param * ((gradient * param.conj()).sum() / param.abs().square().sum())
-            gradients.append(gradient)
-        for trial in trials:
-            trial.step(step, gradients)
-        if found := full.difference(*cut):
+            if step_number % 3 == 2:  # orthogonal to the parameter: some optimizers project then
+                gradient -= params[0] * ((gradient * params[0].conj()).sum() / params[0].abs().square().sum())
+            for cut, param in zip(_CUTS, params, strict=True):
+                param.grad = cut(sample, gradient)
+        for copied in copies:
+            step(copied)
+        if found := _difference(samples, full, part):
             return found
     return ""
 
 
-class _Trial:
-    """A copy of an optimizer that steps a part of each sample."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, samples: list[list[_Sample]], part: int | None) -> None:
-        self._part = part
-        self._samples = [sample for chosen in samples for sample in chosen]
-        self._params = [nn.Parameter(sample.part(sample.values, part)) for sample in self._samples]
-        state: defaultdict[Any, dict] = defaultdict(dict)
-        memo: dict[int, Any] = {id(optimizer.state): state}
-        # Whatever refers to a parameter refers to its stand-in in the copy.
-        memo.update({id(p): nn.Parameter(torch.zeros(1)) for group in optimizer.param_groups for p in group["params"]})
-        memo.update({id(sample.param): param for sample, param in self.params})
-        for sample, param in self.params:
-            for key, value in optimizer.state.get(sample.param, {}).items():  # some make it when they are built
-                state[param][key] = _small(sample, value, part, memo)
-        state.update({key: copy.deepcopy(optimizer.state[key], memo) for key in optimizer.state if type(key) is str})
-        self._optimizer = object.__new__(type(optimizer))
-        for name, value in vars(optimizer).items():
-            # Users' hooks may refer to everything, and a step on the object is one that somebody wrapped.
-            if name != "step":
-                hooks = name.startswith("_optimizer_")
-                vars(self._optimizer)[name] = OrderedDict() if hooks else copy.deepcopy(value, memo)
-        for group, chosen in zip(self._optimizer.param_groups, samples, strict=True):
-            group["params"][:] = [memo[id(sample.param)] for sample in chosen]
-            rate = group.get("lr")
-            if isinstance(rate, (int, float, Tensor)) and abs(number(rate)) < _LEAST_LR:
-                group["lr"] = torch.full_like(rate, _LEAST_LR) if isinstance(rate, Tensor) else _LEAST_LR
-
-    def step(self, step: Callable, gradients: list[Tensor]) -> None:
-        for (sample, param), gradient in zip(self.params, gradients, strict=True):
-            param.grad = sample.part(gradient, self._part)
-        step(self._optimizer)
-
-    @property
-    def params(self) -> list[tuple[_Sample, nn.Parameter]]:
-        return list(zip(self._samples, self._params, strict=True))
-
-    def _state(self, index: int) -> dict[str, Any]:
-        return self._optimizer.state.get(self._params[index], {})
-
-    def difference(self, first: _Trial, second: _Trial) -> str:
-        """What is another in the parts; "" if nothing is."""
-        for index, sample in enumerate(self._samples):
-            parts = [first._params[index], second._params[index]]
-            shape = tuple(sample.values.shape)
-            moved = (self._params[index] - sample.values).abs().max()
-            if not _are_close(sample, self._params[index], parts, moved):
-                return f"a part of a tensor of shape {shape} is updated otherwise than in the complete tensor"
-            for name, value in self._state(index).items():
-                others = [first._state(index).get(name), second._state(index).get(name)]
-                if isinstance(value, Tensor) and value.ndim > 0:
-                    if value.shape != sample.values.shape:
-                        return f"its state {name!r} of a tensor of shape {shape} has the shape {tuple(value.shape)}"
-                    if not _are_close(sample, value, others, _finite(value).abs().max()):
-                        return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
-                elif not isinstance(value, (Tensor, int, float, str, NoneType)):
-                    return f"its state {name!r} is a {type(value).__name__}, expected numbers or tensors"
-                elif not all(_are_equal(value, other) for other in others):
-                    return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
-        for groups in zip(*(trial._optimizer.param_groups for trial in (self, first, second)), strict=True):
-            for name, value in groups[0].items():
-                if not all(_are_equal(value, group.get(name)) for group in groups[1:]):
-                    return f"the setting {name!r}, which it changes, depends on all elements"
-        return ""
+def _copy(optimizer: torch.optim.Optimizer, samples: list[_Sample], cut: _Cut) -> torch.optim.Optimizer:
+    """Copies ``optimizer`` for parameters that ``cut`` makes of the samples, in their order."""
+    params = [nn.Parameter(cut(sample, sample.values)) for sample in samples]
+    state: defaultdict[Any, dict] = defaultdict(dict)
+    # Whatever refers to a parameter refers to its stand-in in the copy.
+    memo: dict[int, Any] = {id(optimizer.state): state}
+    memo.update({id(param): nn.Parameter(torch.zeros(1)) for param in _params_of(optimizer)})
+    memo.update({id(sample.param): param for sample, param in zip(samples, params, strict=True)})
+    for sample, param in zip(samples, params, strict=True):
+        for key, value in optimizer.state.get(sample.param, {}).items():  # some make it when they are built
+            state[param][key] = _small(sample, value, cut, memo)
+    state.update({key: copy.deepcopy(optimizer.state[key], memo) for key in optimizer.state if type(key) is str})
+    copied = object.__new__(type(optimizer))
+    # Not users' hooks, which may refer to everything, nor a step that a scheduler has wrapped on the object.
+    own = {k: value for k, value in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
+    torch.optim.Optimizer.__setstate__(copied, copy.deepcopy(own, memo))
+    sampled = set(map(id, params))
+    for group in copied.param_groups:
+        group["params"][:] = [param for param in group["params"] if id(param) in sampled]
+        rate = group.get("lr")
+        if isinstance(rate, (int, float, Tensor)) and abs(number(rate)) < _LEAST_LR:
+            group["lr"] = torch.full_like(rate, _LEAST_LR) if isinstance(rate, Tensor) else _LEAST_LR
+    return copied
 
 
-def _small(sample: _Sample, value: Any, part: int | None, memo: dict[int, Any]) -> Any:
+def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _small(sample: _Sample, value: Any, cut: _Cut, memo: dict[int, Any]) -> Any:
     """State for a sample in place of its parameter's: as initialized where that is one number, else ones."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != sample.param.shape:
         return copy.deepcopy(value, memo)
     local = local_tensor(value)
     is_one_number = local.numel() > 0 and bool((local == local.flatten()[0]).all())
     fill = local.flatten()[0].item() if is_one_number else 1
-    return sample.part(torch.full_like(sample.values, fill, dtype=value.dtype), part)
+    return cut(sample, torch.full_like(sample.values, fill, dtype=value.dtype))
 
 
-def _are_close(sample: _Sample, full: Tensor, parts: list[Tensor], scale: Tensor) -> bool:
+def _difference(samples: list[_Sample], full: torch.optim.Optimizer, part: torch.optim.Optimizer) -> str:
+    """What differs between the complete tensors and the parts; "" if nothing does."""
+    for sample, param, cut in zip(samples, _params_of(full), _params_of(part), strict=True):
+        shape = tuple(param.shape)
+        if not _are_close(sample, param, cut, param - sample.values):
+            return f"a part of a tensor of shape {shape} is updated otherwise than in the complete tensor"
+        for name, value in full.state.get(param, {}).items():
+            other = part.state.get(cut, {}).get(name)
+            if not isinstance(value, (Tensor, int, float, str, NoneType)):
+                return f"its state {name!r} is a {type(value).__name__}, expected numbers or tensors"
+            has_dims = isinstance(value, Tensor) and value.ndim > 0
+            if has_dims and value.shape != param.shape:
+                return f"its state {name!r} of a tensor of shape {shape} has the shape {tuple(value.shape)}"
+            if not (_are_close(sample, value, other, value) if has_dims else _are_equal(value, other)):
+                return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
+    for group, other_group in zip(full.param_groups, part.param_groups, strict=True):
+        for name, value in group.items():
+            if not _are_equal(value, other_group.get(name)):
+                return f"the setting {name!r}, which it changes, depends on all elements"
+    return ""
+
+
+def _are_close(sample: _Sample, full: Tensor, part: Any, change: Tensor) -> bool:
     full = _finite(full)
-    rounding = 4 * torch.finfo(full.dtype).eps * full.abs().max()
-    for index, part in enumerate(parts):
-        expected = sample.part(full, index)
-        if not isinstance(part, Tensor) or part.shape != expected.shape:
-            return False
-        difference = (_finite(part) - expected).abs().max()
-        if difference > _TOLERANCE * _finite(scale) + rounding:
-            return False
-    return True
+    expected = sample.part(full)
+    if not isinstance(part, Tensor) or part.shape != expected.shape:
+        return False
+    allowed = _TOLERANCE * _finite(change).abs().max() + 4 * torch.finfo(full.dtype).eps * full.abs().max()
+    return bool((_finite(part) - expected).abs().max() <= allowed)
 
 
 def _finite(tensor: Tensor) -> Tensor:
