@@ -1,4 +1,4 @@
-"""What ranks compare where they meet in a pass over weights: the same bucket of the same pass, of unchanged weights."""
+"""Checks at each bucket of a pass over weights that all ranks have the same one, and that no weight has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp2x.runtime.sharing import all_gather_object
 
 
 class Meetings:
-    """The meetings of one ring over a process group. ``token``: equal on all ranks, and of no other ring."""
+    """Synchronizes the ranks of one ring over a process group. ``token``: equal on all ranks, unique to the ring."""
 
     def __init__(self, group: dist.ProcessGroup, token: bytes) -> None:
         self.call: Call = current_call("export of weights")
@@ -20,7 +20,10 @@ class Meetings:
         self.num = 0
 
     def meet(self, changed: str, device: torch.device) -> None:
-        """The next one. ``changed``: a parameter of this rank that is not what it was when the pass began.
+        """Waits for all ranks at the next bucket.
+
+        Args:
+            changed: a parameter of this rank that has changed since the first bucket; empty: none.
 
         Raises:
             ValueError, RuntimeError: on every rank: see ``require``.

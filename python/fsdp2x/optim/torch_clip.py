@@ -18,66 +18,62 @@ from fsdp2x.optim.local import local_tensor
 
 
 def replacements() -> list[tuple[Callable, Callable]]:
-    """Functions of ``torch.nn.utils`` and what takes their place; ``clip_grad_norm_`` is made from the first two."""
+    """Functions of ``torch.nn.utils`` and what takes their place; torch's ``clip_grad_norm_`` calls the first two."""
     utils = torch.nn.utils
-    return [
-        (utils.get_total_norm, _total_norm(utils.get_total_norm)),
-        (utils.clip_grads_with_norm_, _clip_with_norm(utils.clip_grads_with_norm_)),
-        (utils.clip_grad_value_, _clip_value(utils.clip_grad_value_)),
-    ]
+    pairs = (
+        (utils.get_total_norm, _get_total_norm),
+        (utils.clip_grads_with_norm_, _clip_grads_with_norm),
+        (utils.clip_grad_value_, _clip_grad_value),
+    )
+    return [(theirs, functools.wraps(theirs)(functools.partial(ours, theirs))) for theirs, ours in pairs]
 
 
-def _total_norm(theirs: Callable) -> Callable:
-    @functools.wraps(theirs)
-    @torch.no_grad()
-    def get_total_norm(
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        tensors = _listed(tensors)
-        meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-        # torch's operators have no largest value of an empty shard, and give each rank its own from the others.
-        if not (_is_mixed(tensors) or meshes and math.isinf(float(norm_type))):
-            return theirs(tensors, norm_type, error_if_nonfinite, foreach)
-        norm = norm_of("get_total_norm", tensors, float(norm_type), error_if_nonfinite)
-        # A DTensor, as that of gradients which are all sharded: callers may ask it for its full_tensor().
-        norm = norm.to(meshes[0].device_type)
-        return DTensor.from_local(norm, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
-
-    return get_total_norm
+@torch.no_grad()
+def _get_total_norm(
+    theirs: Callable,
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    tensors = _listed(tensors)
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    # torch's operators have no largest value of an empty shard, and give each rank its own from the others.
+    if not (_is_mixed(tensors) or meshes and math.isinf(float(norm_type))):
+        return theirs(tensors, norm_type, error_if_nonfinite, foreach)
+    norm = norm_of("get_total_norm", tensors, float(norm_type), error_if_nonfinite)
+    # A DTensor, as that of gradients which are all sharded: callers may ask it for its full_tensor().
+    norm = norm.to(meshes[0].device_type)
+    return DTensor.from_local(norm, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
 
 
-def _clip_with_norm(theirs: Callable) -> Callable:
-    @functools.wraps(theirs)
-    @torch.no_grad()
-    def clip_grads_with_norm_(
-        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
-    ) -> None:
-        params = _listed(parameters)
-        # A plain norm of no dimensions multiplies gradients of any mesh.
-        others = [total_norm] if isinstance(total_norm, DTensor) else []
-        if not _is_mixed([*_gradients(params), *others]):
-            return theirs(params, max_norm, total_norm, foreach)
-        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        multiply_gradients(params, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double())
+@torch.no_grad()
+def _clip_grads_with_norm(
+    theirs: Callable,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    params = _listed(parameters)
+    # A plain norm of no dimensions multiplies gradients of any mesh.
+    others = [total_norm] if isinstance(total_norm, DTensor) else []
+    if not _is_mixed([*_gradients(params), *others]):
+        return theirs(params, max_norm, total_norm, foreach)
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    multiply_gradients(params, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double())
 
-    return clip_grads_with_norm_
 
-
-def _clip_value(theirs: Callable) -> Callable:
-    @functools.wraps(theirs)
-    @torch.no_grad()
-    def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-        params = _listed(parameters)
-        gradients = _gradients(params)
-        if not _is_mixed(gradients):
-            return theirs(params, clip_value, foreach)
-        for grad in gradients:
-            local_tensor(grad).clamp_(-float(clip_value), float(clip_value))
-
-    return clip_grad_value_
+@torch.no_grad()
+def _clip_grad_value(
+    theirs: Callable, parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    params = _listed(parameters)
+    gradients = _gradients(params)
+    if not _is_mixed(gradients):
+        return theirs(params, clip_value, foreach)
+    for grad in gradients:
+        local_tensor(grad).clamp_(-float(clip_value), float(clip_value))
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

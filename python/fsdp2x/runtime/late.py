@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(root: nn.Module) -> tuple:
-    """What ``_C.is_same_tree`` compares: the modules of ``root`` and how many parameters each registers."""
+    """Returns the modules of ``root`` and the number of parameters of each, for ``_C.is_same_tree``."""
     entries: list = []
     for module in root.modules():
         num_params = sum(param is not None for param in module._parameters.values())
@@ -38,11 +38,11 @@ def snapshot(root: nn.Module) -> tuple:
 def adopt_late(root: UnitState, tree: list[UnitState]) -> bool:
     """Gives each unit in ``tree`` a group of the parameters that its modules register since the last call.
 
-    Dissolves groups of earlier calls whose parameters have left the model; what is left of them is adopted again. While
-    all units are sharded. Local: the engine and the other ranks learn of it by ``_make_root`` and ``share_late``.
+    Dissolves groups of earlier calls if parameters have left the model, and adopts the remaining ones again. All units
+    must be sharded. Local: ``_make_root`` and ``share_late`` tell the engine and the other ranks.
 
     Returns:
-        Whether there is anything for them to learn.
+        Whether the engine and the other ranks must be told.
 
     Raises:
         ValueError: a trainable parameter is a scalar.
@@ -73,7 +73,7 @@ def late_groups(tree: list[UnitState]) -> list[ReplicatedParams]:
 
 
 def _dissolve(state: UnitState, present: set[int]) -> bool:
-    """Drops late groups of which a place is gone, and forgets places whose modules have deleted the name."""
+    """Drops late groups with a parameter whose module or name is gone, and forgets deleted names."""
     places = [(ref, names, ref()) for ref, names in state.places]
     state.places = [
         (ref, names if module is None else names & module._parameters.keys()) for ref, names, module in places
@@ -93,7 +93,7 @@ def _dissolve(state: UnitState, present: set[int]) -> bool:
 
 
 def _find(root: UnitState, tree: list[UnitState]) -> list[tuple[UnitState, list[OwnedParam]]]:
-    """The units with late parameters, and these; ties to parameters of the units are made on the way."""
+    """Returns units and their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
     known = {(id(module), name) for s in tree for ref, names in s.places if (module := ref()) for name in names}
@@ -106,21 +106,30 @@ def _find(root: UnitState, tree: list[UnitState]) -> list[tuple[UnitState, list[
                     continue
                 if id(param) in records:
                     _tie(*records[id(param)], state, module, name)
-                elif type(param) is nn.Parameter and (param.dim() > 0 or param.requires_grad):
+                elif type(param) is nn.Parameter and param.dim() > 0:
                     entry, states = homes.setdefault(id(param), (OwnedParam(param), set()))
                     entry.owners.append((module, name))
                     states.add(id(state))
                 elif param.requires_grad:
-                    raise NotImplementedError(
-                        f"fsdp2x: parameter {name!r} of {type(module).__name__} was added after fully_shard and is a "
-                        f"{type(param).__name__}, whose gradients would not be reduced. Add it before fully_shard, or "
-                        "make it an nn.Parameter over a plain tensor."
-                    )
+                    _refuse(param, f"parameter {name!r} of {type(module).__name__}")
     found: dict[int, list[OwnedParam]] = {}
     for entry, states in homes.values():
         # What several units share is gathered with the root, which contains them.
         found.setdefault(states.pop() if len(states) == 1 else id(root), []).append(entry)
     return [(state, found[id(state)]) for state in tree if id(state) in found]
+
+
+def _refuse(param: nn.Parameter, what: str) -> None:
+    what = f"fsdp2x: {what} was added after fully_shard and is a"
+    if type(param) is nn.Parameter:
+        raise ValueError(
+            f"{what} scalar. Change it to a 1D tensor with one element, or add it before fully_shard and pass it in "
+            "ignored_params."
+        )
+    raise NotImplementedError(
+        f"{what} {type(param).__name__}, whose gradients would not be reduced. Add it before fully_shard, or make it "
+        "an nn.Parameter over a plain tensor."
+    )
 
 
 def _is_managed_elsewhere(module: nn.Module) -> bool:
@@ -137,13 +146,6 @@ def _tie(group, index: int, state: UnitState, module: nn.Module, name: str) -> N
 
 
 def _adopt_in(state: UnitState, entries: list[OwnedParam]) -> None:
-    for entry in entries:
-        if entry.param.dim() == 0:
-            module, name = entry.owners[0]
-            raise ValueError(
-                f"fsdp2x: parameter {name!r} of {type(module).__name__} was added after fully_shard and is a scalar. "
-                "Change it to a 1D tensor with one element, or add it before fully_shard and pass it in ignored_params."
-            )
     if not state.offload.of_shards:
         collect.move_to_device([entry.param for entry in entries], state.ranks.device)
     ranks = replicated_ranks(state.ranks)

@@ -1,7 +1,7 @@
-"""Modules of the root's unit that are called past the root: each such call is a forward of the root. Owns nothing.
+"""Makes calls of modules below the root forwards of the root, if the root itself was not called. Owns nothing.
 
-``model.base_model.model(...)`` of a wrapped model, ``model.model(...)`` for hidden states and ``model.lm_head(...)`` on
-them leave the root out. After a forward without gradients nothing is gathered, so that its weights would be sharded.
+``model.base_model.model(...)``, ``model.model(...)`` for hidden states, and ``model.lm_head(...)`` on them skip the
+root. After a forward without gradients nothing is gathered, so these modules would see sharded weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def watch_entries(root: UnitState) -> None:
-    """From the first forward without gradients on, for modules that hold units or weights of the root's unit.
+    """Hooks modules that hold units or weights of the root's unit, at the first forward without gradients.
 
-    Without units below, for those that hold all its weights: a hook on each small module would cost time.
+    Without units below, only modules that hold all weights: a hook on each small module would cost time.
     """
     if torch.is_grad_enabled() or root.entered is not None:
         return
@@ -66,7 +66,7 @@ def _watch(root: UnitState, module: nn.Module) -> None:
 
 
 def _begins_forward(state: UnitState) -> bool:
-    """Whether the root is at rest, or was left by an interrupt: a call of a gathered root's module needs nothing."""
+    """Whether the root is between steps and sharded, or an interrupt ended its forward."""
     if not state.root.in_forward:
         return state.unit.param_state == "SHARDED"
     entered = state.entered()

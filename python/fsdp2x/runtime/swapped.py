@@ -1,4 +1,4 @@
-"""Parameters that hold other values for a while: what would keep, move, or change those raises. Owns their list."""
+"""Lists parameters that hold other values for a while, so that calls which keep, move, or change them raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _swapped: list[set[int]] = []
 
 @contextlib.contextmanager
 def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """In the block the caller, who keeps ``params`` alive, has other values in them."""
+    """Lists ``params`` during the block, in which the caller keeps other values in them."""
     ids = {id(param) for param in params}
     _swapped.append(ids)
     hook = register_optimizer_step_pre_hook(_before_step)
@@ -26,14 +26,14 @@ def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def why_swapped(params: Iterable[torch.Tensor]) -> str:
-    """What is wrong where one of ``params`` holds other values; empty otherwise."""
+    """Returns what is wrong if one of ``params`` holds other values, else an empty string."""
     if not _swapped or not any(id(param) in ids for param in params for ids in _swapped):
         return ""
     return "the parameters hold averages inside of EMA.swapped(), whose end gives them their own values. Leave it first"
 
 
 def refuse_swapped(caller: str, params: Iterable[torch.Tensor]) -> None:
-    """Raises RuntimeError where one of ``params`` holds other values; ``caller`` begins the message."""
+    """Raises RuntimeError if one of ``params`` holds other values; ``caller`` begins the message."""
     if why := why_swapped(params):
         raise RuntimeError(f"{caller}: {why}.")
 

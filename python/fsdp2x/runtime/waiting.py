@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +22,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.sharded_param import ShardedParam
 from fsdp2x.runtime.spec import ParamSpec
-from fsdp2x.runtime.tree import unit_states
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import roots_of, unit_states
 
 Waiting = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -89,12 +86,13 @@ def get_pending_gradients(self: nn.Module) -> dict[nn.Parameter, Waiting]:
         parameter as one, with ``Partial`` where ranks hold summands. ``partial``: this rank's rows, reduced over
         the shard ranks, that wait for the all-reduce over the replicas.
     """
-    return {
-        sharded.param: _waiting(state, number, index, sharded)
-        for state in unit_states(self)
-        for number, group in enumerate(state.groups)
-        for index, sharded in enumerate(group.params)
-    }
+    pending = {}
+    for state in unit_states(self):
+        for number, group in enumerate(state.groups):
+            for index, sharded in enumerate(group.params):
+                whole, rows = (None, None) if state.unit is None else state.unit.waiting_gradient(number, index)
+                pending[sharded.param] = _shown(sharded, "whole", whole), _shown(sharded, "rows", rows)
+    return pending
 
 
 def synchronize_gradients(self: nn.Module) -> None:
@@ -113,21 +111,13 @@ def synchronize_gradients(self: nn.Module) -> None:
     try:
         for each in options:
             each.requires_gradient_sync = each.requires_all_reduce = True
-        roots = {id(state.root): state.root for state in states if state.root is not None}
-        for root in roots.values():
+        for root in roots_of(states):
             if root.in_forward or root.in_backward:
                 raise RuntimeError("synchronize_gradients cannot be called during forward or backward")
             root.synchronize_gradients([state.unit for state in states if state.root is root])
     finally:
         for each, (sync, all_reduce) in zip(options, before, strict=True):
             each.requires_gradient_sync, each.requires_all_reduce = sync, all_reduce
-
-
-def _waiting(state: UnitState, group: int, index: int, sharded: ShardedParam) -> Waiting:
-    if state.unit is None:
-        return None, None
-    whole, rows = state.unit.waiting_gradient(group, index)
-    return _shown(sharded, "whole", whole), _shown(sharded, "rows", rows)
 
 
 def _shown(sharded: ShardedParam, kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
