@@ -25,8 +25,6 @@ SIDES = {
     "ddp": ("DDP, unsharded", OTHERS),
     "unsharded": ("unsharded, foreach", OTHERS),
 }
-# What the simulator foretells.
-SIMULATED = {"process_group": "fsdp2x, gloo", "shm": "fsdp2x, shared memory", "stock": "FSDP2"}
 PHASES = ("forward", "backward", "clip", "optimizer")
 MIB = 2**20
 MOST_BARS = 8
@@ -187,18 +185,6 @@ def of_wire(results: list) -> list[Panel]:
     return panels
 
 
-def of_simulate(results: list) -> list[Panel]:
-    return [
-        of_ways(
-            f"{one['case']}: {title}",
-            {"measured": (one[side]["measured_ms"], True), "foretold": (one[side]["foretold_ms"], False)},
-            "ms",
-        )
-        for one in results
-        for side, title in SIMULATED.items()
-    ]
-
-
 def of_score(results: Mapping) -> list[Panel]:
     return [
         of_ways(
@@ -275,7 +261,6 @@ PANELS: dict[str, Callable[..., list[Panel]]] = {
     "checkpoint": of_checkpoint,
     "curves": of_curves,
     "wire": of_wire,
-    "simulate": of_simulate,
 }
 
 

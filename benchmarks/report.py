@@ -15,7 +15,6 @@ from pathlib import Path
 
 import bench_checkpoint
 import bench_collectives
-import bench_counts
 import bench_curves
 import bench_export
 import bench_host
@@ -25,10 +24,8 @@ import bench_moe
 import bench_moments
 import bench_muon
 import bench_optimizer
-import bench_scale
 import bench_score
 import bench_sequence
-import bench_simulate
 import bench_step
 import bench_sync
 import bench_wire
@@ -58,9 +55,6 @@ TITLES = {
     "curves": "Losses by moments and by wire formats",
     "moe": "Experts and tiled MLPs",
     "score": "Log-probabilities without logits",
-    "simulate": "Foretold and measured steps of this machine",
-    "counts": "Collectives, launches and bytes of a step",
-    "scale": "Steps on GPUs that are not there: foretold, not measured",
     "gpu": "One GPU",
     "checkpoint": "Saving model and optimizer",
 }
@@ -81,9 +75,6 @@ ROWS: dict[str, Callable[[object], list[list[str]]]] = {
     "moe": bench_moe.rows_of,
     "score": bench_score.rows_of,
     "checkpoint": bench_checkpoint.rows_of,
-    "simulate": bench_simulate.rows_of,
-    "counts": bench_counts.rows_of,
-    "scale": bench_scale.rows_of,
 }
 # Entries of a GPU's results: title and table.
 GPU_ROWS: dict[str, tuple[str, Callable[[list], list[list[str]]]]] = {

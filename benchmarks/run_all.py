@@ -31,10 +31,6 @@ FULL = {
     "wire_cpu_2ranks": ["bench_wire.py"],
     "curves_cpu_2ranks": ["bench_curves.py"],
     "moe_cpu_2ranks": ["bench_moe.py"],
-    "simulate_cpu_2ranks": ["bench_simulate.py"],
-    "simulate_cpu_4ranks": ["bench_simulate.py", "--world", "4"],
-    "counts": ["bench_counts.py"],
-    "scale": ["bench_scale.py"],
     "score_cpu": ["bench_score.py"],
     "checkpoint_cpu_2ranks": ["bench_checkpoint.py"],
     "load_warm_cpu_2ranks": ["bench_load.py", "--hidden", "1024", "--layers", "48", "--repeats", "1"],
@@ -48,7 +44,6 @@ QUICK = {
     "memory_cpu_2ranks": ["bench_memory.py", "--quick"],
     "sequence_cpu_2ranks": ["bench_sequence.py", "--quick"],
     "score_cpu": ["bench_score.py", "--quick"],
-    "counts": ["bench_counts.py", "--quick"],
 }
 
 

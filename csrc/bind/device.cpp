@@ -106,9 +106,7 @@ void bind_device(py::module_& m) {
   py::class_<ReductionPlan>(m, "ReductionPlan")
       .def(py::init(&plan_reduction), py::arg("layout"), py::arg("trains"), py::arg("pack_below_bytes"))
       .def_readonly("direct", &ReductionPlan::direct)
-      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes)
       .def_readonly("rows_bytes", &ReductionPlan::rows_bytes)
-      .def("chunk_bytes", &ReductionPlan::chunk_bytes, py::arg("param"))
       .def("is_pool", &ReductionPlan::is_pool, py::arg("pool"));
 }
 

@@ -1,7 +1,4 @@
-"""Collectives, their bytes and copies of a step, foretold from the plan, are those that a real step makes."""
-
-import importlib.util
-from pathlib import Path
+"""Bytes of a device's collectives in a real step are those of the plan, and copies do not grow with parameters."""
 
 import pytest
 import torch
@@ -9,35 +6,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp2x
 import models
 import moe_models
-import reference
 import streams
-from fsdp2x.memory.facts import ModelFacts, Ranks
-from fsdp2x.memory.report import trees_of
-from fsdp2x.memory.sources import facts_of_model, facts_of_plan
-from fsdp2x.memory.steps import Replay
-from fsdp2x.runtime.transport import Transport
-from fsdp2x.simulate import schedules
-from fsdp2x.simulate.machines import MACHINES
-from fsdp2x.simulate.schedules import PEERS, Pacing
 from fsdp2x.units.wrap import plan_units
 from harness import distributed
-from reference import only_fsdp2x
-
-_SPEC = importlib.util.spec_from_file_location(
-    "step_trace", Path(__file__).resolve().parents[2] / "benchmarks" / "step_trace.py"
-)
-step_trace = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(step_trace)
+from reference import only_fsdp2x, shard
 
 NUM_EXPERTS = 128
-PACING = Pacing(MACHINES["h100"], mfu=0.4)
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-}
+# Entries of a record that launch a kernel or a copy.
+COPIES = ("copy", "pack", "write_rows", "divide", "add", "assign", "transfer")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Listed(nn.Module):
@@ -76,117 +56,44 @@ CASES = {
 }
 
 
-def mesh_of(ctx, case):
-    if case != "hsdp":
-        return None
-    return init_device_mesh("cpu", (2, ctx.world // 2), mesh_dim_names=("replicate", "shard"))
+def moved(entries: list[tuple], world: int) -> dict[str, int]:
+    """Bytes that a rank sends around rings, by the collective, and how many copies there are."""
+    found = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "copies": 0}
+    for operation, _, _, reads, writes in entries:
+        kind = operation.partition(" ")[0]
+        if kind in ("all_gather", "reduce_scatter"):
+            found[kind] += sum(size for _, size in (writes if kind == "all_gather" else reads)) * (world - 1) // world
+        elif kind == "all_reduce":  # of two replicas: twice the half
+            found[kind] += sum(size for _, size in reads)
+        found["copies"] += operation in COPIES
+    return found
 
 
-def units_of(case, model):
-    return ["layer"] if case == "listed" else plan_units(model)
-
-
-def steady(model, run):
+@distributed(world_sizes=(2, 4))
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_steady_step_moves_what_the_plan_says(ctx, case, grouped):
+    """Parameters of 512 bytes and more on their own, or all packed."""
+    only_fsdp2x(ctx)
+    recorder = streams.install(512, grouped=grouped)
+    build, run = CASES[case]
+    model, mesh, world = build(), None, ctx.world
+    if case == "hsdp":
+        world //= 2
+        mesh = init_device_mesh("cpu", (2, world), mesh_dim_names=("replicate", "shard"))
+    units = ["layer"] if case == "listed" else plan_units(model)
+    policy = MixedPrecisionPolicy() if case == "lora" else BF16
+    model = shard(ctx, model, units, transport="streams", mesh=mesh, mp_policy=policy)
     for _ in range(2):
         run(model)
         model.zero_grad()
-
-
-def foretold(facts: ModelFacts, schedule) -> tuple[dict[str, list[int]], int]:
-    """Bytes of each collective by kind, largest first, and launches of copies."""
-    found: dict[str, list[int]] = {}
-    num_copies = 0
-    for root, units in trees_of(facts):
-        replay = Replay(root, units)
-        replay.run()
-        ((_, operations),) = replay.operations
-        for task in schedule(operations, {}, PACING):
-            num_copies += task.num_launches
-            for call in task.collectives:
-                if call.axis.world > 1:
-                    found.setdefault(call.kind, []).append(call.num_bytes)
-    return {kind: sorted(sizes, reverse=True) for kind, sizes in found.items()}, num_copies
-
-
-def over_a_process_group(ctx, case) -> None:
-    build, run = CASES[case]
-    model = build()
-    model = reference.shard(ctx, model, units_of(case, model), transport="process_group", mesh=mesh_of(ctx, case))
-    expected, _ = foretold(facts_of_model(model), schedules.ours)
-    steady(model, run)
-    assert step_trace.collectives_of(lambda: run(model)) == expected
-
-
-def on_lanes_of_a_device(ctx, case, grouped, unpacked=False) -> None:
-    """And the launches of the copies around them: parameters of 512 bytes and more on their own, or all packed."""
-    recorder = streams.install(512, grouped=grouped)
-    build, run = CASES[case]
-    model = build()
-    policy = "bf16 sums" if unpacked else "fp32" if case == "lora" else "bf16"
-    options = {"mesh": mesh_of(ctx, case), "mp_policy": POLICIES[policy]}
-    model = reference.shard(ctx, model, units_of(case, model), transport="streams", **options)
-    if unpacked:
-        model.set_reduce_scatter_unpacked()
-    facts = facts_of_model(model)
-    groups = [group for unit in facts.units for group in unit.groups]
-    has_peers = any(group.ranks.world > 1 for group in groups)
-    assert (unpacked and has_peers) == any(group.direct_reduce_bytes for group in groups)
-    assert grouped == any(group.direct_chunk_bytes for unit in facts.units for group in unit.groups) or case == "listed"
-    expected, num_copies = foretold(facts, schedules.ours)
-    steady(model, run)
+    plan = fsdp2x.memory_report(model).traffic
     recorder.clear()
     run(model)
-    assert step_trace.collectives_of_record(recorder.entries) == expected
-    assert step_trace.num_copies_of_record(recorder.entries) == num_copies
-
-
-def of_stock(ctx, case, policy) -> None:
-    """What is compared with: its collectives over the same units, from the plan of a model that is not sharded."""
-    build, run = CASES[case]
-    model, mesh = build(), mesh_of(ctx, case)
-    units = units_of(case, model)
-    replicas = 2 if case == "hsdp" else 1
-    world = ctx.world // replicas
-    ranks = Ranks("shards", world, ctx.rank % world, Transport.PROCESS_GROUP, replicas, has_streams=True)
-    wrap = ["ListLayer"] if case == "listed" else True
-    facts = facts_of_plan(model, ranks, auto_wrap=wrap, mp_policy=POLICIES[policy])
-    expected, _ = foretold(facts, lambda *arguments: schedules.theirs(PEERS["fsdp2"], *arguments))
-    model = reference.shard_stock(model, units, mesh=mesh, mp_policy=POLICIES[policy])
-    steady(model, run)
-    assert step_trace.collectives_of(lambda: run(model)) == expected
-
-
-SIDES = {
-    "process group": over_a_process_group,
-    "device, one by one": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=True),
-    "device, unpacked": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=True, unpacked=case not in PACKED),
-    "device, packed": lambda ctx, case: on_lanes_of_a_device(ctx, case, grouped=False),
-    "stock, fp32": lambda ctx, case: of_stock(ctx, case, "fp32"),
-    "stock, bf16": lambda ctx, case: of_stock(ctx, case, "bf16"),
-}
-# Many parameters, or small ones alone.
-PACKED = ("listed", "lora")
-FEW = ("device, packed", "stock, fp32", "stock, bf16")
-# What is foretold of stock, and of what a device packs, needs fewer of them; replicas are below, on four ranks.
-EACH = [
-    pytest.param(case, side, marks=[pytest.mark.full] if case == "hsdp" or side in FEW and case != "dense" else [])
-    for case in CASES
-    for side in SIDES
-]
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize(("case", "side"), EACH)
-def test_two_ranks(ctx, case, side):
-    only_fsdp2x(ctx)
-    SIDES[side](ctx, case)
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    "case", [case if case == "hsdp" else pytest.param(case, marks=pytest.mark.full) for case in CASES]
-)
-def test_four_ranks(ctx, case, side):
-    only_fsdp2x(ctx)
-    SIDES[side](ctx, case)
+    found = moved(recorder.entries, world)
+    # Copies in and out of what is packed, and a cast; gradients are packed, and rows written.
+    assert 0 < found.pop("copies") <= 3 * plan.gathers + 2 * plan.reductions
+    # Segments pad each parameter to 64 bytes, a gather of its own does not.
+    padding = plan.gather_bytes - found.pop("all_gather")
+    assert 0 <= padding <= grouped * plan.gather_bytes // 50
+    assert found == {"reduce_scatter": plan.reduce_bytes, "all_reduce": plan.all_reduce_bytes}

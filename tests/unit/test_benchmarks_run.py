@@ -14,7 +14,6 @@ ONE_SMALL_MODEL = ("--hidden", "64", "--layers", "2", "--repeats", "1")
 SHORTEST = {
     "bench_checkpoint.py": ONE_SMALL_MODEL,
     "bench_collectives.py": ("--sizes", "4096", "--steps", "2"),
-    "bench_counts.py": ("--quick",),
     "bench_curves.py": ("--quick",),
     "bench_export.py": ONE_SMALL_MODEL,
     "bench_host.py": ("--quick",),
@@ -24,10 +23,8 @@ SHORTEST = {
     "bench_moments.py": ("--steps", "1"),
     "bench_muon.py": ("--cases", "layers", "--steps", "1"),
     "bench_optimizer.py": ("--steps", "1"),
-    "bench_scale.py": ("--quick",),
     "bench_score.py": ("--quick", "--steps", "1"),
     "bench_sequence.py": ("--quick", "--steps", "1"),
-    "bench_simulate.py": ("--quick",),
     "bench_step.py": ("--cases", "many", "--steps", "1"),
     "bench_sync.py": ONE_SMALL_MODEL,
     "bench_wire.py": ("--quick", "--steps", "1"),

@@ -67,26 +67,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
     )
-    command.add_argument(
-        "--simulate", action="store_true", help="foretell a step's time, launches and bytes, too, on a --node"
-    )
-    command.add_argument("--node", metavar="KIND", help="h100 (default), b200 or a100: nodes of 8, for --simulate")
-    command.add_argument(
-        "--tokens", type=int, metavar="T", help="of a rank in a micro-batch; default the YAML's, or 8192"
-    )
-    command.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="S",
-        help="of a sample; default all of a micro-batch",
-    )
-    command.add_argument("--mfu", type=float, metavar="F", help="share of the peak that compute reaches; default 0.4")
-    command.add_argument("--recompute", action="store_true", help="activations are computed again in backward")
-    command.add_argument(
-        "--reduce-unpacked",
-        action="store_true",
-        help="large gradients are reduced from where autograd made them (set_reduce_scatter_unpacked)",
-    )
     command.add_argument("--explain", action="store_true", help="say what each row and column means, too")
     command.add_argument("--plot", metavar="FILE.png", help="draw what fills a rank's memory; needs matplotlib")
     command.add_argument("--json", action="store_true", help="everything as one JSON object")

@@ -16,12 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.commands.plan_simulation import asks_for_simulation, simulation_of
 from fsdp2x.commands.plan_words import bar, explanation, remark_on_dtype
 from fsdp2x.memory.plan import PlanError, planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.runtime.transport import Transport
-from fsdp2x.simulate.step import Simulation
 
 _DEFAULTS = {
     "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
@@ -54,13 +52,6 @@ class Request:
     micro_batches: int | None = None
     before_last: str | None = None
     memory_bytes: int | None = None
-    simulate: bool = False
-    node: str | None = None
-    tokens: int | None = None
-    sequence_length: int | None = None
-    mfu: float | None = None
-    recompute: bool = False
-    reduce_unpacked: bool = False
     wire_weights: str | None = None
     wire_gradients: str | None = None
     explain: bool = False
@@ -75,7 +66,6 @@ class MemoryPlan:
     request: Request
     report: MemoryReport
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
-    simulation: Simulation | None = None
     dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
 
     @property
@@ -106,7 +96,6 @@ class MemoryPlan:
             "fits": self.fits,
             "staging_bytes": self.staging_bytes,
             "report": self.report.to_dict(),
-            **({} if self.simulation is None else {"simulation": self.simulation.to_dict()}),
         }
 
     @property
@@ -137,8 +126,6 @@ class MemoryPlan:
         lines += ["", bar(report, self.peak_bytes, request.memory_bytes)]
         if request.explain:
             lines += ["", explanation(report)]
-        if self.simulation is not None:
-            lines += ["", str(self.simulation)]
         return "\n".join(lines)
 
 
@@ -153,7 +140,6 @@ def make_plan(request: Request) -> MemoryPlan:
     for name in ("world_size", "local_world_size", "replicas", "expert_parallel", "micro_batches"):
         if getattr(request, name) is not None and getattr(request, name) < 1:
             raise PlanError(f"{name}: got {getattr(request, name)}, expected at least 1")
-    simulates = asks_for_simulation(request)
     request = _filled(request, {"local_world_size": usual_node(request.world_size)})
     path = Path(request.config).expanduser()
     stages_saves = dtype_is_the_models = False
@@ -179,20 +165,18 @@ def make_plan(request: Request) -> MemoryPlan:
             param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
             reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
         ),
-        "reduces_unpacked": request.reduce_unpacked,
         **{name: getattr(request, name) for name in names},
     }
     try:
         micro_batches = check_micro_batches("plan", request.micro_batches, request.before_last)
         facts = planned_facts(model, request.world_size, **options)
         report = planned_report(facts, request.optimizer, micro_batches)
-        simulation = simulation_of(model, facts, request, micro_batches) if simulates else None
     except (ValueError, NotImplementedError) as error:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging = saved if stages_saves else 0
-    return MemoryPlan(type(model).__name__, numel, request, report, staging, simulation, dtype_is_the_models)
+    return MemoryPlan(type(model).__name__, numel, request, report, staging, dtype_is_the_models)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:

@@ -62,8 +62,6 @@ def read_training(
         "expert_parallel": parallel.expert_parallel,
         "expert_fsdp_size": parallel.expert_fsdp_size,
         "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
-        "tokens": _tokens(config, world_size // parallel.sequence_parallel),
-        "sequence_length": config.data.block_size,
         "before_last": parallel.accumulate,
     }
     if not trains:
@@ -104,13 +102,6 @@ def _micro_batches(config: TrainConfig, num_readers: int) -> int:
         return batching.accumulation
     samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
     return -(-batching.batch_size * batching.accumulation // samples_per_row)
-
-
-def _tokens(config: TrainConfig, num_readers: int) -> int:
-    """Of a rank in a micro-batch."""
-    if config.data.packing:
-        return config.data.max_tokens or config.data.block_size
-    return resolve_batching(config.train, num_readers).batch_size * config.data.block_size
 
 
 def _build(config: TrainConfig, dtype: torch.dtype) -> nn.Module:

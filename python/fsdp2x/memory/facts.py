@@ -69,11 +69,7 @@ class GroupFacts:
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
     params: tuple[ParamFacts, ...] = ()
-    shapes: tuple[tuple, ...] = ()  # of each parameter, as the layout is told
-    trains: tuple[bool, ...] = ()  # likewise
-    direct_chunk_bytes: tuple[int, ...] = ()  # of a rank, of parameters that a device gathers one by one
-    packed_reduce_bytes: int = 0  # of a rank, in what a device reduces packed, flags included
-    direct_reduce_bytes: tuple[int, ...] = ()  # likewise, in each reduction of a gradient that is not packed
+    trains: tuple[bool, ...] = ()
     coded_reduce_bytes: int = 0  # of a rank, in an all-to-all in a wire format; 0: reductions travel as they are
     wire_bytes: int = 0  # kept from step to step: this rank's encoded rows, and what gradients have lost
 
@@ -168,8 +164,6 @@ def _count(
         coded_reduce_bytes=coded_bytes,
         wire_bytes=wire_bytes,
         reduce_segment_bytes=plan.rows_bytes,
-        packed_reduce_bytes=plan.segment_bytes,
-        direct_reduce_bytes=tuple(plan.chunk_bytes(i) for i in plan.direct for _ in range(shapes[i][0])),
         replica_segment_bytes=staged.flagged_segment_bytes,
         row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
@@ -190,9 +184,7 @@ def _count(
         reduces_unused=reduces_unused,
         small=small,
         params=tuple(params),
-        shapes=tuple(shapes),
         trains=tuple(trains),
-        direct_chunk_bytes=() if gathers_coded else tuple(_C.direct_chunk_bytes(layout, pack_below)),
     )
 
 

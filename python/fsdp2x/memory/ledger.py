@@ -75,9 +75,8 @@ class Ledger:
     def has_more_reductions(self, num: int) -> bool:
         return False
 
-    def retire_reductions(self, num: int) -> list[GroupFacts]:
-        """Of more than ``num`` that are on their way the compute waits for the oldest: whose they are."""
-        return []
+    def retire_reductions(self, num: int) -> None:
+        """The compute waits for the oldest reductions until ``num`` are left on their way."""
 
     def begin_reduce(self, group: GroupFacts) -> None:
         pass
@@ -230,7 +229,6 @@ class DeviceLedger(Ledger):
         if ranks.max_reduce_buffers is not None:
             self._queue.set_max_buffers(ranks.max_reduce_buffers)
         self._numbers: dict[GroupFacts, int] = {}  # of the last reduction
-        self._groups: dict[int, GroupFacts] = {}  # by the number of a reduction that is on its way
         self._rows: dict[GroupFacts, int] = {}  # segments of reductions that are not finished
         self._summed: set[GroupFacts] = set()  # whose gradients of this step are in their pool already
         self._packed: dict[GroupFacts, int] = {}  # buffers with gradients that came without gradient sync
@@ -286,8 +284,7 @@ class DeviceLedger(Ledger):
         if self.packs_into_pool(group):
             return
         buffer = self._packed.pop(group) if group in self._packed else self._pack(group)
-        number = self._numbers[group] = self._queue.begin(buffer, self._buffers.bytes_of(buffer))
-        self._groups[number] = group
+        self._numbers[group] = self._queue.begin(buffer, self._buffers.bytes_of(buffer))
 
     def take_rows(self, group: GroupFacts) -> None:
         if self._world > 1 and not self._ends_in_pool(group):  # or it is the gradient pool
@@ -309,15 +306,12 @@ class DeviceLedger(Ledger):
     def has_more_reductions(self, num: int) -> bool:
         return len(self._queue) > num
 
-    def retire_reductions(self, num: int) -> list[GroupFacts]:
-        retired = []
+    def retire_reductions(self, num: int) -> None:
         while len(self._queue) > num:
-            number, buffer, segments = self._queue.pop()
+            _, buffer, segments = self._queue.pop()
             self._buffers.release(buffer)
             for segment in segments:
                 self._segments.release(segment)
-            retired.append(self._groups.pop(number))
-        return retired
 
     def finish_reduce(self, group: GroupFacts) -> None:
         if group in self._rows:

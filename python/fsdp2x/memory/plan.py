@@ -124,16 +124,10 @@ def planned_facts(
     expert_parallel: int = 1,
     expert_fsdp_size: int | None = None,
     local_world_size: int | None = None,
-    gathers: str | None = None,
-    reduces_unpacked: bool = False,
     wire_weights: str | None = None,
     wire_gradients: str | None = None,
 ) -> ModelFacts:
-    """The units that ``plan_memory`` counts, with the same arguments and errors.
-
-    ``gathers``: how CUDA's backend runs many of them (``torch_private.gathers_of``); None: as this torch's NCCL does.
-    ``reduces_unpacked``: after ``set_reduce_scatter_unpacked``.
-    """
+    """The units that ``plan_memory`` counts, with the same arguments and errors."""
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
     if transport not in (Transport.PROCESS_GROUP, Transport.SHM):
@@ -151,9 +145,8 @@ def planned_facts(
 
     def ranks_of(key: str, world: int, copies: int) -> Ranks:
         if device == "cuda":
-            how = gathers or torch_private.gathers_of_nccl()
-            options = {"has_streams": True, "gathers": how, "reduces_unpacked": reduces_unpacked}
-            return Ranks(key, world, 0, Transport.PROCESS_GROUP, copies, **options)
+            how = torch_private.gathers_of_nccl()
+            return Ranks(key, world, 0, Transport.PROCESS_GROUP, copies, has_streams=True, gathers=how)
         share = copies > 1 and on_one_host
         return Ranks(
             key, world, 0, Transport.LOCAL if world == 1 else Transport(transport), copies, replicas_share=share

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 from torch import nn
 
@@ -31,27 +30,11 @@ HELD = (
 
 
 class Event(Enum):
-    """What a walk through the modules meets: a unit's first module, users of its trainable parameters, its end.
-
-    And each module's own work, which is no unit's.
-    """
+    """What a walk through the modules meets: a unit's first module, users of its trainable parameters, its end."""
 
     OPEN = auto()
     USE = auto()
     CLOSE = auto()
-    RUN = auto()
-
-
-class Operation(NamedTuple):
-    """What a step does, in the order in which its host does it.
-
-    ``"gather"`` begins one, and ``"use"`` waits for it; ``"forward"`` and ``"backward"`` are a module's own work;
-    ``"reduce"`` packs gradients and begins their reduction, and ``"reduced"`` waits for it.
-    """
-
-    kind: str
-    group: GroupFacts | None = None
-    module: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +111,7 @@ class Replay:
         # A device finishes reductions when it needs their buffers, not when gradients come.
         self.is_on_device = all(ledger.has_streams for ledger in self._ledgers.values())
         self._overlaps = all(ledger.overlaps for ledger in self._ledgers.values())
-        self._runs: list[nn.Module] = []
         self._events = list(self._walk(root))
-        self.operations: list[tuple[int, list[Operation]]] = []  # of the last step: how often, and what
         self._last: list[_Unit] = []
         self._pending: list[tuple[_Unit, GroupFacts]] = []
         self._pools: set[GroupFacts] = set()  # whose gradient pool has memory, on the device
@@ -140,12 +121,10 @@ class Replay:
         before = None
         for _ in range(_MAX_STEPS):
             moved: list[tuple[int, list[GroupFacts], list[GroupFacts]]] = []
-            self.operations = []
             for syncs, times in self._micro_batches:
                 self._gathers: list[GroupFacts] = []
                 self._reductions: list[GroupFacts] = []
                 self._syncs = syncs
-                self.operations.append((times, []))
                 self._forward()
                 self._backward()
                 moved.append((times, self._gathers, self._reductions))
@@ -173,12 +152,9 @@ class Replay:
         """The most that a device holds at once of slots, buffers and gradients."""
         return self._whole.peak_bytes
 
-    def _note(self, kind: str, group: GroupFacts | None = None, module: nn.Module | None = None) -> None:
-        self.operations[-1][1].append(Operation(kind, group, module))
-
     # --- the order of things ---
 
-    def _walk(self, root: nn.Module) -> Iterator[tuple[Event, _Unit | None, int]]:
+    def _walk(self, root: nn.Module) -> Iterator[tuple[Event, _Unit, int]]:
         remaining = {id(unit): set(map(id, unit.facts.modules)) for unit in self._units}
         unit_of = {id(module): unit for unit in self._units for module in unit.facts.modules}
         users: dict[int, list[tuple[_Unit, int]]] = {}
@@ -189,7 +165,7 @@ class Replay:
         visited: set[int] = set()
         is_traced = False  # some trainable parameter was used before
 
-        def visit(module: nn.Module) -> Iterator[tuple[Event, _Unit | None, int]]:
+        def visit(module: nn.Module) -> Iterator[tuple[Event, _Unit, int]]:
             nonlocal is_traced
             visited.add(id(module))
             unit = unit_of.get(id(module))
@@ -199,8 +175,6 @@ class Replay:
             for user, index in users.get(id(module), ()):
                 is_traced = True
                 yield Event.USE, user, index
-            self._runs.append(module)
-            yield Event.RUN, None, len(self._runs) - 1
             for child in module.children():
                 if id(child) not in visited:
                     yield from visit(child)
@@ -216,10 +190,8 @@ class Replay:
         order: list[_Unit] = []
         sequence: list[_Unit] = []
         cursor = 0
-        for event, unit, index in self._events:
-            if event is Event.RUN:
-                self._note("forward", module=self._runs[index])
-            elif event is Event.OPEN:
+        for event, unit, _ in self._events:
+            if event is Event.OPEN:
                 unit.keeps_rows = False
                 self._unshard(unit)
                 sequence.append(unit)
@@ -243,9 +215,7 @@ class Replay:
 
     def _backward(self) -> None:
         for event, unit, index in reversed(self._events):
-            if event is Event.RUN:
-                self._note("backward", module=self._runs[index])
-            elif event is Event.CLOSE and unit.has_hook:
+            if event is Event.CLOSE and unit.has_hook:
                 self._unshard(unit)
                 self._prefetch_backward(unit)
             elif event is Event.USE and unit.facts.groups[index] not in unit.open:
@@ -303,7 +273,6 @@ class Replay:
         unit.state = "gathering"
         for group in self._sources(unit):
             self._gathers.append(group)
-            self._note("gather", group)
             self._ledger(group).begin_gather(group)
 
     def _unshard(self, unit: _Unit) -> None:
@@ -311,7 +280,6 @@ class Replay:
         if unit.state == "gathering":
             for group in self._sources(unit):
                 self._ledger(group).finish_gather(group)
-                self._note("use", group)
             unit.state = "unsharded"
 
     def _reshard(self, unit: _Unit) -> None:
@@ -344,7 +312,6 @@ class Replay:
         if ledger.packs_into_pool(group):
             self._take_pool(group)
         ledger.begin_reduce(group)
-        self._note("reduce", group)
         self._whole.give_back(group.gradient_bytes)  # packed
         if group.reduces_in_place:
             self._take_pool(group)
@@ -356,8 +323,7 @@ class Replay:
     def _retire(self, ledger: Ledger, num: int) -> None:
         if ledger.has_more_reductions(num):
             self._finish_pending()
-            for group in ledger.retire_reductions(num):
-                self._note("reduced", group)
+            ledger.retire_reductions(num)
 
     def _take_pool(self, group: GroupFacts) -> None:
         if group not in self._pools and not group.offloads:
@@ -373,10 +339,7 @@ class Replay:
     def _finish_pending(self) -> None:
         for unit, group in self._pending:
             self._take_pool(group)
-            ledger = self._ledger(group)
-            if not ledger.has_streams:
-                self._note("reduced", group)
-            ledger.finish_reduce(group)
+            self._ledger(group).finish_reduce(group)
             unit.open.remove(group)
         self._pending.clear()
 
