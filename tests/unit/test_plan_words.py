@@ -1,12 +1,11 @@
-"""What `fsdp2x plan` says in words: rows are explained, repeated units folded, the bar is the report's bytes."""
+"""What `fsdp2x plan` says in words: rows are explained, and repeated units folded."""
 
 import pytest
 from torch import nn
 
-from fsdp2x.commands.plan_plot import plot
-from fsdp2x.commands.plan_words import COLUMNS, WORDS, bar, explanation, parts
+from fsdp2x.commands.plan_words import COLUMNS, WORDS, explanation
 from fsdp2x.memory.plan import plan_memory
-from fsdp2x.memory.report import _folded, readable
+from fsdp2x.memory.report import _folded
 
 KINDS = {
     "device": {},
@@ -32,40 +31,6 @@ def test_every_row_and_column_is_explained(kind):
     assert all(f"\n{name}  " in said for name in ("shards", "at rest", "peak, without activations"))
     head = str(made).splitlines()[0].split()
     assert set(COLUMNS) < set(head)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("memory", [None, 10**6, 2000])
-def test_the_bar_is_what_fills_the_device(kind, memory):
-    made = report(**KINDS[kind])
-    line, said = bar(made, made.device_peak_bytes, memory).splitlines()
-    whole = max(memory or 0, made.device_peak_bytes)
-    assert line.endswith(f"] {readable(whole)}")
-    inside = line[1 : line.index("]")]
-    filled = len(inside.replace("|", "").rstrip())
-    assert abs(filled - 64 * made.device_peak_bytes / whole) <= 1
-    assert (
-        ("|" in inside) == (memory is not None and memory < made.device_peak_bytes) == ("the end of the memory" in said)
-    )
-    assert ("free for activations" in said) == (whole > made.device_peak_bytes)
-
-
-@pytest.mark.parametrize("memory", [None, 2000])
-def test_the_picture_has_the_same_parts(tmp_path, memory):
-    pytest.importorskip("matplotlib")
-    made = report()
-    figure = plot(tmp_path / "plan.png", "a model of many words " * 8, made, made.device_peak_bytes, memory)
-    (axes,) = figure.axes
-    assert sum(patch.get_width() for patch in axes.patches) * 2**30 == pytest.approx(made.device_peak_bytes)
-    assert len(axes.lines) == (memory is not None) and (tmp_path / "plan.png").stat().st_size > 5000
-    names = [text.get_text().partition(",")[0] for text in figure.legends[0].get_texts()]
-    renderer, edges = figure.canvas.get_renderer(), figure.bbox
-    for text in (*figure.legends[0].get_texts(), axes._left_title, axes.xaxis.label):
-        box = text.get_window_extent(renderer)
-        assert edges.x0 <= box.x0 and box.x1 <= edges.x1 and edges.y0 <= box.y0 and box.y1 <= edges.y1, text.get_text()
-    assert sorted(names) == sorted(
-        [name for _, name, _ in parts(made, made.device_peak_bytes)] + ["memory"] * (memory is not None)
-    )
 
 
 def rows(text):

@@ -68,7 +68,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
     )
     command.add_argument("--explain", action="store_true", help="say what each row and column means, too")
-    command.add_argument("--plot", metavar="FILE.png", help="draw what fills a rank's memory; needs matplotlib")
     command.add_argument("--json", action="store_true", help="everything as one JSON object")
     command.set_defaults(run=_plan)
 
@@ -93,12 +92,5 @@ def _plan(args: argparse.Namespace) -> int:
         plan = make_plan(Request(**options, memory_bytes=memory_bytes))
     except (ConfigError, PlanError) as error:
         return mistake(error)
-    if args.plot is not None:
-        from fsdp2x.commands.plan_plot import plot
-
-        try:
-            plot(args.plot, plan.headline, plan.report, plan.peak_bytes, memory_bytes)
-        except (ImportError, OSError, ValueError) as error:
-            return mistake(PlanError(f"plot: {error}"))
     show(json.dumps(plan.to_dict(), indent=1) if args.json else str(plan))
     return 1 if plan.fits is False else 0

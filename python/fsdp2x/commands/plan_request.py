@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.commands.plan_words import bar, explanation, remark_on_dtype
+from fsdp2x.commands.plan_words import explanation, remark_on_dtype
 from fsdp2x.memory.plan import PlanError, planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.runtime.transport import Transport
@@ -123,7 +123,6 @@ class MemoryPlan:
             room = request.memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
             lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
-        lines += ["", bar(report, self.peak_bytes, request.memory_bytes)]
         if request.explain:
             lines += ["", explanation(report)]
         return "\n".join(lines)

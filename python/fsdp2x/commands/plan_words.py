@@ -1,8 +1,8 @@
-"""What `fsdp2x plan` says beside its table: rows in words (`--explain`), and a bar of what fills a rank's memory."""
+"""What `fsdp2x plan` says next to its table: rows in words (`--explain`), and the options for float32 parameters."""
 
 from __future__ import annotations
 
-from fsdp2x.memory.report import MemoryReport, readable
+from fsdp2x.memory.report import MemoryReport
 from fsdp2x.tools.describe import columns
 
 WORDS = {
@@ -35,7 +35,6 @@ COLUMNS = {
     "scratch": "bytes that a reduction of the unit takes",
     "reshard": "whether it is freed after its forward, and gathered again in backward",
 }
-_WIDTH = 64
 
 
 def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
@@ -57,35 +56,3 @@ def explanation(report: MemoryReport) -> str:
     rows = [(name, WORDS[name]) for name in names]
     heads = list(COLUMNS.items())
     return "\n".join(["columns of units", *columns(heads, {0, 1}), "", "rows", *columns(rows, {0, 1})])
-
-
-def parts(report: MemoryReport, peak_bytes: int) -> list[tuple[str, str, int]]:
-    """What fills the device at the peak: a letter, a name and bytes; what of it the host holds is left out."""
-    if report.host_bytes > 0:  # not told apart
-        found = [("r", "at rest", report.device_resting_bytes)]
-    else:
-        found = [("s", "shards", report.shard_bytes), ("g", "gradients", report.gradient_bytes)]
-        found += [("o", "optimizer", report.optimizer_bytes or 0), ("b", "buffers", report.unsharded_bytes)]
-    rest = peak_bytes - sum(size for _, _, size in found)
-    return [*found, ("t", "a step's", max(rest, 0))]
-
-
-def bar(report: MemoryReport, peak_bytes: int, memory_bytes: int | None) -> str:
-    """A line as long as the memory, or as the peak, with a letter for each part of the device's, and what they mean."""
-    found = parts(report, peak_bytes)
-    whole = max(memory_bytes or 0, peak_bytes)
-    if whole == 0:
-        return ""
-    line, seen = "", 0
-    for letter, _, size in found:
-        seen += size
-        line += letter * (round(_WIDTH * seen / whole) - len(line))
-    shown = [f"{letter} {name} {readable(size)}" for letter, name, size in found if size]
-    if whole > peak_bytes:
-        shown.append(f"free for activations {readable(whole - peak_bytes)}")
-    limit = ""
-    if memory_bytes is not None and memory_bytes < peak_bytes:
-        place = round(_WIDTH * memory_bytes / whole)
-        line = line[:place] + "|" + line[place:]
-        limit = ", | the end of the memory"
-    return f"[{line.ljust(_WIDTH)}] {readable(whole)}\n {', '.join(shown)}{limit}"
