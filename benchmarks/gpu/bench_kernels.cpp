@@ -117,15 +117,6 @@ void bench_copies(const Kernels& kernels, Report& report) {
   const Uploaded out(plan_copies(shard.segments_to_slot(stride)));
   report.measure("copy: copy out of 8 bf16 segments", 4 * numel_of(shard),
                  [&](Stream stream) { kernels.copy(out.list(), segments.data(), slot.data(), stream); });
-  PeerTable peers;
-  peers.num_ranks = kWorld;
-  for (const void*& base : std::span(peers.base).first(kWorld)) base = segments.data();  // each reads its own part
-  const auto words = static_cast<int64_t>(stride / dtype_bytes(DType::f32));
-  const std::vector<Copy> part = {{0, 0, 1, words, words, words, DType::f32, DType::f32}};
-  const Memory gathered(stride * kWorld);
-  const Uploaded pull(plan_copies(part));
-  report.measure("all_gather_peer: 8 virtual ranks", 2 * static_cast<int64_t>(stride) * (kWorld - 1),
-                 [&](Stream stream) { kernels.all_gather_peer(pull.list(), peers, 0, gathered.data(), stream); });
 }
 
 void bench_pack(const Kernels& kernels, Report& report, DType reduce) {
@@ -141,17 +132,14 @@ void bench_pack(const Kernels& kernels, Report& report, DType reduce) {
                  [&](Stream stream) { kernels.pack_gradients(plan.list(), table, packed.data(), stream); });
 }
 
-void bench_reduce(const Kernels& kernels, Report& report, DType wire, int num_sources, TableMode mode) {
+void bench_reduce(const Kernels& kernels, Report& report, DType wire, TableMode mode) {
   // One rank's rows of a block eight times the size, so that the kernel is not over at once.
   std::vector<ParamShape> shapes = block(DType::f32, DType::bf16, wire);
   for (ParamShape& shape : shapes) shape.dim *= kWorld;
   const Layout layout(shapes, kWorld, 0);
   const size_t segment = layout.reduce_segment_bytes();
-  const Memory sources(segment * static_cast<size_t>(num_sources)), pool(layout.shard_pool_bytes());
+  const Memory source(segment), pool(layout.shard_pool_bytes());
   const Uploaded plan(plan_reduce(layout).at(0));
-  PeerTable peers;
-  peers.num_ranks = num_sources;
-  for (int rank = 0; rank < num_sources; ++rank) peers.base[rank] = sources.at(segment * static_cast<size_t>(rank));
   TargetTable targets;
   for (size_t i = 0; i < shapes.size(); ++i) {
     targets.base[i] = pool.at(layout.params()[i].shard_offset);
@@ -160,10 +148,10 @@ void bench_reduce(const Kernels& kernels, Report& report, DType wire, int num_so
   ReduceArgs args;
   args.scale = divide_by(kWorld);
   const bool add = mode == TableMode::add;
-  const auto bytes = (static_cast<int64_t>(dtype_bytes(wire)) * num_sources + (add ? 8 : 4)) * shard_numel_of(layout);
-  const std::string name = std::string("reduce: ") + std::to_string(num_sources) + " of " + dtype_name(wire) +
-                           (add ? " added to f32" : " to f32");
-  report.measure(name, bytes, [&](Stream stream) { kernels.reduce(plan.list(), peers, targets, args, stream); });
+  const auto bytes = (static_cast<int64_t>(dtype_bytes(wire)) + (add ? 8 : 4)) * shard_numel_of(layout);
+  const std::string name = std::string("reduce: ") + dtype_name(wire) + (add ? " added to f32" : " to f32");
+  report.measure(name, bytes,
+                 [&](Stream stream) { kernels.reduce(plan.list(), source.data(), targets, args, stream); });
 }
 
 void bench_adamw(const Kernels& kernels, Report& report, DType param, DType moment, bool stochastic) {
@@ -234,9 +222,8 @@ int run() {
   bench_pack(kernels, report, DType::bf16);
   bench_pack(kernels, report, DType::f32);
   for (const DType wire : {DType::bf16, DType::f32}) {
-    for (const TableMode mode : {TableMode::write, TableMode::add}) bench_reduce(kernels, report, wire, 1, mode);
+    for (const TableMode mode : {TableMode::write, TableMode::add}) bench_reduce(kernels, report, wire, mode);
   }
-  bench_reduce(kernels, report, DType::bf16, kWorld, TableMode::write);
   bench_adamw(kernels, report, DType::f32, DType::f32, false);
   bench_adamw(kernels, report, DType::bf16, DType::f32, true);
   bench_adamw(kernels, report, DType::bf16, DType::bf16, false);

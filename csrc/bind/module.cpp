@@ -7,7 +7,6 @@
 #include "bind/device.hpp"
 #include "bind/optim.hpp"
 #include "bind/own.hpp"
-#include "bind/peers.hpp"
 #include "bind/shared_memory.hpp"
 #include "bind/waiting.hpp"
 #include "core/error.hpp"
@@ -477,5 +476,4 @@ PYBIND11_MODULE(_C, m) {
   fsdp2x::bind_root(m);
   fsdp2x::bind_waiting(m);
   fsdp2x::bind_optim(m);
-  fsdp2x::bind_peers(m);
 }

@@ -8,19 +8,6 @@
 
 namespace fsdp2x::cuda {
 
-inline void require_ranks(int num_ranks, const char* kernel) {
-  if (num_ranks >= 1 && num_ranks <= kMaxRanks) return;
-  throw Error(std::string(kernel) + ": a table of " + std::to_string(num_ranks) + " ranks; expected 1 to " +
-              std::to_string(kMaxRanks));
-}
-
-inline void require_rank(int rank, int num_ranks, const char* kernel) {
-  require_ranks(num_ranks, kernel);
-  if (rank >= 0 && rank < num_ranks) return;
-  throw Error(std::string(kernel) + ": rank " + std::to_string(rank) + " is not among " + std::to_string(num_ranks) +
-              " ranks");
-}
-
 inline void require_elements(const ChangesArgs& args) {
   const int bytes = args.element_bytes;
   if (bytes < 1 || bytes > 16 || bytes != 1 << args.element_shift) {
@@ -34,11 +21,6 @@ inline void require_elements(const ChangesArgs& args) {
 inline void require_sources(const SumWireArgs& args) {
   if (args.num_ranks < 1)
     throw Error("sum_wire: segments of " + std::to_string(args.num_ranks) + " ranks; expected 1 or more");
-}
-
-inline void require_signals(const SignalTable& signals, uint32_t epoch) {
-  require_rank(signals.rank, signals.num_ranks, "peer_barrier");
-  if (epoch == 0) throw Error("peer_barrier: epochs count from 1, because pads start at zero; got 0");
 }
 
 }  // namespace fsdp2x::cuda

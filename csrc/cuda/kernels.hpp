@@ -49,12 +49,6 @@ struct TargetTable {
   TableMode mode[kMaxTable] = {};
 };
 
-// Base of every rank's buffer, in rank order. A reduction over what a collective has summed already has one.
-struct PeerTable {
-  const void* base[kMaxRanks] = {};
-  int num_ranks = 0;
-};
-
 struct ReduceArgs {
   Scale scale;
   bool round = false;  // round the scaled sum to the source's type first, as a collective in that type returns it
@@ -120,20 +114,6 @@ struct SumWireArgs {
   void* values = nullptr;
 };
 
-// The signal pads of the ranks: pad[r] is num_ranks words of rank r that start at zero, entry s is written by rank s.
-struct SignalTable {
-  uint32_t* pad[kMaxRanks] = {};
-  int num_ranks = 0;
-  int rank = 0;
-};
-
-// How long a rank waits for its peers, and what is left where one does not come.
-struct Patience {
-  uint64_t timeout_ns = 0;
-  uint32_t* has_given_up = nullptr;  // in the table's memory; once 1, this rank's barriers neither tell nor wait
-  uint32_t* missing = nullptr;       // a word a rank, that the host reads at any time: 1: it did not come
-};
-
 struct Kernels {
   const char* name;
 
@@ -143,13 +123,8 @@ struct Kernels {
   // Packs gradients (plan_pack), cast and dense; pads become zero where an entry is written, flags 1 or 0.
   void (*pack_gradients)(const PackList& list, const PackTable& grads, void* dst, Stream stream);
 
-  // Gathers over peers: `list` has the parts of rank 0, that of rank r lies r times its size behind it, on both sides.
-  // Parts are f32 or bytes, whatever they hold; that of `rank` is there. After a peer_barrier behind the writes.
-  void (*all_gather_peer)(const CopyList& list, const PeerTable& peers, int rank, void* dst, Stream stream);
-
-  // target (+)= cast(scale(sum over the sources in rank order, in fp32)). One source: the epilogue of a collective.
-  // Several: reduce-scatter by reading the peers' buffers, after a peer_barrier.
-  void (*reduce)(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+  // target (+)= cast(scale(source)), in fp32: the epilogue of a collective, which has summed.
+  void (*reduce)(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
                  Stream stream);
 
   // The sums of squares of gradients as they lie in their targets, one of each tile; skipped ones are 0.
@@ -170,11 +145,6 @@ struct Kernels {
   // parameter moves by the moments before these are rounded to their type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
   void (*sgd)(const SgdList& list, const SgdArgs& args, Stream stream);
-
-  // Tells every peer that this rank's stream has come here for the `epoch`-th time (from 1, every rank the same) and
-  // holds the stream until all have, or patience ends: then `missing` says for whom it waited, and no later barrier of
-  // this rank lets a peer pass that comes late, and would read what is not valid.
-  void (*peer_barrier)(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream stream);
 
   // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);

@@ -21,7 +21,6 @@ namespace fsdp2x::cuda {
 inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
 inline constexpr int kSumNumel = 8192;   // values that one block adds up
 inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
-inline constexpr int kMaxRanks = 72;     // peers a launch can name
 inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
 
 // Of add_up, for `num` values.

@@ -1,7 +1,4 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
-#include <sched.h>
-
-#include <chrono>
 #include <cmath>
 
 #include "cuda/bodies/changes.hpp"
@@ -9,7 +6,6 @@
 #include "cuda/bodies/copy.hpp"
 #include "cuda/bodies/optimizer.hpp"
 #include "cuda/bodies/reduce.hpp"
-#include "cuda/bodies/signals.hpp"
 #include "cuda/bodies/wire.hpp"
 #include "cuda/checks.hpp"
 #include "cuda/kernels.hpp"
@@ -40,15 +36,8 @@ void pack_gradients(const PackList& list, const PackTable& grads, void* dst, Str
   run_tiles(PackBody{list, grads, dst}, list.num_tiles);
 }
 
-void all_gather_peer(const CopyList& list, const PeerTable& peers, int rank, void* dst, Stream) {
-  require_rank(rank, peers.num_ranks, "all_gather_peer");
-  run_tiles(GatherPeersBody{list, peers, rank, dst}, list.num_tiles * (peers.num_ranks - 1));
-}
-
-void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
-            Stream) {
-  require_ranks(sources.num_ranks, "reduce");
-  run_tiles(ReduceBody{list, sources, targets, args}, list.num_tiles);
+void reduce(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args, Stream) {
+  run_tiles(ReduceBody{list, source, targets, args}, list.num_tiles);
 }
 
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream) {
@@ -104,23 +93,6 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
 void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
 
 void lion(const LionList& list, const LionArgs& args, Stream) { run_tiles(LionBody{list, args}, list.num_tiles); }
-
-void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream) {
-  using Clock = std::chrono::steady_clock;
-  require_signals(signals, epoch);
-  if (*patience.has_given_up != 0) return;
-  for (int peer = 0; peer < signals.num_ranks; ++peer) signal(signals.pad[peer] + signals.rank, epoch);
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(patience.timeout_ns);
-  for (int peer = 0; peer < signals.num_ranks; ++peer) {
-    while (!has_signalled(signals.pad[signals.rank] + peer, epoch)) {
-      if (Clock::now() > deadline) {
-        *patience.has_given_up = patience.missing[peer] = 1;
-        break;
-      }
-      ::sched_yield();
-    }
-  }
-}
 
 // Counts of all threads of a tile by their masks, and of their groups.
 struct BlockCounts {
@@ -207,7 +179,6 @@ const Kernels& twin_kernels() {
       .name = "twin",
       .copy = copy,
       .pack_gradients = pack_gradients,
-      .all_gather_peer = all_gather_peer,
       .reduce = reduce,
       .sum_squares = sum_squares,
       .add_up = add_up,
@@ -215,7 +186,6 @@ const Kernels& twin_kernels() {
       .scale_gradients = scale_gradients,
       .adamw = adamw,
       .sgd = sgd,
-      .peer_barrier = peer_barrier,
       .is_capturing = [](Stream) { return false; },
       .lion = lion,
       .mark_changes = mark_changes,

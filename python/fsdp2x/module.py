@@ -293,39 +293,23 @@ class FSDPModule(_TorchFSDPModule):
 
         Args:
             backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
-                :meth:`set_force_sum_reduction_for_comms`. Or ``"CUDA"``: the engine's own kernels gather and reduce
-                over shards by reading the peers' memory, without NCCL, on up to 72 devices that reach each other
-                (NVLink). Sums are in float32, in rank order, and rounded once. At the end of a backward, and of a
-                forward without gradients, the host waits for their end, so that a step with a peer that did not come
-                raises. CUDA graphs cannot capture them. Experimental: it has run with ranks played on a CPU, never
-                across devices.
+                :meth:`set_force_sum_reduction_for_comms`.
 
         Raises:
             ValueError: another backend.
-            NotImplementedError: the model is on the CPU, this torch has no pool of symmetric memory, or ``"CUDA"`` and
-                the device cannot run fsdp2x's kernels, or fsdp2x was built without.
-            RuntimeError: called during forward or backward. From the forward or backward in which it happens: a peer
-                did not come to a collective within the process group's timeout; the message names it, and the group's
-                processes must begin again. With ``"CUDA"``, from a forward that a graph captures.
+            NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
+            RuntimeError: called during forward or backward.
         """
-        if backend not in ("NCCL", "CUDA"):
-            raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL' or 'CUDA', got {backend!r}")
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL', got {backend!r}")
         state = self._get_fsdp_state()
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        if backend == "CUDA" and not _C.can_run_kernels(state.ranks.device):
-            why = "its driver cannot run them" if _C.has_device_kernels() else "fsdp2x was built without nvcc"
-            raise NotImplementedError(
-                f"fsdp2x.FSDPModule.set_symm_mem_for_comm: backend='CUDA' needs CUDA kernels on {state.ranks.device}, "
-                f"and {why}; build fsdp2x with -DFSDP2X_CUDA=ON for this driver and device, or use 'NCCL'"
-            )
         refuse_both(state, memory=True)
-        if backend == "CUDA":
-            wire_formats.check_peers(state)
-        state.comm_memory = "symmetric" if backend == "NCCL" else "peers"
+        state.comm_memory = "symmetric"
         state.remake_transports("memory")
 
     @checked
@@ -411,8 +395,7 @@ class FSDPModule(_TorchFSDPModule):
 
         Raises:
             ValueError: another name; ``transport="shm"``; gradients that are not reduced in float32, or by
-                :meth:`set_custom_reduce_scatter`, :meth:`set_separate_reduce_scatter_group` or
-                :meth:`set_symm_mem_for_comm` with ``"CUDA"``.
+                :meth:`set_custom_reduce_scatter` or :meth:`set_separate_reduce_scatter_group`.
             NotImplementedError: a unit on an accelerator that fsdp2x has no kernels for, or weights of one with an int
                 ``reshard_after_forward``.
             RuntimeError: called during forward or backward.

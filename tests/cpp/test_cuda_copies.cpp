@@ -132,58 +132,6 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
   }
 }
 
-// A part of every rank, of an odd number of bytes and at odd places, or of words, to its place among the others.
-TEST_P(CopyWorld, PeersPullTheParts) {
-  std::mt19937_64 random(4);
-  for (const DType unit : {DType::byte, DType::f32}) {
-    const size_t bytes = dtype_bytes(unit);
-    for (const int64_t numel : kSizes) {
-      for (const auto& [src_shift, dst_shift] : {std::pair{0, 0}, {1, 1}, {3, 0}}) {
-        const size_t begin = 5 * bytes, part_bytes = static_cast<size_t>(numel) * bytes;
-        std::vector<Region> blocks;  // those of two parameters, one behind the other
-        PeerTable peers;
-        peers.num_ranks = world();
-        Bytes expected(begin, Region::kFill);
-        std::vector<Bytes> contents;
-        for (int rank = 0; rank < world(); ++rank) {
-          contents.push_back(random_bytes(unit, 5 + 2 * numel * world(), random));
-          blocks.emplace_back(contents.back(), static_cast<size_t>(src_shift) * bytes);
-          peers.base[rank] = blocks.back().data();
-        }
-        for (int part = 0; part < 2 * world(); ++part) {
-          const Bytes& content = contents[static_cast<size_t>(part % world())];
-          const auto from = content.begin() + static_cast<std::ptrdiff_t>(begin + part * part_bytes);
-          expected.insert(expected.end(), from, from + static_cast<std::ptrdiff_t>(part_bytes));
-        }
-        const size_t second = begin + part_bytes * static_cast<size_t>(world());
-        const std::vector<Copy> parts = {{begin, begin, 1, numel, numel, numel, unit, unit},
-                                         {second, second, 1, numel, numel, numel, unit, unit}};
-        const Uploaded plan(plan_copies(parts));
-        EXPECT_EQ(plan.list().num_tiles, 2 * ((numel + kTileNumel - 1) / kTileNumel)) << "however many ranks there are";
-        for (const int rank : {0, world() - 1}) {
-          const Region out(expected.size(), static_cast<size_t>(dst_shift) * bytes);
-          kernels().all_gather_peer(plan.list(), peers, rank, out.data(), nullptr);
-          Bytes without_own = expected;
-          for (const size_t start : {begin, second}) {
-            const auto own =
-                without_own.begin() + static_cast<std::ptrdiff_t>(start + part_bytes * static_cast<size_t>(rank));
-            std::fill(own, own + static_cast<std::ptrdiff_t>(part_bytes), Region::kFill);
-          }
-          EXPECT_EQ(out.read(), without_own) << numel << " of " << dtype_name(unit) << ", rank " << rank << ", shifts "
-                                             << src_shift << " " << dst_shift;
-        }
-      }
-    }
-  }
-}
-
-TEST(Copies, PeersAreThoseOfTheTable) {
-  PeerTable peers;
-  EXPECT_THROW(kernels().all_gather_peer(CopyList(), peers, 0, nullptr, nullptr), Error);
-  peers.num_ranks = 2;
-  EXPECT_THROW(kernels().all_gather_peer(CopyList(), peers, 2, nullptr, nullptr), Error);
-}
-
 // Tiles behind 2^32 elements: the pieces have no stride, so that all of them lie on the first.
 TEST(Copies, ElementsAreCountedIn64Bits) {
   std::mt19937_64 random(6);

@@ -1,9 +1,11 @@
 // Reductions on the kernels against cpu::reduce bit for bit, norms against plain sums, over every type and mode.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <span>
@@ -34,7 +36,6 @@ double sum_of(const std::vector<double>& values) { return std::accumulate(values
 struct Case {
   DType src;
   DType dst;
-  int num_sources;
   int64_t numel;
   double divisor;
   bool round;
@@ -43,15 +44,8 @@ struct Case {
 };
 
 void expect_reduction(const Case& c, std::mt19937_64& random) {
-  std::vector<Bytes> contents;
-  std::vector<Region> sources;
-  PeerTable peers;
-  peers.num_ranks = c.num_sources;
-  for (int rank = 0; rank < c.num_sources; ++rank) {
-    contents.push_back(random_bytes(c.src, c.numel, random));
-    sources.emplace_back(contents.back(), c.shift * dtype_bytes(c.src));
-    peers.base[rank] = sources.back().data();
-  }
+  const Bytes content = random_bytes(c.src, c.numel, random);
+  const Region source(content, c.shift * dtype_bytes(c.src));
   Bytes expected = random_bytes(c.dst, c.numel, random);
   const Region out(expected, c.shift * dtype_bytes(c.dst));
   TargetTable targets;
@@ -61,16 +55,15 @@ void expect_reduction(const Case& c, std::mt19937_64& random) {
   args.scale = divide_by(c.divisor);
   args.round = c.round;
   const Uploaded plan(make_plan(std::vector{segment_of(c.src, c.dst, c.numel)}));
-  kernels().reduce(plan.list(), peers, targets, args, nullptr);
+  kernels().reduce(plan.list(), source.data(), targets, args, nullptr);
 
   if (c.mode != TableMode::skip) {
-    std::vector<const void*> pointers;
-    for (const Bytes& content : contents) pointers.push_back(content.data());
+    const void* pointer = content.data();
     cpu::ReducePiece piece;
     piece.src_type = c.src;
     piece.dst_type = c.dst;
-    piece.sources = pointers.data();
-    piece.num_sources = c.num_sources;
+    piece.sources = &pointer;
+    piece.num_sources = 1;
     piece.dst = expected.data();
     piece.piece_numel = piece.src_stride = c.numel;
     piece.divisor = c.divisor;
@@ -79,17 +72,17 @@ void expect_reduction(const Case& c, std::mt19937_64& random) {
     cpu::reduce(piece);
   }
   EXPECT_TRUE(same(c.dst, out.read(), expected))
-      << dtype_name(c.src) << " to " << dtype_name(c.dst) << ", " << c.num_sources << " sources, " << c.numel
-      << " elements, divisor " << c.divisor << ", mode " << static_cast<int>(c.mode) << ", shift " << c.shift;
+      << dtype_name(c.src) << " to " << dtype_name(c.dst) << ", " << c.numel << " elements, divisor " << c.divisor
+      << ", mode " << static_cast<int>(c.mode) << ", shift " << c.shift;
 }
 
 TEST(Reduce, EqualsTheCpuKernels) {
   std::mt19937_64 random(1);
   for (const DType src : kTypes) {
     for (const DType dst : kTypes) {
-      for (const int num_sources : {1, 2, 3, 4, 5, 8}) {
+      for (const double divisor : {1.0, 2.0, 3.0, 4.0, 5.0, 8.0}) {
         for (const int64_t numel : kSizes) {
-          Case c = {src, dst, num_sources, numel, static_cast<double>(num_sources), false, TableMode::write, 0};
+          Case c = {src, dst, numel, divisor, false, TableMode::write, 0};
           c.mode = static_cast<TableMode>(random() % 3);
           c.round = random() % 2 == 0;
           c.shift = random() % 4 == 0 ? 1 : 0;
@@ -101,21 +94,7 @@ TEST(Reduce, EqualsTheCpuKernels) {
   }
 }
 
-TEST(Reduce, TakesAsManySourcesAsTheTableHolds) {
-  std::mt19937_64 random(3);
-  for (const DType type : kTypes) {
-    for (const size_t shift : {size_t{0}, size_t{1}}) {
-      expect_reduction({type, DType::f32, kMaxRanks, 27, kMaxRanks, false, TableMode::add, shift}, random);
-    }
-  }
-}
-
-TEST(Reduce, WantsOneRankAtLeastAndNoMoreThanTheTableHolds) {
-  const Uploaded plan(make_plan(std::vector{segment_of(DType::f32, DType::f32, 1)}));
-  PeerTable peers;
-  EXPECT_THROW(kernels().reduce(plan.list(), peers, TargetTable(), ReduceArgs(), nullptr), Error);
-  peers.num_ranks = kMaxRanks + 1;
-  EXPECT_THROW(kernels().reduce(plan.list(), peers, TargetTable(), ReduceArgs(), nullptr), Error);
+TEST(Reduce, ComputesFloats) {
   EXPECT_THROW(make_plan(std::vector{segment_of(DType::byte, DType::f32, 1)}), Error);
   EXPECT_THROW(make_plan(std::vector{segment_of(DType::f32, DType::f64, 1)}), Error);
 }
@@ -219,8 +198,7 @@ TEST(Norms, AddingUpTakesAnyNumber) {
 
 class ReduceWorld : public VirtualRanks {};
 
-// Every rank packs gradients of its own; the sum reaches the owner's rows, by reading the peers' buffers and from the
-// segment that a reduce-scatter would have left.
+// Every rank packs gradients of its own, and the sum of the packed ones reaches the owner's rows.
 TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
   for (const Unit& unit : units()) {
     const Layout& first = unit.layouts[0];
@@ -229,9 +207,7 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
     for (const ParamPlace& place : first.params()) types.push_back(place.shape.compute);
     const Uploaded pack(plan_pack(first, types, stride).at(0));
     const auto has_kernels = [](const ParamShape& shape) { return shape.trainable && computes(shape.reduce); };
-    std::vector<Region> packed;
-    PeerTable peers;
-    peers.num_ranks = world();
+    std::vector<Bytes> packed;
     for (int rank = 0; rank < world(); ++rank) {
       std::vector<Region> gradients;
       PackTable table;
@@ -243,15 +219,23 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
         gradients.emplace_back(whole, 0);
         table.base[p] = gradients.back().data();
       }
-      packed.emplace_back(stride * static_cast<size_t>(world()));
-      kernels().pack_gradients(pack.list(), table, packed.back().data(), nullptr);
-      peers.base[rank] = packed.back().data();
+      const Region buffer(stride * static_cast<size_t>(world()));
+      kernels().pack_gradients(pack.list(), table, buffer.data(), nullptr);
+      packed.push_back(buffer.read());
     }
     for (const Layout& layout : unit.layouts) {
-      PeerTable parts = peers;
-      for (const void*& base : std::span(parts.base).first(static_cast<size_t>(world()))) {
-        base = static_cast<const std::byte*>(base) + stride * static_cast<size_t>(layout.rank());
+      Bytes summed(stride);  // as a reduce-scatter leaves it
+      for (const ParamPlace& place : layout.params()) {
+        const size_t offset = place.reduce_segment_offset;
+        for (int64_t i = 0; has_kernels(place.shape) && i < place.shard_numel; ++i) {
+          double sum = 0;
+          for (const Bytes& one : packed) {
+            sum += get(one, stride * static_cast<size_t>(layout.rank()) + offset, place.shape.reduce, i);
+          }
+          put(summed, offset, place.shape.reduce, i, sum);
+        }
       }
+      const Region segment(summed, 0);
       const Region pool(layout.shard_pool_bytes());
       TargetTable targets;
       for (size_t p = 0; p < layout.params().size(); ++p) {
@@ -260,42 +244,24 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
       const Uploaded plan(plan_reduce(layout).at(0));
       ReduceArgs args;
       args.scale = divide_by(0.5);
-      kernels().reduce(plan.list(), parts, targets, args, nullptr);
-      const Bytes got = pool.read();
-      for (size_t p = 0; p < layout.params().size(); ++p) {
-        const ParamPlace& place = layout.params()[p];
-        const ParamShape& shape = place.shape;
-        int64_t local = 0;
-        for (int64_t o = 0; has_kernels(shape) && o < shape.outer; ++o) {
-          for (int64_t k = place.rows.begin * shape.inner; k < place.rows.end * shape.inner; ++k, ++local) {
-            double sum = 0;
-            for (int rank = 0; rank < world(); ++rank) {
-              sum += static_cast<double>((o * shape.dim * shape.inner + k + rank) % 13);
+      for (const TableMode mode : {TableMode::write, TableMode::add}) {
+        std::fill(std::begin(targets.mode), std::end(targets.mode), mode);
+        kernels().reduce(plan.list(), segment.data(), targets, args, nullptr);
+        const Bytes got = pool.read();
+        const double factor = mode == TableMode::write ? 2.0 : 4.0;
+        for (size_t p = 0; p < layout.params().size(); ++p) {
+          const ParamPlace& place = layout.params()[p];
+          const ParamShape& shape = place.shape;
+          int64_t local = 0;
+          for (int64_t o = 0; has_kernels(shape) && o < shape.outer; ++o) {
+            for (int64_t k = place.rows.begin * shape.inner; k < place.rows.end * shape.inner; ++k, ++local) {
+              double sum = 0;
+              for (int rank = 0; rank < world(); ++rank) {
+                sum += static_cast<double>((o * shape.dim * shape.inner + k + rank) % 13);
+              }
+              ASSERT_EQ(get(got, place.shard_offset, shape.orig, local), factor * sum) << "parameter " << p;
             }
-            ASSERT_EQ(get(got, place.shard_offset, shape.orig, local), 2.0 * sum) << "parameter " << p;
           }
-        }
-      }
-      // What a collective leaves: this rank's segment alone, the sum already in it.
-      Region segment(stride);
-      Bytes summed(stride);
-      for (const ParamPlace& place : layout.params()) {
-        if (!has_kernels(place.shape)) continue;
-        cpu::cast_copy(place.shape.reduce, summed.data() + place.reduce_segment_offset, place.shape.orig,
-                       got.data() + place.shard_offset, place.shard_numel);
-      }
-      segment.write(summed);
-      PeerTable one;
-      one.num_ranks = 1;
-      one.base[0] = segment.data();
-      const Uploaded epilogue(plan_reduce(layout).at(0));
-      for (size_t p = 0; p < layout.params().size(); ++p) targets.mode[p] = TableMode::add;
-      kernels().reduce(epilogue.list(), one, targets, ReduceArgs(), nullptr);
-      const Bytes doubled = pool.read();
-      for (const ParamPlace& place : layout.params()) {
-        for (int64_t i = 0; has_kernels(place.shape) && i < place.shard_numel; ++i) {
-          ASSERT_EQ(get(doubled, place.shard_offset, place.shape.orig, i),
-                    2.0 * get(got, place.shard_offset, place.shape.orig, i));
         }
       }
     }

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import one_gpu
 from fsdp2x.runtime import torch_private, transport
 from harness import distributed
 from one_gpu import device_of, each_backend
@@ -149,26 +148,3 @@ def test_memory_for_collectives(ctx, place, backend, kind):
             transport.device_reduction(group)(part, part, True)
             assert torch.equal(part, expected)
             del memory, part
-
-
-@distributed(world_sizes=(1,), timeout=120, fresh=True)
-@each_backend
-@pytest.mark.shows("peers")
-def test_peers_over_symmetric_memory(ctx, place, backend):
-    only_fsdp2x(ctx)
-    if place != "cuda":
-        pytest.skip("the CPU has no symmetric memory; tests/dist/test_peers.py has ranks that share theirs")
-    one_gpu.needs_kernels()
-    with alone(place, backend) as (group, device):
-        peers = transport.peer_collectives(group, device)
-        for dtype in (torch.float32, torch.bfloat16):
-            memory = peers.allocate(1 << 20).view(dtype)
-            expected = values(memory.numel(), dtype, device)
-            memory.copy_(expected)
-            peers.all_gather(memory.view(torch.uint8), memory.view(torch.uint8))
-            assert torch.equal(memory, expected)
-            output = torch.zeros_like(expected)
-            peers.reduce_scatter(output, memory, True)
-            torch.cuda.synchronize()
-            peers.check()
-            assert torch.equal(output, expected)

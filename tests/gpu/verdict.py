@@ -28,7 +28,6 @@ CLAIMS = {
     "flat memory": "200 steps that lack other gradients each hold what the first did",
     "no waits": "no steady step makes the host wait, whichever gradients it lacks",
     "launches": "a unit is a handful of launches, at most half of stock's",
-    "peers": "collectives read the peers' memory, name who does not come, refuse captures",
     "memory": "the report's bytes are the allocator's, peaks at most stock's",
     "sleep": "a model that sleeps gives its memory to the driver, and goes on as before",
     "offload": "every mode trains as without, and holds and copies what it says",

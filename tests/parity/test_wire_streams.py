@@ -9,7 +9,6 @@ from torch import nn
 
 import fsdp2x
 import streams
-from fsdp2x.runtime import wire_formats
 from harness import distributed
 from reference import grads, mesh_of, only_fsdp2x, params, same, shard
 from wire import UNITS, gathered, loss_of, reference, root_stats, sharded
@@ -184,19 +183,3 @@ def test_units_with_nothing_to_code(ctx, transport):
         model(torch.randn(2, 4096)).square().mean().backward()
     measured = fsdp2x.memory_report(model).measured
     assert {name: getattr(planned, name) for name in measured} == measured
-
-
-@distributed(world_sizes=(2,))
-def test_peers_memory_and_formats_exclude_each_other(ctx):
-    """Whichever unit of the model asks."""
-    only_fsdp2x(ctx)
-    model = sharded(ctx, reference(), "streams")
-    loss_of(model, ctx.rank).backward()
-    state = fsdp2x.fully_shard.state(model)
-    state.comm_memory = "peers"
-    with pytest.raises(ValueError, match="which the collectives of set_symm_mem_for_comm have not"):
-        model.blocks[0].set_wire_dtype(gradients="int8")
-    state.comm_memory = None
-    model.blocks[0].set_wire_dtype(gradients="int8")
-    with pytest.raises(ValueError, match="wire formats of unit 'blocks.0'"):
-        wire_formats.check_peers(state)

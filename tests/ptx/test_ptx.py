@@ -14,7 +14,6 @@ PROGRAM_OF = {
     "AdamWBody": "ptx_optimizer",
     "CopyBody": "ptx_copies",
     "DecodeWireBody": "ptx_wire",
-    "GatherPeersBody": "ptx_copies",
     "LionBody": "ptx_optimizer",
     "PackBody": "ptx_pack",
     "ReduceBody": "ptx_reduce",
@@ -27,7 +26,6 @@ PROGRAM_OF = {
     "list_changes_kernel": "ptx_changes",
     "mark_changes_kernel": "ptx_changes",
     "coded_adamw_kernel": "ptx_coded_adamw",
-    "peer_barrier_kernel": "ptx_peers",
     "sum_squares_kernel": "ptx_reduce",
 }
 ORDERS = ("forward", "reverse", "random")

@@ -235,29 +235,6 @@ struct CopyBody {
   }
 };
 
-// A part of every peer but this rank, whose own lies in its place: the peer behind this one first, so that not all read
-// from the same.
-struct GatherPeersBody {
-  CopyList list;  // the parts of rank 0
-  PeerTable peers;
-  int rank;
-  void* dst_base;
-  FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const auto tiles = static_cast<uint32_t>(list.num_tiles);
-    const uint32_t distance = static_cast<uint32_t>(tile) / tiles;
-    tile = static_cast<uint32_t>(tile) - distance * tiles;
-    const int behind = rank + 1 + static_cast<int>(distance);
-    const int peer = behind < peers.num_ranks ? behind : behind - peers.num_ranks;
-    const CopySegment& segment = list.segments[list.tile_segments[tile]];
-    const bool is_bytes = segment.src == DType::byte;
-    const int64_t past = peer * segment.numel * (is_bytes ? 1 : 4);
-    const void* src = at(peers.base[peer], segment.src_offset + past);
-    void* dst = at(dst_base, segment.dst_offset + past);
-    if (is_bytes) return move_tile<uint8_t>(segment, tile, src, DenseIndex(), dst, DenseIndex(), thread);
-    move_tile<uint32_t>(segment, tile, src, DenseIndex(), dst, DenseIndex(), thread);
-  }
-};
-
 // The rows of one rank, as a segment of their own whose offsets are 0.
 FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin) {
   const int64_t left = segment.dim - begin;

@@ -1,5 +1,5 @@
-// One thread's share of a reduction: sum over the sources in rank order, scale, accumulate; and the passes over
-// gradients that are already in place.
+// One thread's share of a reduction: scale and accumulate what is summed; and the passes over gradients that are
+// already in place.
 #pragma once
 
 #include <math.h>
@@ -11,7 +11,7 @@ namespace fsdp2x::cuda {
 // `kFloats`: the target is f32.
 template <bool kFloats>
 struct ReduceStep {
-  const PeerTable& sources;
+  const void* source;
   const ReduceSegment& segment;
   void* dst;
   const ReduceArgs& args;
@@ -20,13 +20,7 @@ struct ReduceStep {
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
     float sum[N];
-    load<N>(segment.src, at(sources.base[0], segment.src_offset), i, sum);
-    for (int rank = 1; rank < sources.num_ranks; ++rank) {
-      float more[N];
-      load<N>(segment.src, at(sources.base[rank], segment.src_offset), i, more);
-      FSDP2X_UNROLL
-      for (int k = 0; k < N; ++k) sum[k] = sum[k] + more[k];
-    }
+    load<N>(segment.src, at(source, segment.src_offset), i, sum);
     FSDP2X_UNROLL
     for (int k = 0; k < N; ++k) {
       sum[k] = scaled(sum[k], args.scale);
@@ -45,7 +39,7 @@ struct ReduceStep {
 
 struct ReduceBody {
   ReduceList list;
-  PeerTable sources;
+  const void* source;
   TargetTable targets;
   ReduceArgs args;
 
@@ -54,15 +48,11 @@ struct ReduceBody {
     const TableMode mode = targets.mode[segment.target];
     if (mode == TableMode::skip) return;
     void* dst = targets.base[segment.target];
-    bool use_vectors = is_word_aligned(dst);
-    FSDP2X_NO_UNROLL
-    for (int rank = 0; rank < sources.num_ranks; ++rank) {
-      use_vectors = use_vectors && is_word_aligned(at(sources.base[rank], segment.src_offset));
-    }
+    const bool use_vectors = is_word_aligned(dst) && is_word_aligned(at(source, segment.src_offset));
     const bool add = mode == TableMode::add;
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    const ReduceStep<true> float_step = {sources, segment, dst, args, add};
-    const ReduceStep<false> step = {sources, segment, dst, args, add};
+    const ReduceStep<true> float_step = {source, segment, dst, args, add};
+    const ReduceStep<false> step = {source, segment, dst, args, add};
     walk_written(segment.dst, range, use_vectors, thread, float_step, step);
   }
 };

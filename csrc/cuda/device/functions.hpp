@@ -7,8 +7,7 @@ namespace fsdp2x::cuda::device {
 
 void copy(const CopyList& list, const void* src, void* dst, Stream stream);
 void pack_gradients(const PackList& list, const PackTable& grads, void* dst, Stream stream);
-void all_gather_peer(const CopyList& list, const PeerTable& peers, int rank, void* dst, Stream stream);
-void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+void reduce(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
             Stream stream);
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream);
 void add_up(const double* values, int64_t num, double* sums, Stream stream);
@@ -17,7 +16,6 @@ void scale_gradients(const ReduceList& list, const TargetTable& targets, const d
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream);
 void sgd(const SgdList& list, const SgdArgs& args, Stream stream);
 void lion(const LionList& list, const LionArgs& args, Stream stream);
-void peer_barrier(const SignalTable& signals, uint32_t epoch, const Patience& patience, Stream stream);
 bool is_capturing(Stream stream);
 void mark_changes(const ChangesArgs& args, Stream stream);
 void list_changes(const ChangesArgs& args, Stream stream);

@@ -40,10 +40,9 @@ __global__ void clip_factor_kernel(const double* square_sum, double max_norm, bo
 
 namespace device {
 
-void reduce(const ReduceList& list, const PeerTable& sources, const TargetTable& targets, const ReduceArgs& args,
+void reduce(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
             Stream stream) {
-  require_ranks(sources.num_ranks, "reduce");
-  launch_tiles("reduce", ReduceBody{list, sources, targets, args}, list.num_tiles, stream);
+  launch_tiles("reduce", ReduceBody{list, source, targets, args}, list.num_tiles, stream);
 }
 
 void sum_squares(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream) {

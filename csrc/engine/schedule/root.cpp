@@ -182,8 +182,6 @@ void Root::end_forward() {
   }
   for (const auto& transport : transports_) transport->end_forward();
   end_pass();
-  if (forward_has_grad_) return;  // a backward tells
-  for (const auto& transport : transports_) transport->check_collectives();
 }
 
 bool Root::is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
@@ -464,7 +462,6 @@ void Root::flush(const std::vector<std::shared_ptr<Unit>>& units) {
   reductions_.flush(units, forwards_);
   for (const auto& transport : transports_) transport->end_backward();
   blocks().end_loans();
-  for (const auto& transport : transports_) transport->check_collectives();
 }
 
 void Root::reset() {

@@ -99,9 +99,6 @@ class Transport {
 
   // In the root callback, after all reductions: the gradients may be read.
   virtual void end_backward() {}
-  // At the end of a backward, and of a forward without gradients: throws when a collective of this rank was enqueued
-  // and has failed since, where that can be.
-  virtual void check_collectives() {}
   // Whether work is only enqueued, on streams of a device. The transport reduces over the replicas, too, then;
   // otherwise the root does.
   virtual bool has_streams() const { return false; }

@@ -75,7 +75,7 @@ class UnitState(StateNames, torch_private.State):
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
         self.generation = 0  # counts resets, which invalidate handles
         self.prefetch_bytes = 0  # what backward may gather ahead
-        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric", "peers"; None: torch
+        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
         self.reduces_unpacked = False  # large gradients, from where autograd made them
         self.max_reduce_buffers: int | None = None  # None: the engine's default
         self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own

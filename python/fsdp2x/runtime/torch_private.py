@@ -247,26 +247,6 @@ def comm_allocator(kind: str | None, group: dist.ProcessGroup, device: torch.dev
     return None
 
 
-def peer_sharer(group: dist.ProcessGroup, device: torch.device):
-    """A function of a number of bytes: zeros in memory that every rank of ``group`` can read, on all its ranks.
-
-    It returns this rank's tensor, the addresses of every rank's as this rank sees them, and what keeps these valid;
-    collective. Symmetric memory of torch's CUDA backend: devices that reach each other over NVLink or PCIe.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    symmetric.set_backend("CUDA")
-
-    def share(num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
-        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
-        torch.cuda.synchronize(device)
-        mapping = symmetric.rendezvous(memory, group=group.group_name)
-        dist.barrier(group=group)  # every rank's are zero
-        return memory, list(mapping.buffer_ptrs), mapping
-
-    return share
-
-
 def has_symmetric_pool() -> bool:
     """Whether this torch has a pool of symmetric memory."""
     import torch.distributed._symmetric_memory as symmetric

@@ -21,7 +21,7 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.runtime.annotations import skips_checks
 from fsdp2x.runtime.collectives import all_gather, all_to_all, reduce_scatter, wait
-from fsdp2x.runtime.explain import explain_collective, explained
+from fsdp2x.runtime.explain import explain_collective
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.same_units import facts_of, facts_of_model
@@ -267,18 +267,6 @@ def has_streams(device: torch.device) -> bool:
 
 def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None, reduces_unpacked: bool = False):
     _warn_of_one_queue(layer.device)
-    if comm_memory == "peers" and group is not None:
-        peers = peer_collectives(group, layer.device)
-        return _C.DeviceTransport(
-            all_gather=peers.all_gather,
-            all_gather_group=peers.all_gather_group,
-            reduce_scatter=peers.reduce_scatter,
-            all_to_all=None,
-            allocate=peers.allocate,
-            check=functools.partial(_check_peers, group, peers),
-            layer=layer,
-            pack_below_bytes=0,  # one launch reads parameters of any number: packing would only add a copy
-        )
     world = 1 if group is None else dist.get_world_size(group)
     pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
     return _C.DeviceTransport(
@@ -301,23 +289,6 @@ def _warn_of_one_queue(device: torch.device) -> None:
             "Megatron asks for it, fully sharded training does not: unset it.",
             stacklevel=2,
         )
-
-
-def peer_collectives(group: dist.ProcessGroup, device: torch.device):
-    """Collectives of ``group`` by kernels that read the peers' memory."""
-    return _C.PeerCollectives(
-        dist.get_rank(group),
-        dist.get_process_group_ranks(group),
-        torch_private.peer_sharer(group, device),
-        torch_private.group_timeout(group, device).total_seconds(),
-    )
-
-
-def _check_peers(group: dist.ProcessGroup, peers) -> bool:
-    """Raises when a rank did not come to a collective that the host has waited for."""
-    with explained(group, "collectives of this step"):
-        peers.check()
-    return True
 
 
 def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.tree import units_of_root
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
@@ -73,32 +72,13 @@ def _set(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> 
     options.wire_weights, options.wire_gradients = weights, gradients
 
 
-# Of gradients, why not together.
-_NOT_BY_PEERS = (
-    "gradients travel in an all-to-all, which the collectives of set_symm_mem_for_comm have not; use one of them for a "
-    "model, or gradients=None"
-)
-
-
-def check_peers(state: UnitState) -> None:
-    """Before collectives read the peers' memory, for the whole root.
-
-    Raises:
-        ValueError: gradients of a unit travel in a wire format.
-    """
-    for one in units_of_root(state):
-        if one.live_options().wire_gradients != _PLAIN:
-            raise ValueError(f"fsdp2x: wire formats of unit '{one.name}': {_NOT_BY_PEERS}")
-
-
 def check(state: UnitState) -> None:
     """Whether the formats that ``state`` asks for can be had with what else it is set to.
 
     Raises:
         NotImplementedError: on a device that fsdp2x has no kernels for, and for weights that fewer ranks keep after
             forward.
-        ValueError: gradients that are not summed in float32, or by the user's collective or by reading the peers'
-            memory.
+        ValueError: gradients that are not summed in float32, or by the user's collective.
     """
     options = state.live_options()
     if not is_used(options):
@@ -122,8 +102,6 @@ def check(state: UnitState) -> None:
             f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
             "set_separate_reduce_scatter_group; use one of them, or gradients=None"
         )
-    if any(one.comm_memory == "peers" for one in units_of_root(state)):
-        raise ValueError(f"{where}: {_NOT_BY_PEERS}")
     policy = state.mp_policy
     for group in state.groups:
         shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)

@@ -64,8 +64,7 @@ def checked(result: subprocess.CompletedProcess) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-# Ranks of device_peers wait for each other, which the sanitizer runs one after the other.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "device_peers"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.shows("sanitizer")
 def test_compute_sanitizer_finds_nothing(name, tool):
     checked(run(name, 280, sanitizer(), f"--tool={tool}", "--error-exitcode=9"))

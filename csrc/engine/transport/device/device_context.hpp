@@ -18,9 +18,8 @@ struct DeviceCollectives {
   PyRef all_gather;        // (output, input)
   PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
   PyRef reduce_scatter;    // (output, input, average: bool), or lists of outputs and inputs: in one launch
-  PyRef all_to_all;        // (output, input): of bytes; null: gradients cannot travel in a wire format
+  PyRef all_to_all;        // (output, input): of bytes
   PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
-  PyRef check;  // (): raises when one of them has failed on the device; null: the host is told in another way
 };
 
 class DeviceContext {

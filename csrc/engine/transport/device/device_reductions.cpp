@@ -161,10 +161,6 @@ DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentP
     return nullptr;
   }
   check_wire_type(group);
-  if (!context_.collectives().all_to_all) {
-    throw Error("fsdp2x: gradients of unit '" + group.name() +
-                "' travel in a wire format, and its collectives have no all-to-all: leave set_symm_mem_for_comm out");
-  }
   if (!plan.direct.empty()) {
     throw Error(
         "fsdp2x: gradients of unit '" + group.name() +

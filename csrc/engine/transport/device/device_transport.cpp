@@ -67,15 +67,6 @@ void DeviceTransport::end_backward() {
   note_optimizer(/*with_shards=*/false);
 }
 
-void DeviceTransport::check_collectives() {
-  const PyRef& check = context_.collectives().check;
-  if (!check) return;
-  for (const Lane lane : {Lane::gather, Lane::reduce}) context_.host_waits_for(lane);
-  pybind11::gil_scoped_acquire gil;
-  const PyRef done = PyRef::steal(PyObject_CallNoArgs(check.get()));
-  if (!done) throw_python_error();
-}
-
 void DeviceTransport::note_optimizer(bool with_shards) {
   if (!context_.layer().is_recorder()) return;
   for (const bool of_host : {false, true}) {

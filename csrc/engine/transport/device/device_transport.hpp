@@ -33,7 +33,6 @@ class DeviceTransport final : public Transport {
   void begin_forward(const PyRef& after) override;
   void end_forward() override;
   void end_backward() override;
-  void check_collectives() override;
 
   void begin_gather(ParamGroup& group, bool pools_stand_still) override { gathers_.begin(group, pools_stand_still); }
   void finish_gather(ParamGroup& group) override { gathers_.finish(group); }

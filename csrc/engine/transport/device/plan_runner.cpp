@@ -155,9 +155,6 @@ std::vector<RowItem> PlanRunner::write_rows(SegmentPlan& plan, const std::vector
   const DeviceScope scope(layer_.device());
   Prepared& prepared = prepared_of(plan);
   if (prepared.rows.empty()) prepared.rows = upload(cuda::plan_reduce(*plan.layout), layer_);
-  cuda::PeerTable source;
-  source.base[0] = segment;
-  source.num_ranks = 1;
   cuda::ReduceArgs args;
   args.scale = cuda::divide_by(divisor);
   args.round = true;
@@ -170,7 +167,7 @@ std::vector<RowItem> PlanRunner::write_rows(SegmentPlan& plan, const std::vector
       table.base[entry] = item.target;
       table.mode[entry] = item.accumulate ? cuda::TableMode::add : cuda::TableMode::write;
     }
-    kernels_.reduce(part.list(layer_), source, table, args, stream);
+    kernels_.reduce(part.list(layer_), segment, table, args, stream);
   }
   std::vector<RowItem> left_over;
   for (const RowItem& item : items) {
