@@ -1,6 +1,7 @@
 """Muon over shards: bit for bit torch.optim.Muon on the unsharded model, whatever is cut how."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2x
 import models
+from fsdp2x.optim import muon_plan
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import changes, full, mean_of_ranks, only_fsdp2x, params, same, shard
@@ -50,14 +52,15 @@ def check_steps(mesh, placements, rounds=(1, 2000, 1 << 20, 2000)) -> None:
     for settings, round_bytes in zip(SETTINGS, rounds, strict=False):
         whole, cut = pair(SHAPES, mesh, placements)
         optimizers = [
-            torch.optim.Muon(whole, lr=0.02, **SETTINGS[settings]),
-            fsdp2x.optim.Muon(cut, lr=0.02, round_bytes=round_bytes, **SETTINGS[settings]),
+            make(params, lr=0.02, **SETTINGS[settings])
+            for make, params in ((torch.optim.Muon, whole), (fsdp2x.optim.Muon, cut))
         ]
-        for step in range(2):
-            set_gradients(whole, cut, step)
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
-                optimizer.step()
+        with mock.patch.object(muon_plan, "ROUND_BYTES", round_bytes):
+            for step in range(2):
+                set_gradients(whole, cut, step)
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+                    optimizer.step()
         same(full(cut), full(whole), f"{settings}, rounds of {round_bytes}")
         got, expected = (optimizer.state_dict() for optimizer in optimizers)
         same(full(got["state"]), full(expected["state"]), f"state, {settings}")
@@ -189,7 +192,8 @@ def test_matrices_without_gradients_stay(ctx):
     only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair(SHAPES, mesh, [S0])
-    reference, optimizer = torch.optim.Muon(whole), fsdp2x.optim.Muon(cut, round_bytes=500)
+    reference, optimizer = torch.optim.Muon(whole), fsdp2x.optim.Muon(cut)
+    mock.patch.object(muon_plan, "ROUND_BYTES", 500).start()
     for step, without in enumerate([(1, 2), (), range(len(SHAPES)), (0,)]):
         set_gradients(whole, cut, step, without)
         reference.step()
@@ -235,7 +239,7 @@ def test_sleep_and_pickles(ctx):
             fsdp2x.wake(*pairs[0])
         if number == 1:
             copied = copy.copy(pairs[0][1])
-            assert copied.ns_dtype is torch.bfloat16 and copied.round_bytes == 64 * 2**20
+            assert copied.ns_dtype is torch.bfloat16 and copied.max_grad_norm is None
     same(params(model), params(twin))
 
 

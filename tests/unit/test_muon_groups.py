@@ -50,7 +50,6 @@ def test_convolutions_belong_to_adamw():
         (lambda model: muon_param_groups(model.requires_grad_(False), exclude=[]), "no parameter has requires_grad"),
         (lambda model: Muon(model.parameters()), r"has shape \(4,\), expected a matrix"),
         (lambda model: Muon([model.weight], ns_dtype=torch.float16), "ns_dtype is torch.float16"),
-        (lambda model: Muon([model.weight], round_bytes=0), "round_bytes is 0"),
         (lambda model: Muon([model.weight], lr=-1.0), "lr is -1.0"),
         (lambda model: Muon([model.weight], ns_steps=0), "ns_steps is 0"),
         (lambda model: Muon([model.weight], adjust_lr_fn="moonlight"), "adjust_lr_fn is 'moonlight'"),

@@ -66,7 +66,6 @@ class Muon(EngineStep):
             ``sqrt(max(1, m / n))``, Keller Jordan's; "match_rms_adamw" ``0.2 sqrt(max(m, n))``, Moonlight's, with which
             AdamW's ``lr`` and ``weight_decay`` serve; "spectral_unclamped" ``sqrt(m / n)``.
         ns_dtype: dtype of the iterations and of what travels, ``torch.bfloat16`` as in torch, or ``torch.float32``.
-        round_bytes: what an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
         max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
         moments_dtype, stochastic_rounding, seed: of the groups without ``use_muon``, as in ``fsdp2x.optim.AdamW``;
             momentum has the dtype of its gradient.
@@ -96,7 +95,6 @@ class Muon(EngineStep):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
-        round_bytes: int = 64 * 2**20,
         max_grad_norm: float | None = None,
         moments_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
@@ -106,9 +104,7 @@ class Muon(EngineStep):
         self._prepare({}, max_grad_norm)
         if ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"fsdp2x.optim.Muon: ns_dtype is {ns_dtype}, expected torch.bfloat16 or torch.float32")
-        if round_bytes <= 0:
-            raise ValueError(f"fsdp2x.optim.Muon: round_bytes is {round_bytes}, expected a positive number")
-        self.ns_dtype, self.round_bytes = ns_dtype, round_bytes
+        self.ns_dtype = ns_dtype
         super().__init__(
             params,
             {
@@ -124,7 +120,7 @@ class Muon(EngineStep):
             },
         )
 
-    _kept = ("ns_dtype", "round_bytes", "max_grad_norm", "moments_dtype", "stochastic_rounding", "seed")
+    _kept = ("ns_dtype", "max_grad_norm", "moments_dtype", "stochastic_rounding", "seed")
 
     def _begin_afresh(self) -> None:
         super()._begin_afresh()
@@ -189,7 +185,7 @@ class Muon(EngineStep):
         params = [param for param, _ in matrices]
         if self._plan is None or not self._plan.is_for(params, self.ns_dtype):
             names = [name for group in self.param_groups if group["use_muon"] for name in _names(group)]
-            self._plan = make_plan(params, names, self.ns_dtype, self.round_bytes)
+            self._plan = make_plan(params, names, self.ns_dtype)
         self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
         self._adamw.state = self.state
         self._make_momentum(params)

@@ -17,6 +17,9 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.mesh import covering_group
 from fsdp2x.runtime.sharing import all_gather_object
 
+# What an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
+ROUND_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class MuonPlan:
@@ -33,7 +36,7 @@ class MuonPlan:
         return same and dtype == self.dtype
 
 
-def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype, round_bytes: int) -> MuonPlan:
+def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype) -> MuonPlan:
     """Collective over the ranks of each mesh: they tell each other what they hold.
 
     Raises:
@@ -56,7 +59,7 @@ def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype, round_
         loads_here = {rank: loads.get(whole, 0) for rank, whole in enumerate(ranks)}
         blocks = [blocks_of([of_rank[index] for of_rank in held]) for index in range(len(numbers))]
         dealt: Deal = deal(
-            dict(zip(numbers, zip(shapes, blocks, strict=True), strict=True)), round_bytes // dtype.itemsize, loads_here
+            dict(zip(numbers, zip(shapes, blocks, strict=True), strict=True)), ROUND_BYTES // dtype.itemsize, loads_here
         )
         loads.update((ranks[rank], load) for rank, load in loads_here.items())
         here = 0 if group is None else group.rank()
