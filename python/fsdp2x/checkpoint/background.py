@@ -84,7 +84,7 @@ class Saved:
 
 
 class Saver:
-    """Of one model. `plan` and `lost_ranks` are those of its last save; `roots` it has loaded from or saved to."""
+    """Of one model. `plan` is that of its last save; `roots` it has loaded from or saved to."""
 
     def __init__(self) -> None:
         self.roots: set[Path] = set()
@@ -109,6 +109,12 @@ class Saver:
             # Another process group: what was agreed with the ranks of the former one is void.
             saver._world, saver._group, saver.plan, saver.lost_ranks = world, None, None, None
         return saver
+
+    def known_ranks(self) -> LostRanks:
+        """Names the ranks that end during a save or a load; collective when it is the first."""
+        if self.lost_ranks is None:
+            self.lost_ranks = LostRanks()
+        return self.lost_ranks
 
     @property
     def is_busy(self) -> bool:

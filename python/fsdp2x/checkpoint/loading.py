@@ -21,7 +21,7 @@ from fsdp2x.runtime.swapped import why_swapped
 from fsdp2x.runtime.tree import unit_states
 
 from ..arguments import checked
-from .agree import LostRanks, rank_and_size, together
+from .agree import rank_and_size, together
 from .background import Saver
 from .choice import Choice, choose
 from .directory import rng_file
@@ -69,7 +69,6 @@ def load(
     verify: bool = True,
     trusted: bool = False,
     seed: int = 0,
-    lost_ranks: LostRanks | None = None,
 ) -> Loaded:
     """Loads what `save` wrote, or what stock `torch.distributed.checkpoint` did, into sharded tensors; collective.
 
@@ -87,7 +86,6 @@ def load(
         verify: compare all files with their checksums before anything is loaded; the ranks share the reading.
         trusted: the checkpoint may execute code while it is read. Otherwise what needs that is refused.
         seed: generators of ranks that did not exist at the save are drawn from it.
-        lost_ranks: who names the ranks that die meanwhile.
 
     Raises:
         CheckpointError: on every rank, naming the file, tensor or part.
@@ -95,12 +93,12 @@ def load(
     path = Path(path).expanduser()
     optimizers = as_optimizers(optimizer)
     what = f"loading checkpoint {path}"
-    lost_ranks = lost_ranks or LostRanks()
     objects = {"scheduler": scheduler, "scaler": scaler, "data": data}
     wanted = {name: part for name, part in objects.items() if part is not None}
     rank, world_size = rank_and_size()
-    with lost_ranks.named(what), OpenFiles() as files:
-        Saver.of(model).wait()
+    saver = Saver.of(model)
+    with saver.known_ranks().named(what), OpenFiles() as files:
+        saver.wait()
         matches: list[Match] = []
 
         def look_into(choice: Choice) -> None:
@@ -111,7 +109,7 @@ def load(
         choice = choose(path, verify, look_into, what)
         (match,) = matches
         said = _apply(match, wanted, what)
-    Saver.of(model).roots.add(choice.path.parent.resolve())
+    saver.roots.add(choice.path.parent.resolve())
     for state in unit_states(model):
         check_again(state)
     for sentence in said:

@@ -24,7 +24,7 @@ from fsdp2x.runtime.calls import calling, current_call, named_call
 
 from ..arguments import checked
 from . import directory
-from .agree import CheckpointError, LostRanks, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
+from .agree import CheckpointError, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Saver
 from .directory import ASSETS_FOLDER, PARTS_FILE
 from .disk import bytes_of
@@ -70,7 +70,6 @@ def save(
     when_busy: Literal["wait", "skip"] = "wait",
     trusted: bool = False,
     write_assets: Callable[[Path], None] | None = None,
-    lost_ranks: LostRanks | None = None,
 ) -> Saved:
     """Writes `path/step-<step>` from all ranks, points `path/latest` to it and deletes old ones; collective.
 
@@ -102,7 +101,6 @@ def save(
         when_busy: while a former asynchronous save of this model is being written: "wait" for it, or "skip" this one.
         trusted: allow parts whose reading executes code; `load` must then be told, too.
         write_assets: called with a folder on rank 0, adds files such as configurations (in the thread, when async).
-        lost_ranks: who names the ranks that die meanwhile; default a new one.
 
     Returns:
         Saved: path, bytes and seconds; of an asynchronous save also `wait()`. `skipped` is True when nothing is saved.
@@ -118,7 +116,7 @@ def save(
     optimizers = as_optimizers(optimizer)
     what = f"saving checkpoint {target.final}"
     saver = Saver.of(model)
-    saver.lost_ranks = lost_ranks = lost_ranks or saver.lost_ranks or LostRanks()
+    lost_ranks = saver.known_ranks()
     with lost_ranks.named(what):
         if saver.is_busy_anywhere(when_busy):
             return Saved(target.final, target.step, form, skipped=True)

@@ -19,6 +19,7 @@ from .. import checkpoint
 from ..arguments import checked
 from ..checkpoint import CheckpointError
 from ..checkpoint.agree import on_rank_0, together
+from ..checkpoint.background import Saver
 from ..checkpoint.directory import find, repair
 from ..checkpoint.rng import seed_all
 from ..models.lora import save_adapter
@@ -116,6 +117,7 @@ class Trainer:
         )
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
+        Saver.of(self.model).lost_ranks = self.world.lost_ranks
         resumed = self._resume() if config.checkpoint.resume_from is not None else None
         if self._folder is not None and config.logging.overwrite:
             self._folder.delete_former_run()
@@ -387,7 +389,6 @@ class Trainer:
             marked=bool(config.keep_every and self.step % config.keep_every == 0),
             async_save=config.async_save,
             write_assets=self._write_assets,
-            lost_ranks=self.world.lost_ranks,
         )
         self.metrics.write("save", self.step, path=str(saved.path), seconds=round(saved.stall_s, 3))
         self.metrics.say("%s %s in %.2f s", "saved" if saved.done else "saving", saved.path, saved.stall_s)
@@ -401,7 +402,6 @@ class Trainer:
             self.model,
             self.optimizer,
             seed=self.config.train.seed,
-            lost_ranks=self.world.lost_ranks,
         )
         # What a rank cannot go on with must not leave the others waiting in the first collective.
         together(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
