@@ -31,7 +31,7 @@ def run_agents(tmp_path, *program) -> list[str]:
         for node in range(2):
             words = (*programs.TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node}")
             words += ("--master_addr=127.0.0.1", f"--master_port={port}", f"--log-dir={tmp_path / str(node)}", *program)
-            env = programs.environment(FSDP2X_HOST=f"host{node}", PYTHONPATH=PATH)
+            env = programs.environment(PYTHONPATH=PATH)
             agents.append(programs.Program(*words, log=tmp_path / f"log{node}", env=env))
         statuses = [agent.wait(AGENT_TIMEOUT_S) for agent in agents]
     finally:
@@ -71,10 +71,12 @@ def train(ctx, mesh, transports: str) -> None:
 def main() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
+    from fsdp2x.runtime import sharing
     from harness.context import Context
     from models import Stack
     from reference import shard
 
+    sharing._host_identity = lambda: f"host {os.environ['GROUP_RANK']}"  # torchrun's number of the agent
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ctx = Context(dist.get_rank(), dist.get_world_size())

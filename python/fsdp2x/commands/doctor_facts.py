@@ -16,7 +16,7 @@ from typing import Literal
 GIB = 2**30
 PACKAGES = ("transformers", "tokenizers", "safetensors", "accelerate", "peft", "matplotlib", "tensorboard")
 VARIABLES = (
-    "FSDP2X_TRANSPORT", "FSDP2X_HOST", "FSDP2X_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "FSDP2X_TRANSPORT", "FSDP2X_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DIST_USE_NCCL2", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG",
 )  # fmt: skip
 # A rank opens a file for the shared memory and a socket for each rank of its host, beside its data and its libraries'.

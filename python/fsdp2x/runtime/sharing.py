@@ -205,9 +205,5 @@ def problems_of_all(group: dist.ProcessGroup | None, problem: str | None, what: 
 
 
 def _host_identity() -> str:
-    """Equal for processes that can hand each other file descriptors: same boot, same network namespace.
-
-    FSDP2X_HOST, any name, tells ranks apart that are not to share memory although they could: containers with memory
-    limits of their own, NUMA nodes, or a test that plays several hosts.
-    """
-    return f"{os.environ.get('FSDP2X_HOST', '')}/{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
+    """Equal for processes that can hand each other file descriptors: same boot, same network namespace."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
