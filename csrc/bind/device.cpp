@@ -76,16 +76,14 @@ void bind_device(py::module_& m) {
   py::class_<DeviceTransport, Transport, std::shared_ptr<DeviceTransport>>(m, "DeviceTransport")
       .def(py::init([](const py::object& all_gather, const py::object& all_gather_group,
                        const py::object& reduce_scatter, const py::object& all_to_all, const py::object& allocate,
-                       std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes, size_t pack_gradients_below_bytes) {
-             DeviceCollectives collectives{own_unless_none(all_gather),     own_unless_none(all_gather_group),
+                       std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes) {
+             DeviceCollectives collectives{own_unless_none(all_gather), own_unless_none(all_gather_group),
                                            own_unless_none(reduce_scatter), own_unless_none(all_to_all),
                                            own_unless_none(allocate)};
-             return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes,
-                                                      pack_gradients_below_bytes);
+             return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes);
            }),
            py::arg("all_gather"), py::arg("all_gather_group"), py::arg("reduce_scatter"), py::arg("all_to_all"),
-           py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"),
-           py::arg("pack_gradients_below_bytes") = kPackEverything);
+           py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"));
   m.attr("PACK_BELOW_BYTES") = kPackBelowBytes;
   m.attr("PACK_EVERYTHING") = kPackEverything;
   // For memory plans: a rank's part of what is gathered packed.
@@ -103,9 +101,8 @@ void bind_device(py::module_& m) {
       },
       py::arg("layout"), py::arg("pack_below_bytes"));
   py::class_<ReductionPlan>(m, "ReductionPlan")
-      .def(py::init(&plan_reduction), py::arg("layout"), py::arg("trains"), py::arg("pack_below_bytes"))
-      .def_readonly("direct", &ReductionPlan::direct)
-      .def_readonly("rows_bytes", &ReductionPlan::rows_bytes)
+      .def(py::init(&plan_reduction), py::arg("layout"), py::arg("trains"))
+      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes)
       .def("is_pool", &ReductionPlan::is_pool, py::arg("pool"));
 }
 

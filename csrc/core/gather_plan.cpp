@@ -1,4 +1,4 @@
-// Chooses which parameters of a group a collective gathers, or reduces, in place.
+// Chooses which parameters of a group a collective gathers in place.
 #include "core/gather_plan.hpp"
 
 #include <algorithm>
@@ -26,12 +26,6 @@ bool can_be_gathered_directly(const Layout& layout, const ParamPlace& place) {
   const bool has_room = (layout.has_whole_chunks() && shape.outer == 1) || shape.dim % layout.world() == 0;
   return shape.in_slot && has_room && shape.numel() > 0 &&
          chunk_bytes(place, shape.compute) % kCollectiveAlignBytes == 0;
-}
-
-bool can_be_reduced_directly(const Layout& layout, const ParamPlace& place) {
-  const ParamShape& shape = place.shape;
-  return shape.trainable && shape.dim % layout.world() == 0 && shape.numel() > 0 && shape.compute == shape.reduce &&
-         chunk_bytes(place, shape.reduce) % kCollectiveAlignBytes == 0;
 }
 
 // Few collectives of similar size, or many of which each is large; of others, none. `bytes` by parameter, of all ranks
@@ -110,11 +104,6 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   return plan;
 }
 
-size_t ReductionPlan::chunk_bytes(size_t param) const {
-  const ParamPlace& place = layout->params()[param];
-  return num_bytes(place.rows.size() * place.shape.inner, place.shape.reduce);
-}
-
 bool ReductionPlan::is_pool(const Layout& pool) const {
   for (size_t i = 0; i < pool.params().size(); ++i) {
     const ParamPlace& place = layout->params()[i];
@@ -126,30 +115,10 @@ bool ReductionPlan::is_pool(const Layout& pool) const {
   return true;
 }
 
-ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, size_t pack_below_bytes) {
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains) {
   ReductionPlan plan;
-  plan.layout = plan.packed = std::make_shared<const Layout>(layout.training(trains));
-  std::vector<size_t> bytes;
-  for (const ParamPlace& place : plan.layout->params()) {
-    const ParamShape& shape = place.shape;
-    bytes.push_back(can_be_reduced_directly(layout, place) ? num_bytes(shape.dim * shape.inner, shape.reduce) : 0);
-  }
-  const std::vector<bool> direct = choose_direct(layout, bytes, pack_below_bytes);
-  std::vector<bool> packs = trains;
-  for (size_t i = 0; i < direct.size(); ++i) {
-    if (!direct[i]) continue;
-    plan.direct.push_back(i);
-    packs[i] = false;
-  }
-  if (!plan.direct.empty()) {
-    plan.layout = std::make_shared<const Layout>(layout.training(trains, direct));
-    plan.packed = std::make_shared<const Layout>(layout.training(packs));
-  }
-  plan.segment_bytes = plan.rows_bytes = plan.packed->flagged_segment_bytes();
-  for (const size_t i : plan.direct) {
-    const ParamPlace& place = plan.layout->params()[i];
-    plan.rows_bytes += align_up(num_bytes(place.padded_shard_numel, place.shape.reduce));
-  }
+  plan.layout = std::make_shared<const Layout>(layout.training(trains));
+  plan.segment_bytes = plan.layout->flagged_segment_bytes();
   return plan;
 }
 

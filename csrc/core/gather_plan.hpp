@@ -1,6 +1,5 @@
 // How a group is gathered where collectives write on a device: large parameters one collective each, straight into the
-// slot; the rest packed into one rank-major segment that is copied out. Built once per group, immutable. Gradients that
-// are reduced from where autograd made them are chosen by the same rule.
+// slot; the rest packed into one rank-major segment that is copied out. Built once per group, immutable.
 //
 //   slot     | p0: chunk of rank 0 | chunk of rank 1 | .. | chunk W-1 |pad| p1: ...        every chunk 16-byte aligned
 //   staging  | rank 0: p2 | p3 | .. |pad| rank 1: p2 | p3 | .. |pad| ..                    every segment 64-byte
@@ -50,24 +49,16 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
 
 // How gradients lie in rank-major segments, where collectives reduce those. Immutable.
 //
-//   packed   | rank 0: p0 | p2 | .. | flags | rank 1: p0 | p2 | .. | flags | ..      p1: as autograd made it
-//   rows     | p0 | p2 | .. | flags | p1 |
+//   packed   | rank 0: p0 | p1 | .. | flags | rank 1: p0 | p1 | .. | flags | ..
 struct ReductionPlan {
-  std::shared_ptr<const Layout> layout;  // of the rows
-  std::shared_ptr<const Layout> packed;  // of the segments: trains what is packed alone; else `layout` itself
-  std::vector<size_t> direct;            // parameters that are not packed
-  size_t segment_bytes = 0;              // of `packed`: Layout::flagged_segment_bytes
-  size_t rows_bytes = 0;                 // of a rank: its segment, and the rows of what is not packed
+  std::shared_ptr<const Layout> layout;  // trains what is reduced
+  size_t segment_bytes = 0;              // of a rank: Layout::flagged_segment_bytes
 
-  // Of this rank, in each collective of a parameter that is not packed: one for each of its `outer` blocks.
-  size_t chunk_bytes(size_t param) const;
   // Whether a rank's segment has every parameter where the group's gradient pool has it.
   bool is_pool(const Layout& pool) const;
 };
 
-// Of the parameters of `layout` that `trains` names. Reduce-scatters read a gradient as autograd makes it where its
-// chunks are even for all ranks and aligned, in the dtype that it is reduced in, and it is one of few large ones as
-// above.
-ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, size_t pack_below_bytes);
+// Of the parameters of `layout` that `trains` names.
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains);
 
 }  // namespace fsdp2x

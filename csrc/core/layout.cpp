@@ -165,29 +165,12 @@ std::vector<size_t> Layout::offsets_in_slot() const {
 }
 
 Layout Layout::training(const std::vector<bool>& trains) const {
-  return training(trains, std::vector<bool>(params_.size()));
-}
-
-Layout Layout::training(const std::vector<bool>& trains, const std::vector<bool>& direct) const {
   std::vector<ParamShape> shapes;
-  std::vector<size_t> behind;
   for (size_t i = 0; i < params_.size(); ++i) {
     shapes.push_back(params_[i].shape);
-    ParamShape& shape = shapes.back();
-    shape.trainable = shape.trainable && trains.at(i);
-    if (!shape.trainable || !direct.at(i)) continue;
-    shape.trainable = false;
-    behind.push_back(i);
+    shapes.back().trainable = shapes.back().trainable && trains.at(i);
   }
-  Layout layout(std::move(shapes), world_, rank_, whole_chunks_);
-  size_t next = layout.flagged_segment_bytes();
-  for (const size_t i : behind) {
-    ParamPlace& place = layout.params_[i];
-    place.shape.trainable = true;
-    place.reduce_segment_offset = next;
-    next += align_up(num_bytes(place.padded_shard_numel, place.shape.reduce));
-  }
-  return layout;
+  return Layout(std::move(shapes), world_, rank_, whole_chunks_);
 }
 
 std::vector<Copy> Layout::segment_to_slot(int source_rank) const {

@@ -106,9 +106,6 @@ class Layout {
   size_t flagged_segment_bytes() const { return reduce_segment_bytes_ + align_up(params_.size() * sizeof(double)); }
   // The same parameters, of which those alone are trainable that were and that `trains` names too.
   Layout training(const std::vector<bool>& trains) const;
-  // Likewise; of those that `direct` names, too, the rows lie behind the flagged segment, where their
-  // reduce_segment_offset says, and not in it.
-  Layout training(const std::vector<bool>& trains, const std::vector<bool>& direct) const;
 
   // Whether shards may rest in the slot: as rows of the whole parameters, one piece each, that no gather has to cast.
   bool can_rest_in_slot() const;

@@ -11,10 +11,9 @@ import torch.distributed.fsdp as torch_fsdp
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
 from fsdp2x.runtime import swapped, torch_private, waiting, wire_formats
-from fsdp2x.runtime.comms import own_collective, refuse_both
+from fsdp2x.runtime.comms import own_collective
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.moving import moving
-from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
 from fsdp2x.runtime.tree import get_state
@@ -277,8 +276,6 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         state = self._get_fsdp_state()
-        if enable:
-            refuse_both(state, memory=True)
         memory = "process_group" if enable else None
         if memory != state.comm_memory:
             state.comm_memory = memory
@@ -308,38 +305,8 @@ class FSDPModule(_TorchFSDPModule):
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        refuse_both(state, memory=True)
         state.comm_memory = "symmetric"
         state.remake_transports("memory")
-
-    @checked
-    def set_reduce_scatter_unpacked(self, enable: bool = True) -> None:
-        """True: large gradients are reduced from where autograd made them, without a copy that packs them before.
-
-        For the whole model, as soon as one of its units asks. It acts on parameters that are cut along dim 0 into even
-        rows of 16 bytes or multiples, whose gradients have the dtype that they are reduced in, and that would be
-        gathered alone: few large ones of a unit. The others stay packed, as do fp16, units that offload or have an
-        all-reduce hook or a custom reduce-scatter, and all of them where the backend is not NCCL's. Such gradients are
-        read on another stream until the next unit's reduction: a backward that passed one on must not write to it.
-        Results do not depend on it. Call it alike on every rank. Not measured on GPUs yet.
-
-        Raises:
-            NotImplementedError: the model is on the CPU, where gradients are packed as soon as they are made.
-            ValueError: the model's collectives use memory of their own (``set_allocate_memory_from_process_group_..``,
-                ``set_symm_mem_for_comm``), in which gradients are not.
-            RuntimeError: called during forward or backward.
-        """
-        state = self._get_fsdp_state()
-        if not has_streams(state.ranks.device):
-            raise NotImplementedError(
-                "fsdp2x.FSDPModule.set_reduce_scatter_unpacked: on the CPU gradients are packed as soon as they are "
-                f"made, so that their memory is free again; this model is on {state.ranks.device.type}: leave it out"
-            )
-        if enable:
-            refuse_both(state, memory=False)
-        if bool(enable) != state.reduces_unpacked:
-            state.reduces_unpacked = bool(enable)
-            state.remake_transports("packing")
 
     @checked(own=("max_input_buffers",))
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

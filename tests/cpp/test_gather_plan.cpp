@@ -159,44 +159,5 @@ TEST(GatherPlan, WithoutRoomForWholeChunksOnlyEvenParametersAreDirect) {
   for (size_t block = 0; block < 3; ++block) EXPECT_EQ(plan.direct[1 + block].param, 9U);
 }
 
-// Rows that are not in segments lie behind these, each once.
-TEST(GatherPlan, GradientsThatAreNotPackedHaveRowsBehindTheOthers) {
-  const auto planned = [](const Layout& layout) {
-    return plan_reduction(layout, std::vector<bool>(layout.params().size(), true), 0);
-  };
-  for (const int world : {2, 3, 5, 64}) {
-    const Layout layout(shapes(), world, 0, true);
-    const ReductionPlan plan = planned(layout);
-    EXPECT_EQ(plan.segment_bytes, plan.packed->flagged_segment_bytes());
-    size_t next = plan.segment_bytes;
-    auto direct = plan.direct.begin();
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const bool is_direct = direct != plan.direct.end() && *direct == i;
-      const ParamPlace& place = plan.layout->params()[i];
-      EXPECT_EQ(place.shape.trainable, layout.params()[i].shape.trainable);
-      EXPECT_EQ(plan.packed->params()[i].shape.trainable, place.shape.trainable && !is_direct);
-      if (!is_direct) {
-        EXPECT_EQ(place.reduce_segment_offset, plan.packed->params()[i].reduce_segment_offset);
-        continue;
-      }
-      ++direct;
-      EXPECT_EQ(place.shape.compute, place.shape.reduce);
-      EXPECT_EQ(place.shape.dim % world, 0);
-      EXPECT_EQ(place.reduce_segment_offset, next);
-      EXPECT_EQ(plan.chunk_bytes(i) * static_cast<size_t>(world * place.shape.outer),
-                static_cast<size_t>(place.shape.numel()) * dtype_bytes(place.shape.reduce));
-      next += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.reduce));
-    }
-    EXPECT_EQ(plan.rows_bytes, next);
-    EXPECT_EQ(direct, plan.direct.end());
-  }
-  const auto has_ninth = [&](int world) {
-    const std::vector<size_t> direct = planned(Layout(shapes(), world, 0, true)).direct;
-    return std::find(direct.begin(), direct.end(), 9) != direct.end();
-  };
-  EXPECT_TRUE(has_ninth(5));
-  EXPECT_FALSE(has_ninth(7));
-}
-
 }  // namespace
 }  // namespace fsdp2x

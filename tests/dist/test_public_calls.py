@@ -236,7 +236,6 @@ NEEDS = {
     "FSDPModule.set_post_optim_event": lambda w: {"event": _Event()},
     "FSDPModule.set_reduce_scatter_divide_factor": lambda w: {"factor": 2.0},
     "FSDPModule.set_reduce_scatter_max_input_buffers": lambda w: {"max_input_buffers": 2},
-    "FSDPModule.set_reduce_scatter_unpacked": lambda w: {"enable": True},
     "FSDPModule.set_reduce_scatter_unused_params": lambda w: {"reduce_scatter_unused_params": True},
     "FSDPModule.set_requires_all_reduce": lambda w: {"requires_all_reduce": True},
     "FSDPModule.set_requires_gradient_sync": lambda w: {"requires_gradient_sync": True},
@@ -247,7 +246,6 @@ NEEDS = {
 }  # fmt: skip
 # Calls that cannot be done here say so.
 REFUSED = {
-    "FSDPModule.set_reduce_scatter_unpacked": (NotImplementedError, "on the CPU gradients are packed as soon as"),
     "FSDPModule.set_symm_mem_for_comm": (NotImplementedError, "symmetric memory needs CUDA devices"),
 }
 

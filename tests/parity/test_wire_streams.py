@@ -136,26 +136,6 @@ def test_a_backward_that_is_refused_leaves_nothing_behind(ctx, transport):
     assert root_stats(model)["scratch_slots_owned"] == 0
 
 
-@distributed(world_sizes=(2,))
-def test_gradients_that_were_added_up_unpacked_are_not_lost(ctx):
-    only_fsdp2x(ctx)
-    model = sharded(ctx, reference(), "streams")
-    model.set_reduce_scatter_unpacked()
-    model.set_requires_gradient_sync(False)
-    loss_of(model, ctx.rank).backward()
-    model.set_requires_gradient_sync(True)
-    model.set_wire_dtype(gradients="int8")
-    with pytest.raises(RuntimeError, match="added up unpacked before they had a wire format"):
-        loss_of(model, ctx.rank).backward()
-    model.reset_iter_state()
-    model.zero_grad()
-    twin = sharded(ctx, reference(), "process_group")
-    twin.set_wire_dtype(gradients="int8")
-    for one in (model, twin):
-        loss_of(one, ctx.rank).backward()
-    same(grads(model), grads(twin))
-
-
 class Vectors(nn.Module):
     """A unit with nothing to code beside one that has."""
 

@@ -77,22 +77,6 @@ def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copyin
     assert plan_of([(2, 3072, 4096, *TYPES, True)], "grouped", 5) == (0, 48)
 
 
-@pytest.mark.parametrize("world", [2, 8, 64, 512])
-@pytest.mark.parametrize("gathers", ["grouped", "in turn"])
-def test_gradients_are_reduced_alone_by_the_rule_of_gathers(gathers, world):
-    """Where they have the dtype of the reduction and are even: of those that gathers take alone as many."""
-    below = transport.pack_below_bytes(gathers, world)
-    for shapes in (*UNITS.values(), STACKED, SMALL_STACKED):
-        wide = [(*shape[:5], torch.float32, True) for shape in shapes]
-        trains = [True] * len(shapes)
-        assert not _C.ReductionPlan(_C.Layout(wide, world, 0, True), trains, below).direct
-        same = [(*shape[:5], torch.bfloat16, True) for shape in shapes]
-        layout = _C.Layout(same, world, 0, True)
-        num = sum(same[param][0] for param in _C.ReductionPlan(layout, trains, below).direct)
-        assert num == len(_C.direct_chunk_bytes(layout, below)) or any(shape[1] % world for shape in same)
-        assert not _C.ReductionPlan(layout, [False] * len(same), below).direct
-
-
 @pytest.mark.parametrize("world", [2, 64])
 def test_others_gather_in_one_piece(world):
     assert transport.pack_below_bytes("unknown", world) is None

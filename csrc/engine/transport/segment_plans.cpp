@@ -9,9 +9,9 @@ namespace fsdp2x {
 const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
   auto& copies = copies_[{param, type}];
   if (copies.empty()) {
-    copies = packed->gradient_to_segments(param, type);
+    copies = layout->gradient_to_segments(param, type);
     // The layout's segments lie end to end; ours have the flags between them.
-    const size_t segment = packed->reduce_segment_bytes();
+    const size_t segment = layout->reduce_segment_bytes();
     for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (segment_bytes - segment);
     copies = joined(std::move(copies));
   }
@@ -30,28 +30,27 @@ at::Tensor SegmentPlan::unpacked(size_t param, DType type, const at::Tensor& seg
   return gradient;
 }
 
-SegmentPlan& SegmentPlans::of(const ParamGroup& group, size_t pack_below_bytes) {
+SegmentPlan& SegmentPlans::of(const ParamGroup& group) {
   std::vector<bool> trainable(group.params().size());
   for (size_t i = 0; i < trainable.size(); ++i) {
     trainable[i] = group.layout().params()[i].shape.trainable && group.params()[i].sharded().requires_grad();
   }
-  std::pair key(std::move(trainable), pack_below_bytes);
-  auto found = plans_.find(key);
+  auto found = plans_.find(trainable);
   if (found == plans_.end()) {
     SegmentPlan plan;
-    static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), key.first, pack_below_bytes);
+    static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), trainable);
     const size_t element = dtype_bytes(group.reduce_type());
     // The same flags for every rank, and nothing behind them that was never written: it travels with them.
-    const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.packed->reduce_segment_bytes()) / element);
+    const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element);
     plan.flags_to_segments = {.src_offset = 0,
-                              .dst_offset = plan.packed->reduce_segment_bytes(),
+                              .dst_offset = plan.layout->reduce_segment_bytes(),
                               .count = group.layout().world(),
                               .piece_numel = flags_numel,
                               .src_stride = 0,
                               .dst_stride = static_cast<int64_t>(plan.segment_bytes / element),
                               .src = DType::f32,
                               .dst = group.reduce_type()};
-    found = plans_.emplace(std::move(key), std::move(plan)).first;
+    found = plans_.emplace(std::move(trainable), std::move(plan)).first;
   }
   return found->second;
 }

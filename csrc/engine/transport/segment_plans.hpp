@@ -31,11 +31,11 @@ struct SegmentPlan : ReductionPlan {
 
 class SegmentPlans {
  public:
-  // Of the parameters that are trainable now. Smaller gradients than `pack_below_bytes` are packed.
-  SegmentPlan& of(const ParamGroup& group, size_t pack_below_bytes = kPackEverything);
+  // Of the parameters that are trainable now.
+  SegmentPlan& of(const ParamGroup& group);
 
  private:
-  std::map<std::pair<std::vector<bool>, size_t>, SegmentPlan> plans_;
+  std::map<std::vector<bool>, SegmentPlan> plans_;
 };
 
 }  // namespace fsdp2x

@@ -34,7 +34,6 @@ class Ranks:
     has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
     gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
-    reduces_unpacked: bool = False  # large gradients, from where autograd made them, on a device
     registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
     max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
 
@@ -147,9 +146,7 @@ def _count(
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
     pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
-    packs = below is None or offloads or not ranks.reduces_unpacked or collectives.reduces_aside or ranks.world == 1
-    packs = packs or wire.gradients is not None or any(shape[5] == torch.float16 for shape in shapes)
-    plan = _C.ReductionPlan(layout, trains, _C.PACK_EVERYTHING if packs else below)
+    plan = _C.ReductionPlan(layout, trains)
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and plan.is_pool(layout)
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
@@ -163,7 +160,7 @@ def _count(
         gather_segment_bytes=segment_bytes,
         coded_reduce_bytes=coded_bytes,
         wire_bytes=wire_bytes,
-        reduce_segment_bytes=plan.rows_bytes,
+        reduce_segment_bytes=plan.segment_bytes,
         replica_segment_bytes=staged.flagged_segment_bytes,
         row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),

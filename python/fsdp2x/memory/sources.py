@@ -36,7 +36,6 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     buffers = (state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None)
     common = {  # what one unit sets for all of its root
         "registers_memory": any(state.comm_memory is not None for state in states),
-        "reduces_unpacked": any(state.reduces_unpacked for state in states),
         "max_reduce_buffers": max(buffers, default=None),
     }
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)

@@ -19,7 +19,6 @@ from fsdp2x.runtime.packed_gather import Gather, gather_packed
 from fsdp2x.runtime.params import GroupParams
 from fsdp2x.runtime.sharded_param import unsharded_parameter
 from fsdp2x.runtime.transport import device_reduction
-from fsdp2x.runtime.tree import units_of_root
 
 
 def connect(group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
@@ -182,13 +181,3 @@ def own_collective(caller: str, comm: Any) -> Any:
             f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
         )
     return comm
-
-
-def refuse_both(state, *, memory: bool) -> None:
-    """Registered memory for collectives, which is asked for if ``memory``, and gradients that stay where they are."""
-    if any(one.reduces_unpacked if memory else one.comm_memory is not None for one in units_of_root(state)):
-        raise ValueError(
-            "fsdp2x.FSDPModule: set_reduce_scatter_unpacked reduces gradients from autograd's memory, and "
-            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm want them in memory of the "
-            "collectives: choose one of them for a model"
-        )

@@ -76,7 +76,6 @@ class UnitState(StateNames, torch_private.State):
         self.generation = 0  # counts resets, which invalidate handles
         self.prefetch_bytes = 0  # what backward may gather ahead
         self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
-        self.reduces_unpacked = False  # large gradients, from where autograd made them
         self.max_reduce_buffers: int | None = None  # None: the engine's default
         self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
 
@@ -284,7 +283,6 @@ class UnitState(StateNames, torch_private.State):
             self.timeout,
             needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
             comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
-            reduces_unpacked=any(state.reduces_unpacked for state in tree),
             model=f"{self.number.kind} {self.number.number}",
             checks_ranks=all(state.checks_ranks for state in tree),
             layers=next((state.layers for state in tree if state.layers is not None), None),

@@ -26,7 +26,7 @@ from torch.distributed._composable.contract import (  # to undo a registration w
 from torch.distributed._composable_state import _State as State  # what contract() requires of a state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # whether groups block the host
+from torch.distributed.distributed_c10d import AllgatherOptions  # whether groups block the host
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # the values of upstream's private attributes
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -176,19 +176,6 @@ def all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sour
     options.asyncOp = False
     gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
     work = gather(outputs, sources, options)
-    if work is not None:
-        work.wait()
-
-
-def reduce_scatter_group(
-    group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor], op: dist.ReduceOp
-) -> None:
-    """Several reduce-scatters as one operation, ordered by the current stream; grouped as gathers are."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = False
-    scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    work = scatter(outputs, sources, options)
     if work is not None:
         work.wait()
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fsdp2x.runtime.params import GroupParams
 
 # Of one collective, or of several.
-Tensors = torch.Tensor | list[torch.Tensor]
 
 
 class Transport(enum.StrEnum):
@@ -75,7 +74,6 @@ class TransportChoice:
         *,
         needs_group: str = "",
         comm_memory: str | None = None,
-        reduces_unpacked: bool = False,
         layers: dict[torch.device, Any] | None = None,
         checks_ranks: bool = True,
         model: str = "",
@@ -95,7 +93,6 @@ class TransportChoice:
         self._name = Transport.PROCESS_GROUP if needs_group else name
         self._timeout = timeout
         self._comm_memory = comm_memory
-        self._reduces_unpacked = reduces_unpacked
         self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
         self.model = model
         self._checks_ranks = checks_ranks
@@ -217,7 +214,7 @@ class TransportChoice:
             self._layers[ranks.device] = make and make()
         layer = self._layers[ranks.device]
         if layer is not None:
-            return _device_transport(layer, ranks.group, self._comm_memory, self._reduces_unpacked)
+            return _device_transport(layer, ranks.group, self._comm_memory)
         agreement = self._use_twin(ranks.group)
         group = ranks.group if agreement is None else agreement.group
         return _C.group_transport(
@@ -265,7 +262,7 @@ def has_streams(device: torch.device) -> bool:
     return layer_maker(device) is not None
 
 
-def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None, reduces_unpacked: bool = False):
+def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | None):
     _warn_of_one_queue(layer.device)
     world = 1 if group is None else dist.get_world_size(group)
     pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
@@ -277,7 +274,6 @@ def _device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str |
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=pack_below or 0,
-        pack_gradients_below_bytes=pack_below if reduces_unpacked and pack_below is not None else _C.PACK_EVERYTHING,
     )
 
 
@@ -292,7 +288,7 @@ def _warn_of_one_queue(device: torch.device) -> None:
 
 
 def device_reduction(group: dist.ProcessGroup | None) -> Callable[..., bool]:
-    """A reduce-scatter in stream order, of (output, source, average); lists of both: of each pair.
+    """A reduce-scatter in stream order, of (output, source, average).
 
     What is divided by another number than the ranks' is summed first: NCCL's premultiplied sum costs no pass, but takes
     the factor of bf16 for zero before torch 2.15, and a pass over reduced rows is short.
@@ -333,11 +329,8 @@ def _all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sou
     return True
 
 
-def _reduce_scatter_now(group: dist.ProcessGroup, output: Tensors, source: Tensors, average: bool) -> bool:
+def _reduce_scatter_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    if isinstance(output, list):
-        torch_private.reduce_scatter_group(group, output, source, op)
-        return True
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, source, op=op, group=group)
     return True

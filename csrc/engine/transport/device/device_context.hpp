@@ -17,7 +17,7 @@ namespace fsdp2x {
 struct DeviceCollectives {
   PyRef all_gather;        // (output, input)
   PyRef all_gather_group;  // ([output], [input]): in one launch; null: gather in one piece, packed
-  PyRef reduce_scatter;    // (output, input, average: bool), or lists of outputs and inputs: in one launch
+  PyRef reduce_scatter;    // (output, input, average: bool)
   PyRef all_to_all;        // (output, input): of bytes
   PyRef allocate;          // (bytes) -> memory registered with the process group; null: torch's allocator
 };

@@ -50,7 +50,7 @@ namespace {
 // The segments of one parameter that belong to `ranks` become zero behind their first `filled` elements, up to what the
 // next parameter has.
 void zero_behind(const SegmentPlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
-  const Layout& layout = *plan.packed;
+  const Layout& layout = *plan.layout;
   const ParamPlace& place = layout.params()[param];
   const size_t element = dtype_bytes(place.shape.reduce);
   const auto numel = static_cast<int64_t>(align_up(static_cast<size_t>(place.padded_shard_numel) * element) / element);
@@ -63,7 +63,7 @@ void zero_behind(const SegmentPlan& plan, size_t param, const at::Tensor& buffer
 
 // The first ranks have all rows that there is room for, one has less, the last ones have none.
 void zero_pads(const SegmentPlan& plan, size_t param, const at::Tensor& buffer) {
-  const Layout& layout = *plan.packed;
+  const Layout& layout = *plan.layout;
   const int64_t world = layout.world();
   const ParamPlace& place = layout.params()[param];
   const auto numel_of = [&](int64_t rank) {
@@ -84,10 +84,10 @@ void write_flags(const SegmentPlan& plan, const std::vector<uint8_t>& flags, con
   const at::Tensor values = host_memory_for(buffer.device(), at::kFloat, plan.flags_numel());
   values.zero_();
   std::copy(flags.begin(), flags.end(), values.mutable_data_ptr<float>());
-  const int64_t world = plan.packed->world();
+  const int64_t world = plan.layout->world();
   const at::Tensor segments =
       buffer.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes) * world).view(torch_dtype(type)).view({world, -1});
-  const auto at = static_cast<int64_t>(plan.packed->reduce_segment_bytes() / dtype_bytes(type));
+  const auto at = static_cast<int64_t>(plan.layout->reduce_segment_bytes() / dtype_bytes(type));
   segments.slice(1, at).copy_(values.to(buffer.device(), /*non_blocking=*/true));
 }
 

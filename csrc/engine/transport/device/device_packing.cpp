@@ -12,8 +12,7 @@
 
 namespace fsdp2x {
 
-DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory, size_t pack_below_bytes)
-    : context_(context), memory_(memory), pack_below_bytes_(pack_below_bytes) {}
+DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory) : context_(context), memory_(memory) {}
 
 void DevicePacking::register_group(const ParamGroup& group) {
   PerGroup& mine = groups_.emplace_back();
@@ -21,13 +20,7 @@ void DevicePacking::register_group(const ParamGroup& group) {
   mine.filled.assign(group.params().size(), 0);
 }
 
-SegmentPlan& DevicePacking::plan_of(const ParamGroup& group) {
-  // Users read what they reduce, and what they are shown behind it, in one piece; fp16 is divided in place beforehand.
-  const bool is_plain = !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !group.offloads() &&
-                        group.options().wire_gradients == WireFormat::plain;
-  const bool packs = !is_plain || group.layout().world() == 1 || group.reduce_type() == DType::f16;
-  return per_group(group).plans.of(group, packs ? kPackEverything : pack_below_bytes_);
-}
+SegmentPlan& DevicePacking::plan_of(const ParamGroup& group) { return per_group(group).plans.of(group); }
 
 void DevicePacking::open(const ParamGroup& group) {
   PerGroup& mine = per_group(group);
@@ -39,7 +32,6 @@ void DevicePacking::open(const ParamGroup& group) {
 
 void DevicePacking::close(PerGroup& mine) {
   std::fill(mine.held.begin(), mine.held.end(), at::Tensor());
-  mine.sums.clear();
   mine.buffer = -1;
   mine.plan = nullptr;
   --num_open_;
@@ -50,14 +42,13 @@ bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> pa
   if (mine.buffer >= 0) return false;
   if (param && !mine.held[*param].defined()) return false;  // it is only held
   const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
-  // Gradients that are not packed take memory as long as if they were.
-  return memory_.needs_room(group, plan.rows_bytes * static_cast<size_t>(group.layout().world()));
+  return memory_.needs_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
 
 void DevicePacking::make_room(const ParamGroup& group) {
   const PerGroup& mine = per_group(group);
   const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
-  memory_.make_room(group, plan.rows_bytes * static_cast<size_t>(group.layout().world()));
+  memory_.make_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
 
 void DevicePacking::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
@@ -78,9 +69,7 @@ std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
   std::vector<at::Tensor> taken(mine.filled.size());
   if (mine.plan == nullptr) return taken;
   for (size_t i = 0; i < taken.size(); ++i) {
-    if (mine.sums.contains(i)) {
-      taken[i] = std::move(mine.sums.extract(i).mapped());
-    } else if (mine.filled[i]) {
+    if (mine.filled[i]) {
       taken[i] = mine.plan->unpacked(i, group.reduce_type(), memory_.buffer(mine.buffer).memory);
     }
   }
@@ -93,7 +82,6 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   PerGroup& mine = per_group(group);
   Packed packed;
   packed.plan = mine.plan;
-  packed.gradients = take_direct(group);
   packed.memory = pack_held(group, /*for_reduction=*/true);
   packed.buffer = mine.buffer;
   packed.filled = mine.filled;
@@ -137,13 +125,12 @@ at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
 
 at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
   PerGroup& mine = per_group(group);
-  if (!for_reduction) add_to_sums(group);
   const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
   if (!has_held && !for_reduction) return {};
   const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
   if (!pool.defined()) open_buffer(group);
   const at::Tensor target = pool.defined() ? pool : memory_.buffer(mine.buffer).memory;
-  const Layout& layout = *mine.plan->packed;
+  const Layout& layout = *mine.plan->layout;
   std::vector<PackItem> items;
   std::vector<at::Tensor> alive;
   for (size_t i = 0; i < mine.held.size(); ++i) {
@@ -160,42 +147,6 @@ at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
   }
   if (!items.empty() || for_reduction) context_.layer().pack(*mine.plan, items, flags_of(group), target);
   return target;
-}
-
-void DevicePacking::add_to_sums(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  for (const size_t i : mine.plan->direct) {
-    if (!mine.held[i].defined()) continue;
-    const at::Tensor gradient = std::exchange(mine.held[i], at::Tensor()).reshape(-1);
-    mine.filled[i] = 1;
-    if (mine.sums.contains(i)) {
-      context_.layer().add(mine.sums.at(i), gradient);
-    } else {  // a copy: whoever else has the gradient may write to it behind this backward
-      mine.sums.emplace(i, gradient.to(torch_dtype(group.reduce_type()), /*non_blocking=*/false, /*copy=*/true));
-    }
-  }
-}
-
-std::vector<at::Tensor> DevicePacking::take_direct(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  DeviceLayer& layer = context_.layer();
-  const at::ScalarType type = torch_dtype(group.reduce_type());
-  std::vector<at::Tensor> taken;
-  for (const size_t i : mine.plan->direct) {
-    if (mine.sums.contains(i)) {
-      add_to_sums(group);
-      taken.push_back(std::move(mine.sums.extract(i).mapped()));
-    } else if (mine.held[i].defined()) {
-      taken.push_back(std::exchange(mine.held[i], at::Tensor()).contiguous().view(-1).to(type));
-      mine.filled[i] = 1;
-    } else {
-      const int64_t numel = mine.plan->layout->params()[i].shape.numel();
-      taken.push_back(at::zeros({numel}, at::TensorOptions().dtype(type).device(layer.device())));
-    }
-  }
-  // Of memory that autograd has taken, in the order of this stream, the past was judged when it was given back.
-  if (layer.is_recorder() && !taken.empty()) layer.note("take", "gradients", {}, ranges_of(taken));
-  return taken;
 }
 
 std::vector<uint8_t> DevicePacking::flags_of(const ParamGroup& group) {

@@ -2,11 +2,8 @@
 //
 // Gradients die on the compute lane, where they were born: they are packed there, so the allocator needs no record of
 // other streams. One rank alone packs into its gradient pool, where nothing else is to be done with them.
-//
-// Gradients that are not packed are read on the reduce lane where autograd made them, see ReduceMemory.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -19,7 +16,7 @@ namespace fsdp2x {
 
 class DevicePacking {
  public:
-  DevicePacking(DeviceContext& context, ReduceMemory& memory, size_t pack_below_bytes);
+  DevicePacking(DeviceContext& context, ReduceMemory& memory);
 
   void register_group(const ParamGroup& group);
   // Which plan a reduction of the group that begins now has.
@@ -35,12 +32,11 @@ class DevicePacking {
   // All that a reduction reads; what the group held is empty from then on.
   struct Packed {
     SegmentPlan* plan = nullptr;
-    int buffer = -1;                    // in ReduceMemory; none: `memory` is the gradient pool
-    at::Tensor memory;                  // W segments, laid end to end
-    std::vector<at::Tensor> gradients;  // that are not packed, in the order of the plan's list
-    std::vector<uint8_t> filled;        // by parameter: it has a gradient here
-    std::vector<uint8_t> wanted;        // likewise, or is reduced as zeros
-    bool is_certain = true;             // every trainable one does
+    int buffer = -1;              // in ReduceMemory; none: `memory` is the gradient pool
+    at::Tensor memory;            // W segments, laid end to end
+    std::vector<uint8_t> filled;  // by parameter: it has a gradient here
+    std::vector<uint8_t> wanted;  // likewise, or is reduced as zeros
+    bool is_certain = true;       // every trainable one does
   };
   Packed take(ParamGroup& group);
   // Drops what is held. Returns whether there was any.
@@ -52,11 +48,10 @@ class DevicePacking {
  private:
   struct PerGroup {
     SegmentPlans plans;
-    SegmentPlan* plan = nullptr;        // of what is held; null: nothing is
-    std::vector<at::Tensor> held;       // gradients that are not packed yet
-    std::map<size_t, at::Tensor> sums;  // of those that are not to be: of backwards without gradient sync, ours
-    std::vector<uint8_t> filled;        // by parameter: packed, or in a sum
-    int buffer = -1;                    // in ReduceMemory
+    SegmentPlan* plan = nullptr;   // of what is held; null: nothing is
+    std::vector<at::Tensor> held;  // gradients that are not packed yet
+    std::vector<uint8_t> filled;   // by parameter: packed
+    int buffer = -1;               // in ReduceMemory
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   void open(const ParamGroup& group);
@@ -66,15 +61,10 @@ class DevicePacking {
   at::Tensor pool_to_pack(ParamGroup& group);
   // Returns where to; undefined if there was nothing to pack.
   at::Tensor pack_held(ParamGroup& group, bool for_reduction);
-  // Held gradients that are not to be packed become sums.
-  void add_to_sums(const ParamGroup& group);
-  // What is reduced without being packed: gradients as autograd made them where that can be, sums, or zeros.
-  std::vector<at::Tensor> take_direct(const ParamGroup& group);
   std::vector<uint8_t> flags_of(const ParamGroup& group);
 
   DeviceContext& context_;
   ReduceMemory& memory_;
-  size_t pack_below_bytes_;
   std::vector<PerGroup> groups_;
   size_t num_open_ = 0;
 };

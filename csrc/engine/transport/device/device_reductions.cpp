@@ -13,20 +13,6 @@
 
 namespace fsdp2x {
 
-namespace {
-
-// For Python, with the GIL.
-PyRef one_or_list(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return PyRef::steal(THPVariable_Wrap(tensors[0]));
-  PyRef list = PyRef::steal(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]));
-  }
-  return list;
-}
-
-}  // namespace
-
 DeviceReductions::DeviceReductions(DeviceContext& context, ReduceMemory& memory, HostShards& host_shards)
     : context_(context), memory_(memory), host_shards_(host_shards) {}
 
@@ -34,7 +20,7 @@ DeviceReductions::DeviceReductions(DeviceContext& context, ReduceMemory& memory,
 
 at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
   PerGroup& mine = per_group(group);
-  const size_t bytes = running.plan->rows_bytes;
+  const size_t bytes = running.plan->segment_bytes;
   const bool is_plain =
       !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() && !group.offloads();
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
@@ -70,7 +56,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
   if (world > 1) {
     agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
-                    wire == nullptr ? plan.rows_bytes : wire->bytes(), group.reduce_type());
+                    wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type());
   }
   const at::Tensor input =
       typed(packed.memory, group.reduce_type(), 0, plan.segment_bytes * static_cast<size_t>(world));
@@ -102,10 +88,10 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     if (wire != nullptr) {
       reduce_coded(group, *wire, running, input, packed.filled);
     } else {
-      call_reduce_scatter(group, running, input, packed.gradients);
+      call_reduce_scatter(group, running, input);
     }
   }
-  running.number = memory_.begin(std::exchange(mine.unsent, -1), std::move(packed.gradients), running.lane);
+  running.number = memory_.begin(std::exchange(mine.unsent, -1), running.lane);
   if (running.codes >= 0) {
     mine.running.codes = -1;
     memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
@@ -119,26 +105,12 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   mine.running = std::move(running);
 }
 
-void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& packed,
-                                           const std::vector<at::Tensor>& gradients) {
+void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input) {
   const ProfileRange range(group.unit().ranges.reduce_scatter);
-  const DType type = group.reduce_type();
-  const SegmentPlan& plan = *running.plan;
-  std::vector<at::Tensor> outputs{typed(running.rows, type, 0, plan.segment_bytes)};
-  std::vector<at::Tensor> inputs{packed};
-  for (size_t i = 0; i < plan.direct.size(); ++i) {
-    const ParamPlace& place = plan.layout->params()[plan.direct[i]];
-    const int64_t block_numel = place.shape.dim * place.shape.inner;
-    const size_t bytes = plan.chunk_bytes(plan.direct[i]);
-    for (int64_t block = 0; block < place.shape.outer; ++block) {
-      const size_t offset = place.reduce_segment_offset + static_cast<size_t>(block) * bytes;
-      outputs.push_back(typed(running.rows, type, offset, bytes));
-      inputs.push_back(gradients[i].narrow(0, block * block_numel, block_numel));
-    }
-  }
+  const at::Tensor output = typed(running.rows, group.reduce_type(), 0, running.plan->segment_bytes);
   pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = one_or_list(outputs);
-  const PyRef py_input = one_or_list(inputs);
+  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
+  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
   const bool is_custom = static_cast<bool>(group.calls().reduce_scatter);
   const bool is_separate = static_cast<bool>(group.calls().separate_reduce_scatter);
   const PyRef& function = is_custom     ? group.calls().reduce_scatter
@@ -148,9 +120,8 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(group, group.calls().explain, "reduction");
   ++group.counters().python_calls;
-  if (!context_.layer().is_recorder()) return;
-  context_.layer().note(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(),
-                        ranges_of(inputs), ranges_of(outputs));
+  context_.note_rows(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(), input,
+                     output);
 }
 
 DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
@@ -161,11 +132,6 @@ DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentP
     return nullptr;
   }
   check_wire_type(group);
-  if (!plan.direct.empty()) {
-    throw Error(
-        "fsdp2x: gradients of unit '" + group.name() +
-        "' were added up unpacked before they had a wire format; set it before backwards without gradient sync");
-  }
   if (!mine.wire || mine.wire->format() != format || &mine.wire->plan() != &plan) {
     mine.wire = std::make_unique<DeviceWireGradients>(plan, format);
   }

@@ -61,8 +61,7 @@ class DeviceReductions {
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
-  void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& packed,
-                           const std::vector<at::Tensor>& gradients);
+  void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input);
   // Null: they travel as they are.
   DeviceWireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
   void reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running, const at::Tensor& packed,

@@ -22,9 +22,8 @@ namespace fsdp2x {
 
 class DeviceTransport final : public Transport {
  public:
-  // Smaller parameters are gathered packed, and smaller gradients reduced so: all of them with kPackEverything.
-  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes,
-                  size_t pack_gradients_below_bytes);
+  // Smaller parameters are gathered packed: all of them with kPackEverything.
+  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes);
   ~DeviceTransport() override;
 
   const char* name() const override { return "process_group"; }

@@ -57,7 +57,7 @@ DeviceWireWeights::DeviceWireWeights(const Layout& layout, WireFormat format) {
 }
 
 DeviceWireGradients::DeviceWireGradients(const SegmentPlan& plan, WireFormat format) : plan_(plan), format_(format) {
-  const Layout& layout = *plan.packed;
+  const Layout& layout = *plan.layout;
   const WireLayout wire = WireLayout::of_gradients(layout, format, plan.flags_numel() * sizeof(float));
   segment_bytes_ = wire.segment_bytes();
   WirePlace tail;
@@ -98,7 +98,7 @@ void DeviceWireGradients::encode(DeviceLayer& layer, const void* packed, const s
 }
 
 void DeviceWireGradients::sum(DeviceLayer& layer, const void* segments, double divisor, void* rows) const {
-  layer.sum_codes(to_rows_, segments, segment_bytes_, plan_.packed->world(), divisor, rows);
+  layer.sum_codes(to_rows_, segments, segment_bytes_, plan_.layout->world(), divisor, rows);
 }
 
 void DeviceWireGradients::forget_errors(DeviceContext& context) {

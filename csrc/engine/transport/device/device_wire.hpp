@@ -33,7 +33,7 @@ class DeviceWireGradients {
   WireFormat format() const { return format_; }
   const SegmentPlan& plan() const { return plan_; }
   // Of all ranks' segments.
-  size_t bytes() const { return segment_bytes_ * static_cast<size_t>(plan_.packed->world()); }
+  size_t bytes() const { return segment_bytes_ * static_cast<size_t>(plan_.layout->world()); }
   // The packed segments, end to end -> as many in the format. A parameter that is not `filled` is sent as zeros and
   // keeps its errors, which lie in the order of the current lane.
   void encode(DeviceLayer& layer, const void* packed, const std::vector<uint8_t>& filled, void* segments);

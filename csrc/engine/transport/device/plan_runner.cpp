@@ -116,7 +116,7 @@ std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<Pack
                                        const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
   auto& [types, packs, rows] = prepared_of(plan);
-  const std::vector<ParamPlace>& places = plan.packed->params();
+  const std::vector<ParamPlace>& places = plan.layout->params();
   std::vector<PackItem> left_over;
   for (const PackItem& item : items) {
     if (item.source != nullptr) types[item.param] = item.type;
@@ -129,7 +129,7 @@ std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<Pack
       }
       packs.clear();
     }
-    packs.emplace(types, upload(cuda::plan_pack(*plan.packed, types, plan.segment_bytes), layer_));
+    packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), layer_));
   }
   for (const auto& part : packs.at(types)) {
     cuda::PackTable table;

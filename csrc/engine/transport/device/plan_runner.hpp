@@ -23,7 +23,7 @@ class PlanRunner {
   // Flags come with the items, except where they are f64.
   std::vector<PackItem> pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
                              void* buffer, cuda::Stream stream) const;
-  static bool writes_flags(const SegmentPlan& plan) { return cuda::packs_flags(*plan.packed); }
+  static bool writes_flags(const SegmentPlan& plan) { return cuda::packs_flags(*plan.layout); }
   std::vector<RowItem> write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const void* segment,
                                   double divisor, cuda::Stream stream) const;
   void encode(const WireProgram& program, const void* values, void* segments, void* errors,

@@ -163,9 +163,9 @@ void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;
   for (const PackItem& item : items) {
-    const ParamPlace& place = plan.packed->params()[item.param];
+    const ParamPlace& place = plan.layout->params()[item.param];
     if (item.source != nullptr) reads.push_back({item.source, item.source_bytes});
-    for (int rank = 0; rank < plan.packed->world(); ++rank) {
+    for (int rank = 0; rank < plan.layout->world(); ++rank) {
       const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + place.reduce_segment_offset;
       writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at,
                         bytes_of(place.shape.reduce, place.padded_shard_numel)});
@@ -174,8 +174,8 @@ void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
   // Gradients are autograd's, in the order of this stream: what had their memory before was judged when it gave it
   // back. A device would not have given it to another stream.
   note("take", "gradients", {}, reads);
-  const size_t flags_at = plan.packed->reduce_segment_bytes();
-  for (int rank = 0; rank < plan.packed->world(); ++rank) {
+  const size_t flags_at = plan.layout->reduce_segment_bytes();
+  for (int rank = 0; rank < plan.layout->world(); ++rank) {
     const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + flags_at;
     writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
   }

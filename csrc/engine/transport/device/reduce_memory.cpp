@@ -1,7 +1,7 @@
 // Memory of reductions.
 #include "engine/transport/device/reduce_memory.hpp"
 
-#include <utility>
+#include <optional>
 
 namespace fsdp2x {
 
@@ -29,13 +29,9 @@ void ReduceMemory::give_back_segment(int id, Lane lane) {
   segments_->release(id);
 }
 
-uint64_t ReduceMemory::begin(int buffer_id, std::vector<at::Tensor> gradients, Lane lane) {
+uint64_t ReduceMemory::begin(int buffer_id, Lane lane) {
   context_.layer().record(*buffer(buffer_id).free, lane);
-  size_t bytes = buffers_->ledger().bytes_of(buffer_id);
-  for (const at::Tensor& gradient : gradients) bytes += gradient.nbytes();
-  const uint64_t number = queue_.begin(buffer_id, bytes);
-  if (!gradients.empty()) unpacked_[number] = {std::move(gradients), context_.layer().current_stream()};
-  return number;
+  return queue_.begin(buffer_id, buffers_->ledger().bytes_of(buffer_id));
 }
 
 size_t ReduceMemory::allowed_before(const ParamGroup& group, size_t bytes) const {
@@ -54,7 +50,6 @@ void ReduceMemory::retire(size_t num) {
 }
 
 void ReduceMemory::give_back(const ReductionQueue::Reduction& reduction, bool has_waited) {
-  drop_gradients(reduction);
   buffers_->release(reduction.buffer, has_waited);
   for (const int id : reduction.segments) segments_->release(id, has_waited);
 }
@@ -62,20 +57,6 @@ void ReduceMemory::give_back(const ReductionQueue::Reduction& reduction, bool ha
 void ReduceMemory::retire_segment(int id, uint64_t number, Lane lane) {
   context_.layer().record(*segment(id).free, lane);
   if (!queue_.add_segment(number, id)) segments_->release(id);
-}
-
-void ReduceMemory::drop_gradients(const ReductionQueue::Reduction& reduction) {
-  const auto found = unpacked_.find(reduction.number);
-  if (found == unpacked_.end()) return;
-  Unpacked unpacked = std::move(found->second);
-  unpacked_.erase(found);
-  DeviceLayer& layer = context_.layer();
-  // The current stream may be another one by now.
-  std::optional<StreamScope> home;
-  if (unpacked.home && unpacked.home != layer.current_stream()) home.emplace(layer, *unpacked.home);
-  layer.wait(Lane::compute, *buffer(reduction.buffer).free);
-  if (layer.is_recorder()) layer.note("give_back", "gradients", {}, ranges_of(unpacked.gradients));
-  unpacked.gradients.clear();  // in that stream's order
 }
 
 void ReduceMemory::end() {

@@ -1,14 +1,10 @@
 // Memory of the device transport's reductions: buffers that gradients are packed into, segments that rows come out in,
 // and what a reduction that is on its way holds until the compute lane has waited for it.
 //
-// A buffer is given back when the next reduction is on its way. Gradients that are not packed are held as long, so that
-// their memory goes back in the order of the compute lane, where they were born.
+// A buffer is given back when the next reduction is on its way.
 #pragma once
 
-#include <map>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "core/reduction_queue.hpp"
 #include "engine/params/param_group.hpp"
@@ -29,8 +25,8 @@ class ReduceMemory {
   int take_segment(const ParamGroup& group, size_t bytes, bool* is_new);
   void give_back_segment(int id, Lane lane);
 
-  // A reduction on `lane` reads the buffer and the gradients that are not packed. Returns its number.
-  uint64_t begin(int buffer, std::vector<at::Tensor> gradients, Lane lane);
+  // A reduction on `lane` reads the buffer. Returns its number.
+  uint64_t begin(int buffer, Lane lane);
   bool are_on_their_way() const { return queue_.size() > 0; }
   // Whether more are on their way than may be when `bytes` of the group's gradients are packed for one more, or beside
   // the last one.
@@ -48,20 +44,13 @@ class ReduceMemory {
   size_t max_buffers() const { return queue_.max_buffers(); }
 
  private:
-  // Gradients that are not packed: memory in the order of `home`.
-  struct Unpacked {
-    std::vector<at::Tensor> gradients;
-    std::optional<c10::Stream> home;
-  };
   size_t allowed_before(const ParamGroup& group, size_t bytes) const;
   void retire(size_t num);
   void give_back(const ReductionQueue::Reduction& reduction, bool has_waited);
-  void drop_gradients(const ReductionQueue::Reduction& reduction);
 
   DeviceContext& context_;
   std::unique_ptr<DeviceBuffers> buffers_, segments_;
-  mutable ReductionQueue queue_;           // remembers the largest reduction that it was asked about
-  std::map<uint64_t, Unpacked> unpacked_;  // by the number of the reduction
+  mutable ReductionQueue queue_;  // remembers the largest reduction that it was asked about
 };
 
 }  // namespace fsdp2x

@@ -18,10 +18,10 @@ const float* floats_at(const std::byte* memory) { return reinterpret_cast<const 
 }  // namespace
 
 WireReduction::WireReduction(const SegmentPlan& plan, WireFormat format)
-    : plan_(plan), wire_(WireLayout::of_gradients(*plan.packed, format, plan.flags_numel() * sizeof(float))) {}
+    : plan_(plan), wire_(WireLayout::of_gradients(*plan.layout, format, plan.flags_numel() * sizeof(float))) {}
 
 void WireReduction::encode(const void* packed, const std::vector<uint8_t>& filled, void* segments) {
-  const Layout& layout = *plan_.packed;
+  const Layout& layout = *plan_.layout;
   const auto* const from = static_cast<const std::byte*>(packed);
   auto* const to = static_cast<std::byte*>(segments);
   if (format() == WireFormat::int8 && !errors_.defined()) {
@@ -37,9 +37,9 @@ void WireReduction::encode(const void* packed, const std::vector<uint8_t>& fille
 }
 
 void WireReduction::encode(size_t param, int rank, const std::byte* packed, std::byte* segment, bool is_filled) {
-  const ParamPlace& place = plan_.packed->params()[param];
+  const ParamPlace& place = plan_.layout->params()[param];
   const WirePlace& wire = wire_.places()[param];
-  const int64_t numel = rows_numel(place.shape, plan_.packed->world(), rank);
+  const int64_t numel = rows_numel(place.shape, plan_.layout->world(), rank);
   if (!wire.travels || numel == 0) return;
   const float* const values = floats_at(packed + place.reduce_segment_offset);
   std::byte* const codes = segment + wire.offset;
@@ -71,7 +71,7 @@ void WireReduction::encode(size_t param, int rank, const std::byte* packed, std:
 }
 
 void WireReduction::sum(const void* segments, void* rows) const {
-  const Layout& layout = *plan_.packed;
+  const Layout& layout = *plan_.layout;
   auto* const to = static_cast<std::byte*>(rows);
   const auto* const from = static_cast<const std::byte*>(segments);
   const auto add = [&](const WirePlace& wire, float* sums, int64_t first, int64_t numel) {
