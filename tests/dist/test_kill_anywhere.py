@@ -35,6 +35,7 @@ SETTINGS = {
     "replicas": (4, {}),
     "shared memory": (2, SHARED),
     "shared by three": (3, SHARED),
+    "shared replicas": (2, SHARED),
 }
 SAID = re.compile(
     r"process group: rank (\d+)(?: of \d+|, which is \d of the 2 of its group,) was in the "
@@ -66,6 +67,8 @@ def mesh_of(ctx, setting: str) -> DeviceMesh:
         return DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("replicate", "shard"))
     if setting == "smaller after forward":
         return init_device_mesh("cpu", (ctx.world,))
+    if setting == "shared replicas":
+        return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return DeviceMesh.from_group(dist.new_group(timeout=patience), "cpu")
 
 
@@ -132,7 +135,11 @@ def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(7))
-@pytest.mark.parametrize("settings", [("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three")])
+@pytest.mark.parametrize(
+    "settings",
+    [("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three", "shared replicas")],
+    ids=["group", "shared"],
+)
 def test_survivors_name_the_victim(seed, settings):
     kill(*drawn(seed, settings))
 

@@ -1,8 +1,6 @@
 """The all-reduce over replicas of one host: through shared memory, in rank order, the same bits on every replica."""
 
-import os
 import random
-import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2x.runtime.transport import TransportChoice
-from harness import dist_run, distributed
+from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
 
@@ -71,27 +69,6 @@ def test_a_replica_that_does_not_come_is_named(ctx):
         with pytest.raises(RuntimeError, match=r"waited 1\.\d s for rank 1"):
             all_reduce(torch.ones(3), False)
     dist.barrier()
-
-
-def die(ctx):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh, timeout=timedelta(seconds=TIMEOUT_S))
-    loss = model(inputs(ctx.rank, 0)).square().mean()
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
-
-
-def test_a_dead_replica_is_noticed():
-    outcomes = dist_run(die, 2, timeout=60, expect_exit={1: -signal.SIGKILL})
-    message, seconds = next(outcome.value for outcome in outcomes if outcome.rank == 0)
-    assert "rank 1" in message and "died" in message and "all-reduce over the replicas" in message, message
-    assert seconds < TIMEOUT_S / 2
 
 
 def counted_all_reduces(calls: list):
