@@ -154,6 +154,11 @@ def test_what_is_missing_is_named(ctx):
         with pytest.raises(checkpoint.CheckpointError, match="it lacks count2"):
             checkpoint.load(path, fresh.model)
         assert checkpoint.load(path, fresh.model, strict=False).missing == ["count2"]
+        other = Mixed()
+        other.adapter = nn.Linear(6, 7, bias=False)
+        said = r"another model, adapter.weight .* \[6, 6\] there, \[7, 6\] here"
+        with pytest.raises(checkpoint.CheckpointError, match=said):
+            checkpoint.load(folder / "sharded", Training(model=other).model)
 
 
 @distributed(world_sizes=(2,))

@@ -25,19 +25,6 @@ def stats(model):
     return fsdp2x.describe(model).stats
 
 
-@distributed(world_sizes=(1, 2, 3))
-@pytest.mark.parametrize("reshard", [True, False, None])
-@both_transports
-def test_slots_are_free_after_each_step(ctx, reshard, transport):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS, transport=transport, reshard_after_forward=reshard)
-    for number in range(4):
-        step(ctx, model, number)
-        found = stats(model)
-        assert found["gather_slots_owned"] == 0 and found["scratch_slots_owned"] == 0, found
-        assert found["owners"] == "empty", found
-
-
 @distributed(world_sizes=(2,))
 @both_transports
 def test_a_steady_step_takes_no_memory(ctx, transport):

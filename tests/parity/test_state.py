@@ -151,17 +151,3 @@ def test_reset_parameters_after_to_empty(ctx):
         return full(model(inputs(ctx.rank))), params(model)
 
     same(run_with(lambda m: shard(ctx, m, STACK_UNITS)), run_with(lambda m: shard_stock(m, STACK_UNITS)))
-
-
-@distributed(world_sizes=(2,))
-def test_full_tensor_during_training_is_a_copy(ctx):
-    def run(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step(ctx, model, optimizer)
-        whole = {name: param.full_tensor() for name, param in model.named_parameters()}
-        saved = full(whole)
-        step(ctx, model, optimizer)
-        same(whole, saved, "full tensors of the step before")
-        return full(whole)
-
-    parity(ctx, Stack(), run, STACK_UNITS)
