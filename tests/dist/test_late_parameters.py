@@ -115,7 +115,9 @@ def test_ignored_parameters_are_left_alone(ctx):
     """Those of a unit below, too, and when they are set again; not those of other names next to them."""
     only_fsdp2x(ctx)
     model = stack()
-    ignored = {model.head.weight, model.plain.weight, model.blocks[0].up.bias}
+    model.empty = nn.Sequential()  # is false
+    model.empty.weight = nn.Parameter(torch.ones(1))
+    ignored = {model.head.weight, model.plain.weight, model.blocks[0].up.bias, model.empty.weight}
     shard(ctx, model, STACK_UNITS[:1], ignored_params=ignored)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     model.head.late = nn.Parameter(torch.ones(1))

@@ -48,8 +48,8 @@ def adopt_late(root: UnitState, tree: list[UnitState]) -> bool:
         ValueError: a trainable parameter is a scalar.
         NotImplementedError: a parameter is not contiguous, or trainable and of a dtype or class that cannot be reduced.
     """
-    modules = list(root.modules[0].modules())
-    dissolved = [_dissolve(state, {id(module) for module in modules}) for state in tree]
+    present = set(map(id, root.modules[0].modules()))
+    dissolved = [_dissolve(state, present) for state in tree]
     changed = [_adopt_in(state, entries) for state, entries in _find(root, tree)]
     return any(dissolved) or bool(changed) or any(not group.is_shared for group in late_groups(tree))
 
@@ -75,9 +75,7 @@ def late_groups(tree: list[UnitState]) -> list[ReplicatedParams]:
 def _dissolve(state: UnitState, present: set[int]) -> bool:
     """Drops late groups with a parameter whose module or name is gone, and forgets deleted names."""
     places = [(ref, names, ref()) for ref, names in state.places]
-    state.places = [
-        (ref, names if module is None else names & module._parameters.keys()) for ref, names, module in places
-    ]
+    state.places = [(ref, names & module._parameters.keys()) for ref, names, module in places if module is not None]
     before = len(state.groups)
     state.groups = [
         group
@@ -96,7 +94,8 @@ def _find(root: UnitState, tree: list[UnitState]) -> list[tuple[UnitState, list[
     """Returns units and their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
-    known = {(id(module), name) for s in tree for ref, names in s.places if (module := ref()) for name in names}
+    places = [(ref(), names) for state in tree for ref, names in state.places]
+    known = {(id(module), name) for module, names in places if module is not None for name in names}
     known |= {(id(module), name) for s in tree for sharded in s.params for module, name in sharded.owners}
     homes: dict[int, tuple[OwnedParam, set[int]]] = {}
     for state in tree:
