@@ -7,12 +7,11 @@ run several steps, since state may only begin to count in the second one: on com
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -71,14 +70,18 @@ def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch
     if all(sample.dim is None for sample in samples):
         return
     name = type(optimizer).__name__
-    with _generators_kept(samples), torch.no_grad():
-        try:
+    devices = {sample.values.device for sample in samples if sample.values.device.type != "cpu"}
+    kind, before = next((device.type for device in devices), "cpu"), random.getstate()
+    try:
+        with torch.random.fork_rng([device.index for device in devices], device_type=kind), torch.no_grad():
             found = _difference_in_steps(optimizer, step, samples)
-        except Exception as error:
-            raise NotImplementedError(
-                f"fsdp2x.local_optimizer: {name} cannot be tried on small plain tensors to see whether it is "
-                f"element-wise: {type(error).__name__}: {error}. Use {INSTEAD}."
-            ) from error
+    except Exception as error:
+        raise NotImplementedError(
+            f"fsdp2x.local_optimizer: {name} cannot be tried on small plain tensors to see whether it is "
+            f"element-wise: {type(error).__name__}: {error}. Use {INSTEAD}."
+        ) from error
+    finally:
+        random.setstate(before)
     if found:
         raise NotImplementedError(
             f"fsdp2x.local_optimizer: {name} is not element-wise: in a trial with its settings, {found}. Steps over "
@@ -114,17 +117,6 @@ def _sample(param: Tensor, seed: int) -> _Sample:
         gradient *= torch.logspace(-1.0, 1.0, shape[dim]).reshape(ones)
     device = torch.device("cpu") if local.is_meta else local.device
     return _Sample(param, values.to(device), gradient.to(device), dim)
-
-
-@contextlib.contextmanager
-def _generators_kept(samples: list[_Sample]) -> Iterator[None]:
-    before, devices = random.getstate(), {sample.values.device for sample in samples}
-    with contextlib.ExitStack() as forks:
-        for device in devices | {torch.device("cpu")}:
-            indices = [] if device.type == "cpu" else [device.index]
-            forks.enter_context(torch.random.fork_rng(indices, device_type=device.type))
-        forks.callback(random.setstate, before)
-        yield
 
 
 def _difference_in_steps(optimizer: torch.optim.Optimizer, step: Callable, samples: list[_Sample]) -> str:
@@ -188,42 +180,34 @@ def _difference(samples: list[_Sample], full: torch.optim.Optimizer, part: torch
     """What differs between the complete tensors and the parts; "" if nothing does."""
     for sample, param, cut in zip(samples, _params_of(full), _params_of(part), strict=True):
         shape = tuple(param.shape)
-        if not _are_close(sample, param, cut, param - sample.values):
+        if not _is_same(param, cut, sample, param - sample.values):
             return f"a part of a tensor of shape {shape} is updated otherwise than in the complete tensor"
         for name, value in full.state.get(param, {}).items():
-            other = part.state.get(cut, {}).get(name)
             if not isinstance(value, (Tensor, int, float, str, NoneType)):
                 return f"its state {name!r} is a {type(value).__name__}, expected numbers or tensors"
-            has_dims = isinstance(value, Tensor) and value.ndim > 0
-            if has_dims and value.shape != param.shape:
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != param.shape:
                 return f"its state {name!r} of a tensor of shape {shape} has the shape {tuple(value.shape)}"
-            if not (_are_close(sample, value, other, value) if has_dims else _are_equal(value, other)):
+            if not _is_same(value, part.state.get(cut, {}).get(name), sample, value):
                 return f"its state {name!r} of a part of a tensor differs from that of the complete tensor"
-    for group, other_group in zip(full.param_groups, part.param_groups, strict=True):
+    for group, other in zip(full.param_groups, part.param_groups, strict=True):
         for name, value in group.items():
-            if not _are_equal(value, other_group.get(name)):
+            if not _is_same(value, other.get(name), None, value):
                 return f"the setting {name!r}, which it changes, depends on all elements"
     return ""
 
 
-def _are_close(sample: _Sample, full: Tensor, part: Any, change: Tensor) -> bool:
-    full = _finite(full)
-    expected = sample.part(full)
-    if not isinstance(part, Tensor) or part.shape != expected.shape:
-        return False
-    allowed = _TOLERANCE * _finite(change).abs().max() + 4 * torch.finfo(full.dtype).eps * full.abs().max()
-    return bool((_finite(part) - expected).abs().max() <= allowed)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return (tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()).detach().nan_to_num()
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Of numbers; anything else is taken for equal."""
-    if isinstance(one, Tensor) and one.numel() != 1 or not isinstance(one, (Tensor, int, float)):
+def _is_same(full: Any, part: Any, sample: _Sample | None, change: Any) -> bool:
+    """Whether ``part`` is what ``full`` has there, relative to ``change``. Anything but numbers counts as the same."""
+    if not isinstance(full, (Tensor, int, float)):
         return True
-    if not isinstance(other, (Tensor, int, float)):
+    if not isinstance(part, (Tensor, int, float)):
         return False
-    one, other = (float(value) for value in (one, other))
-    return math.isclose(one, other, rel_tol=_TOLERANCE) or math.isnan(one) and math.isnan(other)
+    full, part, change = map(_finite, (full, part, change))
+    expected = full if sample is None or full.ndim == 0 else sample.part(full)
+    allowed = _TOLERANCE * change.abs().max() + 4 * torch.finfo(full.dtype).eps * full.abs().max()
+    return part.shape == expected.shape and bool((part - expected).abs().max() <= allowed)
+
+
+def _finite(value: Tensor | float) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return (tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()).detach().nan_to_num()
