@@ -13,7 +13,6 @@
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
 #include "engine/memory/changes.hpp"
-#include "engine/memory/checksum.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/schedule/hooks.hpp"
@@ -172,7 +171,6 @@ void bind_layout(py::module_& m) {
         return take_changes(now, held, max, kernels);
       },
       py::arg("now"), py::arg("held"), py::arg("max"), py::arg("with_twins") = false);
-  m.def("checksum", &checksum, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
   m.def("stream_copies", &stream_copies, py::arg("targets"), py::arg("sources"));
   m.def(
       "pool_memory",

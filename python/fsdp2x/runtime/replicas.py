@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.sharing import all_gather_object
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
 
 # Not int64: a sum of products modulo 2**64 loses the sign bits of two words.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_CHUNK_NUMEL = 1 << 22
+_CHUNK_NUMEL = 1 << 20
 _NUM_NAMED = 3
 
 
@@ -112,22 +111,17 @@ def make_equal(copies: Copies, device: torch.device) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Hashes the bits, so that signs of zero and payloads of NaN count. The result is the same on every machine."""
-    total = 0
+    """Hashes the bits, so that signs of zero and payloads of NaN count. The result is the same on every machine.
+
+    Sums integers, each times another odd number, so that one that differs changes the sum modulo 2**64.
+    """
+    total = torch.zeros((), dtype=torch.int64)
     for part in _plain(tensor):
-        own = _C.checksum(part.contiguous()) if part.device.type == "cpu" else _on_device(part)
-        total = (31 * total + own) % 2**64
-    return total
-
-
-def _on_device(tensor: Tensor) -> int:
-    """Sums the bits as integers, each times another odd number, so that one that differs changes the sum."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = real.contiguous().flatten().view(_BITS[real.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in bits.split(_CHUNK_NUMEL):
-        odd = 2 * torch.arange(len(chunk), device=tensor.device) + 1
-        total = 31 * total + (chunk.long() * odd).sum()
+        real = torch.view_as_real(part) if part.is_complex() else part
+        bits = real.contiguous().flatten().view(_BITS[real.element_size()])
+        odd = 2 * torch.arange(min(len(bits), _CHUNK_NUMEL), device=part.device) + 1
+        for chunk in bits.split(_CHUNK_NUMEL):
+            total = 31 * total + (chunk.long() * odd[: len(chunk)]).sum()
     return int(total) % 2**64
 
 
