@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
+from fsdp2x.runtime.tree import unit_states
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import only_fsdp2x, params, same, shard
@@ -80,14 +81,8 @@ def run(ctx, model):
 
 
 def adopted(model):
-    return {
-        record.fqn
-        for module in model.modules()
-        if isinstance(module, fsdp2x.FSDPModule)
-        for group in module._get_fsdp_state().groups
-        if group.is_replicated
-        for record in group.params
-    }
+    groups = [group for state in unit_states(model) for group in state.groups if group.is_replicated]
+    return {record.fqn for group in groups for record in group.params}
 
 
 CHANGES = [a_head, a_list, past_registration, nothing]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import fsdp2x
 import models
+from fsdp2x.runtime.tree import unit_states
 from harness import distributed
 from reference import adamw_of, only_fsdp2x, same, shard_auto, train_alike
 from training import shared_folder
@@ -116,10 +117,6 @@ def test_adapters_are_switched_and_removed(ctx):
     assert len(list(model.named_parameters())) == len(list(twin.named_parameters()))
     twin, model = (side.unload() for side in sides)
     is_the_same()
-    assert not any(group.is_replicated for unit in fsdp2x_units(model) for group in unit.groups)
+    assert not any(group.is_replicated for state in unit_states(model) for group in state.groups)
     twin, model = attach(ctx, around, twin, model)
     train()
-
-
-def fsdp2x_units(model):
-    return [m._get_fsdp_state() for m in model.modules() if isinstance(m, fsdp2x.FSDPModule)]
