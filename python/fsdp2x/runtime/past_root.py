@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdp2x.runtime.collect import managed_modules
 from fsdp2x.runtime.frames import depth_of
 from fsdp2x.runtime.tree import get_state
 
@@ -28,19 +29,12 @@ def watch_entries(root: UnitState) -> None:
         return
     root.entered = lambda: None
     owners = {id(module) for param in root.params for module, _ in param.owners}
-    for module in _own_modules(root.modules[0]):
+    below = managed_modules(root.modules, lambda module: get_state(module) is not None)[:-1]  # the root comes last
+    for module in below:
         inner = {id(each) for each in module.modules()}
         holds_units = any(get_state(each) is not None for each in module.modules())
         if holds_units or owners <= inner or len(root.tree) > 1 and id(module) in owners:
             _watch(root, module)
-
-
-def _own_modules(module: nn.Module) -> list[nn.Module]:
-    found = []
-    for child in module.children():
-        if get_state(child) is None:
-            found += [child, *_own_modules(child)]
-    return found
 
 
 def _watch(root: UnitState, module: nn.Module) -> None:
