@@ -45,9 +45,9 @@ Peers::Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::fun
       where_(std::move(where)),
       num_pauses_(options.world > num_cores() ? kPausesCrowded : kPauses),
       num_yields_(options.world > num_cores() ? kYieldsCrowded : kYields),
+      known_left_(static_cast<size_t>(options.world), 0),
       processes_(static_cast<size_t>(options.world)),
       polled_(static_cast<size_t>(options.world), pollfd{-1, POLLIN, 0}),
-      known_left_(static_cast<size_t>(options.world), 0),
       dead_(static_cast<size_t>(options.world), false) {}
 
 void Peers::watch() {

@@ -73,10 +73,6 @@ class GroupFacts:
     wire_bytes: int = 0  # kept from step to step: this rank's encoded rows, and what gradients have lost
 
     @property
-    def trained_bytes(self) -> int:
-        return sum(numel * dtype.itemsize for numel, dtype in self.trained)
-
-    @property
     def is_trainable(self) -> bool:
         return self.num_trained > 0
 
