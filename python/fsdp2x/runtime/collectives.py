@@ -16,9 +16,36 @@ from fsdp2x.runtime.annotations import skips_checks
 @skips_checks
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output``; returns the work."""
-    # Looked up at each call, under the name upstream's FSDP2 of this torch uses: patches and counters must see it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, source, group=group, async_op=True)
+    gather = _gather()
+    is_large = source.nbytes >= _LARGE_BYTES
+    if not is_large or gather is not _GATHER or torch_private.is_observed() or not torch_private.is_gloo(group):
+        return gather(output, source, group=group, async_op=True)
+    # gloo's own gathers into memory that it allocates each time, and copies it.
+    parts = output.view(dist.get_world_size(group), -1).view(torch.uint8)
+    own = parts[dist.get_rank(group)]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source.view(-1).view(torch.uint8))
+    return _Parts([dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)])
+
+
+# Upstream's FSDP2 of this torch uses one of two names. Looked up at each call: patches and counters must see it.
+def _gather() -> Callable[..., Any]:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Parts:
+    """The work of the broadcasts that stand for an all-gather."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
 
 
 @skips_checks
@@ -36,7 +63,8 @@ def _scatter() -> Callable[..., Any]:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_SCATTER = _scatter()  # as long as nobody patches it
+_GATHER, _SCATTER = _gather(), _scatter()  # as long as nobody patches them
+_LARGE_BYTES = 1 << 20  # below, one operation is faster than several
 
 
 class _PartOfSum:
