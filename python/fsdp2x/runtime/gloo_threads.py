@@ -18,7 +18,7 @@ from fsdp2x.runtime.processes import stat_fields
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloop"  # the name torch gives them
 _LOOK_S = 0.001
-_LIMIT_S = 1.0
+_LIMIT_S = 5.0
 
 
 def gloo_threads(tasks: Path = _TASKS) -> list[Path]:
