@@ -225,6 +225,7 @@ def run(program: Program) -> list[str]:
                     meet_again()
                 return wrong
             if program.kind == "convert":
+                meet_again()
                 return wrong  # the others would have to convert, too
             optimizer.zero_grad()
             if program.kind in ("setting", "raise in backward", "accumulate", "two models"):
