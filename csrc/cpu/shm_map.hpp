@@ -28,6 +28,7 @@ struct alignas(128) RankState {
   Word wanted_gather;     // sequence
   Word wanted_slot;       // slot and the use it wants to begin, see wish_for_slot()
   Word wanted_reduction;  // unit and epoch, see wish_for_reduction()
+  Word wanted_end;        // of a reduction, likewise
   // Written by its peers as well, hence a line of their own.
   alignas(128) Doorbell doorbell;
   Doorbell sleeping;

@@ -78,7 +78,11 @@ struct ShmProtocol::Impl {
     const uint64_t slot = state(rank).wanted_slot.load(std::memory_order_acquire);
     if (slot != 0 && released(wished_slot(slot), options.rank).load() + 1 < wished_use(slot)) return true;
     const uint64_t reduction = state(rank).wanted_reduction.load(std::memory_order_acquire);
-    return reduction != 0 && record(wished_unit(reduction), options.rank).posted.load() < wished_epoch(reduction);
+    if (reduction != 0 && record(wished_unit(reduction), options.rank).posted.load() < wished_epoch(reduction)) {
+      return true;
+    }
+    const uint64_t end = state(rank).wanted_end.load(std::memory_order_acquire);
+    return end != 0 && record(wished_unit(end), options.rank).consumed.load() < wished_epoch(end);
   }
 
   // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and
@@ -414,6 +418,8 @@ bool ShmProtocol::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t
   const auto consumed = [&](int rank) {
     return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
   };
+  if (impl.peers.see_all(consumed) == Seen::done) return true;
+  const Wish wish(impl.own().wanted_end, wish_for_reduction(unit, epoch), impl.peers);
   return impl.peers.wait(
       [&](int rank) { return impl.see(rank, position, consumed); },
       [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });

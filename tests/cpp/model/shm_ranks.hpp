@@ -242,6 +242,7 @@ inline std::string name_of(const World& world, int num_ranks, const void* addres
                                                                      {&state.wanted_gather, "wanted_gather"},
                                                                      {&state.wanted_slot, "wanted_slot"},
                                                                      {&state.wanted_reduction, "wanted_reduction"},
+                                                                     {&state.wanted_end, "wanted_end"},
                                                                      {&state.doorbell, "doorbell"},
                                                                      {&state.sleeping, "sleeping"}};
     for (const auto& [word, name] : fields) {
