@@ -26,22 +26,18 @@ struct alignas(128) RankState {
   Word progress;    // position in the backward order
   // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
   Word wanted_gather;     // sequence
-  Word wanted_slot;       // slot and the use it wants to begin, see wish_for_slot()
-  Word wanted_reduction;  // unit and epoch, see wish_for_reduction()
+  Word wanted_slot;       // slot and the use it wants to begin, see make_wish()
+  Word wanted_reduction;  // unit and epoch, likewise
   Word wanted_end;        // of a reduction, likewise
   // Written by its peers as well, hence a line of their own.
   alignas(128) Doorbell doorbell;
   Doorbell sleeping;
 };
 
-static_assert(kMaxSlots <= 65536, "a wish has 16 bits for the slot");
-inline uint64_t wish_for_slot(uint32_t slot, uint64_t num_uses) { return num_uses << 16 | slot; }
-inline uint32_t wished_slot(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
-inline uint64_t wished_use(uint64_t wish) { return wish >> 16; }
-static_assert(kMaxUnits <= 65536, "likewise for the unit");
-inline uint64_t wish_for_reduction(uint32_t unit, uint64_t epoch) { return epoch << 16 | unit; }
-inline uint32_t wished_unit(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
-inline uint64_t wished_epoch(uint64_t wish) { return wish >> 16; }
+static_assert(kMaxSlots <= 65536 && kMaxUnits <= 65536, "a wish has 16 bits for the slot or the unit");
+inline uint64_t make_wish(uint32_t index, uint64_t count) { return count << 16 | index; }
+inline uint32_t wished_index(uint64_t wish) { return static_cast<uint32_t>(wish & 65535); }
+inline uint64_t wished_count(uint64_t wish) { return wish >> 16; }
 
 struct alignas(64) RingEntry {
   Word sequence;

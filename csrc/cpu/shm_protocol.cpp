@@ -76,13 +76,13 @@ struct ShmProtocol::Impl {
   bool waits_for_me(int rank) const {
     if (state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load()) return true;
     const uint64_t slot = state(rank).wanted_slot.load(std::memory_order_acquire);
-    if (slot != 0 && released(wished_slot(slot), options.rank).load() + 1 < wished_use(slot)) return true;
+    if (slot != 0 && released(wished_index(slot), options.rank).load() + 1 < wished_count(slot)) return true;
     const uint64_t reduction = state(rank).wanted_reduction.load(std::memory_order_acquire);
-    if (reduction != 0 && record(wished_unit(reduction), options.rank).posted.load() < wished_epoch(reduction)) {
+    if (reduction != 0 && record(wished_index(reduction), options.rank).posted.load() < wished_count(reduction)) {
       return true;
     }
     const uint64_t end = state(rank).wanted_end.load(std::memory_order_acquire);
-    return end != 0 && record(wished_unit(end), options.rank).consumed.load() < wished_epoch(end);
+    return end != 0 && record(wished_index(end), options.rank).consumed.load() < wished_count(end);
   }
 
   // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and
@@ -262,7 +262,7 @@ void ShmProtocol::acquire_slot(const GatherPost& post, uint64_t num_uses) {
     return impl.released(post.slot, rank).load(std::memory_order_acquire) + 1 >= num_uses;
   };
   if (impl.peers.see_all(is_released) == Seen::done) return;
-  const Wish wish(impl.own().wanted_slot, wish_for_slot(post.slot, num_uses), impl.peers);
+  const Wish wish(impl.own().wanted_slot, make_wish(post.slot, num_uses), impl.peers);
   impl.peers.wait(is_released, [&] {
     return "the release of slot " + std::to_string(post.slot) + " for " + impl.gather_text(post);
   });
@@ -366,7 +366,7 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
     impl.fail_without_reduction(unit, epoch, rank);
   };
   if (impl.peers.see_all(posted) != Seen::done) {
-    const Wish wish(impl.own().wanted_reduction, wish_for_reduction(unit, epoch), impl.peers);
+    const Wish wish(impl.own().wanted_reduction, make_wish(unit, epoch), impl.peers);
     const bool all_posted =
         impl.peers.wait([&](int rank) { return flush ? posted_in_flush(rank) : impl.see(rank, position, posted); },
                         [&] { return impl.reduction_text(unit, epoch); });
@@ -419,7 +419,7 @@ bool ShmProtocol::wait_consumed_in_order(uint32_t unit, uint64_t epoch, uint64_t
     return impl.record(unit, rank).consumed.load(std::memory_order_acquire) >= epoch;
   };
   if (impl.peers.see_all(consumed) == Seen::done) return true;
-  const Wish wish(impl.own().wanted_end, wish_for_reduction(unit, epoch), impl.peers);
+  const Wish wish(impl.own().wanted_end, make_wish(unit, epoch), impl.peers);
   return impl.peers.wait(
       [&](int rank) { return impl.see(rank, position, consumed); },
       [&] { return "the end of " + impl.reduction_text(unit, epoch) + ", whose scratch is to be used again"; });

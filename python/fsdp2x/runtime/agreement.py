@@ -4,7 +4,8 @@ The engine (``csrc/engine/transport/agreement.hpp``) calls ``Agreement._ask`` fo
 all ranks did before. The ranks then compare through the group's store, under keys that every rank derives alike:
 
     K          the first rank that asks for the K-th time writes what it is about to post, and the others compare
-    K/count    how many agree; the last one writes K/go, and all post
+    K/count    how many agree; the last one writes K/go, and all post. A rank that waits too long writes it instead,
+               and all raise
     K/left     the rank whose forward or backward raised, how many collectives it had posted, and why
     K/alarm    something of the above needs ranks that wait in a collective: they look
     failed     the message that every rank raises

@@ -17,8 +17,7 @@ from fsdp2x.runtime.annotations import skips_checks
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output``; returns the work."""
     gather = _gather()
-    is_large = source.nbytes >= _LARGE_BYTES
-    if not is_large or gather is not _GATHER or torch_private.is_observed() or not torch_private.is_gloo(group):
+    if source.nbytes < _LARGE_BYTES or gather is not _GATHER or not _is_unobserved_gloo(group):
         return gather(output, source, group=group, async_op=True)
     # gloo's own gathers into memory that it allocates each time, and copies it.
     parts = output.view(dist.get_world_size(group), -1).view(torch.uint8)
@@ -26,6 +25,11 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1).view(torch.uint8))
     return _Parts([dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)])
+
+
+def _is_unobserved_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether other collectives may stand for those that a dispatch mode would see."""
+    return torch_private.is_gloo(group) and not torch_private.is_observed()
 
 
 # Upstream's FSDP2 of this torch uses one of two names. Looked up at each call: patches and counters must see it.
@@ -53,7 +57,7 @@ def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch
     """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``; returns the work."""
     scatter = _scatter()
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    if scatter is not _SCATTER or torch_private.is_observed() or not torch_private.is_gloo(group):
+    if scatter is not _SCATTER or not _is_unobserved_gloo(group):
         return scatter(output, source, op=op, group=group, async_op=True)
     # gloo's own is an all-reduce of a copy, whose work waits without a limit.
     return _PartOfSum(dist.all_reduce(source, group=group, async_op=True), output, source, group, average)
