@@ -84,6 +84,14 @@ def set_other_memory(part):
         tensor.set_(tensor.detach() * 2)
 
 
+def swap_pairs(part):
+    pairs = {}
+    for param in part.parameters():
+        pairs.setdefault(param.shape, []).append(param)
+    for first, *_, last in filter(lambda pair: len(pair) > 1, pairs.values()):
+        torch.utils.swap_tensors(first, last)
+
+
 OPERATIONS = {
     "bfloat16": lambda part: part.bfloat16(),
     "double": lambda part: part.double(),
@@ -95,6 +103,7 @@ OPERATIONS = {
     "data_of_another_dtype": lambda part: assign_data(part.parameters(), torch.Tensor.double),
     "local_data": lambda part: assign_data(locals_of(part), lambda data: data * 2),
     "local_set": set_other_memory,
+    "swapped": swap_pairs,
     "assigned": lambda part: part.load_state_dict(values(part), assign=True),
 }
 PARTS = {"model": lambda model: model, "unit": lambda model: model.blocks[0], "layer": lambda model: model.blocks[0][2]}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_units: weakref.WeakSet[UnitState] = weakref.WeakSet()
+all_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # of this process
 _num_units: defaultdict[UnitNumber, int] = defaultdict(int)
 _NUM_SHOWN = 4
 
@@ -67,7 +67,7 @@ def number_unit(state: UnitState, ranks: Iterable[int]) -> UnitNumber:
     kind = ", ".join(_kind(module) for module in state.modules)
     like = UnitNumber(tuple(sorted(ranks)), kind, tuple(tuple(record.param.shape) for record in state.params))
     _num_units[like] += 1
-    _units.add(state)
+    all_units.add(state)
     return replace(like, number=_num_units[like] - 1)
 
 
@@ -82,7 +82,7 @@ def _kind(module: nn.Module) -> str:
 def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, names_shapes: bool = False) -> Call:
     """The call ``name`` on ``params``, which belong to ``model``. ``names_shapes``: it compares shapes itself."""
     places: dict = {}
-    for state in _units:
+    for state in all_units:
         for index, record in enumerate(state.params):
             places[id(record.param)] = places[record.original, "original"] = (state, index)
     indices: defaultdict[UnitState, list[int]] = defaultdict(list)

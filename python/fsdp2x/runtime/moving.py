@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.calls import all_units
 from fsdp2x.runtime.frames import depth_of
 from fsdp2x.runtime.sharded_param import ShardedParam, user_attributes
 from fsdp2x.runtime.tree import units_of_root
@@ -121,11 +122,27 @@ def adopt_all(groups: Iterable[GroupParams]) -> None:
     errors = []
     for group in groups:
         try:
+            _vacate(group.params)
             group.adopt()
         except (ValueError, RuntimeError) as error:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _vacate(places: Iterable[ShardedParam]) -> None:
+    """Gives memory of their own to parameters that lie in the places of others, as after ``swap_tensors``.
+
+    Else a shard that comes back to its place would overwrite them.
+    """
+    owners = {sharded.storage._cdata: sharded for sharded in places if sharded.storage is not None}
+    for state in all_units:
+        for guest in state.params:
+            local = torch_private.local_tensor(guest.param)
+            if guest.is_wrapper or guest.is_alias or local.is_meta:
+                continue
+            if owners.get(local.untyped_storage()._cdata, guest) is not guest:
+                torch_private.set_local_tensor(guest.param, local.clone())
 
 
 def refuse_shapes(group: GroupParams, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
