@@ -10,7 +10,7 @@ from torch import nn
 import fsdp2x
 import one_gpu
 from harness import distributed
-from one_gpu import POLICIES, measured, on_gpu
+from one_gpu import POLICIES, clean_base, measured, on_gpu, requested_bytes
 from reference import only_fsdp2x, shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("memory")]
@@ -36,21 +36,6 @@ def blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(NUM)))
 
 
-def requested_bytes(which: str = "current") -> int:
-    """Of all tensors on the device, without the allocator's rounding."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
-
-
-def clean_base(x: torch.Tensor, dtype: torch.dtype | None) -> int:
-    """What is allocated when cuBLAS has its workspaces, for this thread and for autograd's."""
-    plain = blocks().cuda().to(dtype)
-    plain(x.to(dtype)).sum().backward()
-    del plain
-    gc.collect()
-    torch.cuda.synchronize()
-    return requested_bytes()
-
-
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["ours", "torch"])
@@ -58,7 +43,7 @@ def test_the_report_is_what_the_allocator_counts(ctx, policy, name):
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     x = torch.randn(8, WIDTH, device="cuda")
-    base = clean_base(x, POLICIES[policy].param_dtype)
+    base = clean_base(POLICIES[policy].param_dtype)
     units = [str(i) for i in range(NUM)]
     model = shard(ctx, blocks(), units, mesh=mesh, mp_policy=POLICIES[policy])
     report = fsdp2x.memory_report(model)
@@ -87,7 +72,7 @@ def test_a_model_that_is_gone_leaves_nothing(ctx):
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     x = torch.randn(8, WIDTH, device="cuda")
-    base = clean_base(x, None)
+    base = clean_base()
     for _ in range(2):
         model = shard(ctx, copy.deepcopy(blocks()), [str(i) for i in range(NUM)], mesh=mesh)
         optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)

@@ -12,7 +12,7 @@ import fsdp2x
 from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from one_gpu import needs_gpu
+from one_gpu import clean_base, needs_gpu, requested_bytes
 from reference import only_fsdp2x, same, shard
 
 pytestmark = [needs_gpu, pytest.mark.shows("offload")]
@@ -33,8 +33,7 @@ def on_gpu(ctx, model: nn.Module, mode: str, units=STACK_UNITS, **options) -> nn
 def measured(ctx, mode: str) -> tuple[int, nn.Module, fsdp2x.optim.AdamW]:
     """The device's bytes before there was a large model, and that model."""
     torch.cuda.set_device(0)
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
+    base = clean_base()
     model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
     return base, model, fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -113,7 +112,7 @@ def test_the_device_holds_what_the_report_says(ctx, mode):
         train(model, optimizer, ctx, range(step, step + 1), width=1024)
     report = fsdp2x.memory_report(model, optimizer)
     assert {name: getattr(plan, name) for name in report.measured} == report.measured
-    held = torch.cuda.memory_allocated() - base
+    held = requested_bytes() - base
     # Counters, flags, plans of kernels; gradients on the device stay until the next forward.
     assert abs(held - plan.device_resting_bytes) <= 2**20, (held, str(plan))
     x = inputs(ctx.rank, 9, rows=16, width=1024).cuda()
@@ -161,9 +160,9 @@ def test_sleep_and_wake(ctx, mode):
     only_fsdp2x(ctx)
     base, model, optimizer = measured(ctx, mode)
     losses = train(model, optimizer, ctx, (0, 0), width=1024)
-    awake = torch.cuda.memory_allocated() - base
+    awake = requested_bytes() - base
     fsdp2x.sleep(model, optimizer)
-    assert torch.cuda.memory_allocated() - base < 0.05 * awake
+    assert requested_bytes() - base < 0.05 * awake
     fsdp2x.wake(model, optimizer)
     losses += train(model, optimizer, ctx, (0,), width=1024)
     assert losses[0] > losses[1] > losses[2]

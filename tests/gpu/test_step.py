@@ -17,7 +17,7 @@ import one_gpu
 from fsdp2x.runtime.native import _C
 from harness import distributed
 from models import STACK_UNITS, Branches, Mlp, Stack, inputs
-from one_gpu import CLOSE, POLICIES, on_gpu
+from one_gpu import CLOSE, POLICIES, clean_base, on_gpu, requested_bytes
 from reference import only_fsdp2x, same, shard, shard_stock
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("steps")]
@@ -188,8 +188,7 @@ def test_slots_and_buffers_are_reused(ctx):
 def test_sleep_gives_the_memory_back(ctx):
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
+    base = clean_base()
     model = shard(
         ctx, Stack(num=4, width=1024, hidden=1024), ("blocks.0", "blocks.1", "blocks.2", "blocks.3"), mesh=mesh
     )
@@ -203,9 +202,9 @@ def test_sleep_gives_the_memory_back(ctx):
         optimizer.zero_grad()
         losses.append(loss.item())
         del loss
-    awake = torch.cuda.memory_allocated() - base
+    awake = requested_bytes() - base
     fsdp2x.sleep(model, optimizer)
-    asleep = torch.cuda.memory_allocated() - base
+    asleep = requested_bytes() - base
     assert asleep < 0.05 * awake, (asleep, awake)
     # Nor does torch's allocator keep it from other processes, but for a segment of what is alive.
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 32 * 2**20

@@ -1,6 +1,7 @@
 """What tests of one GPU share: where they run, a mesh, training, and benchmarks as meters."""
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2x.runtime.native import _C
@@ -76,6 +78,22 @@ def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Ten
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return results
+
+
+def requested_bytes(which: str = "current") -> int:
+    """Of all tensors on the device, without the allocator's rounding."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+
+def clean_base(dtype: torch.dtype | None = None) -> int:
+    """What is allocated once cuBLAS has its workspaces, for this thread and for autograd's: 64 MiB on Hopper."""
+    plain = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024)).cuda().to(dtype)
+    plain(torch.randn(8, 1024, device="cuda", dtype=dtype)).sum().backward()
+    del plain
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return requested_bytes()
 
 
 def needs_kernels() -> None:

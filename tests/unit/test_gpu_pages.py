@@ -1,5 +1,7 @@
 """The pages that runs on a GPU end with: what is held, failed, missed or not shown is said as such."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,34 @@ def test_every_claim_has_a_test():
     finally:
         sys.path.pop()
     assert [claim for claim in CLAIMS if f'shows("{claim}")' not in sources] == []
+
+
+def sources(*folders: str) -> dict[str, str]:
+    return {str(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+def test_kernels_are_counted_by_names_that_they_have():
+    """`"run_tiles" in name` over the names of a trace."""
+    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
+    device = (ROOT / "csrc" / "cuda" / "device").iterdir()
+    named = {name for path in device for name in re.findall(kernel, path.read_text())}
+    counted = {
+        (node.left.value, path)
+        for path, source in sources("tests/gpu", "tests/support", "benchmarks/gpu").items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and isinstance(node.ops[0], ast.In)
+        and getattr(node.comparators[0], "id", "") == "name"
+    }
+    assert len(named) >= 9 and len({name for name, _ in counted}) >= 2
+    assert [one for one in counted if one[0] not in named] == []
+
+
+def test_what_is_allocated_before_a_test_includes_the_workspaces_of_cublas():
+    bases = {path: re.findall(r"\bbase\b[\w, ]* = (.*)", source) for path, source in sources("tests/gpu").items()}
+    taken = [(path, how) for path, found in bases.items() for how in found if "memory" in how or "clean_base" in how]
+    assert len(taken) >= 4 and [one for one in taken if not one[1].startswith("clean_base(")] == []
 
 
 SHOWN = """
