@@ -1,5 +1,6 @@
 """The device transport without a device: which lane does what, who waits for whom, and that the events suffice."""
 
+import contextlib
 import copy
 from unittest import mock
 
@@ -328,6 +329,56 @@ def test_missing_gradients(ctx, zeros):
         same(grads(model), expected, "gradients", rtol=1e-5, atol=1e-6)
     assert ("read flags" in [e[0] for e in recorder.entries]) == (not zeros)
     assert streams.races(recorder.entries) == []
+
+
+class TwoOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Experts(), Experts()
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.second(self.first(x, chosen), chosen)
+
+
+@distributed(world_sizes=(2,))
+def test_flags_of_missing_gradients_are_asked_for_at_once(ctx):
+    """They travel right behind the collective, and the host waits for that copy alone, when other work is enqueued."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, TwoOfExperts(), ("first", "second"), transport="streams")
+    for number in range(2):
+        recorder.clear()
+        model.zero_grad()
+        model(inputs(ctx.rank, number, width=WIDTH), ctx.rank).square().mean().backward()
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    names = [entry[:3] for entry in entries]
+    asked = [i for i, name in enumerate(names) if name[0] == "transfer"]
+    assert len(asked) == 2
+    for i in asked:
+        assert streams.on(entries[: i + 1], "reduce")[-2][0].startswith("reduce_scatter") and names[i][1] == "reduce"
+        assert names[i + 1][0] == "record" and names[i + 1][2].endswith(".flags")
+        waited = names.index(("wait", "host", names[i + 1][2]))
+        assert waited > i + 2 and names[waited + 1][0] == "read flags"
+    # The gradients of the first unit are on their way before the host waits for those of the second one.
+    assert asked[1] < names.index(("wait", "host", names[asked[0] + 1][2]))
+    streams.every_wait_is_needed(entries, {("host", ".flags"): "flags are read before they are there"})
+
+
+@distributed(world_sizes=(2,))
+def test_a_capture_without_all_gradients_is_refused(ctx):
+    """The host cannot read flags of a graph; where zeros are reduced it need not."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, Experts(), transport="streams")
+    for zeros in (False, True):
+        model.set_reduce_scatter_unused_params(zeros)
+        loss = model(inputs(ctx.rank, width=WIDTH), 0).square().mean()
+        recorder.begin_capture()
+        with contextlib.nullcontext() if zeros else pytest.raises(RuntimeError, match="captured into a CUDA graph"):
+            loss.backward()
+        recorder.end_capture()
+        model.reset_iter_state()
 
 
 @distributed(world_sizes=(2,))

@@ -181,8 +181,25 @@ std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
   return streams_[static_cast<size_t>(lane) - 1];
 }
 
+namespace {
+
+// Of torches whose streams can tell: 2.11's cannot.
+template <class Stream>
+bool tells_of_capture(const Stream& stream) {
+  if constexpr (requires { stream.is_capturing(); }) {
+    try {
+      return stream.is_capturing();
+    } catch (const c10::Error&) {  // asked of the legacy stream beside a capture of others
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 bool TorchLayer::is_capturing(const c10::Stream& stream) const {
-  return kernels_ != nullptr && kernels_->is_capturing(static_cast<CUstream_st*>(stream.native_handle()));
+  if (kernels_ == nullptr) return tells_of_capture(stream);
+  return kernels_->is_capturing(static_cast<CUstream_st*>(stream.native_handle()));
 }
 
 uint64_t TorchLayer::capture() {

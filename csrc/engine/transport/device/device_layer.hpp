@@ -114,6 +114,9 @@ class DeviceLayer {
   // `memory`, of another stream's order, goes back to its allocator behind what the current stream has been given.
   virtual void hold(const at::Tensor& memory) { memory.record_stream(*current_stream()); }
 
+  // Whether what the compute lane is given now becomes a graph.
+  virtual bool in_capture() { return false; }
+
   // What torch and collectives do with memory on the current lane, for layers that keep a record.
   virtual bool is_recorder() const { return false; }
   virtual void note(const std::string& /*operation*/, const std::string& /*subject*/,
@@ -180,6 +183,7 @@ class TorchLayer final : public DeviceLayer {
   void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane lane) override;
   std::optional<c10::Stream> current_stream() override { return current(); }
+  bool in_capture() override { return capture() != 0; }
 
  protected:
   Lane enter(Lane lane) override { return std::exchange(lane_, lane); }

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/memory/storage.hpp"
+#include "engine/memory/uploaded_plan.hpp"
 #include "engine/transport/agreement.hpp"
 #include "engine/transport/transport.hpp"
 
@@ -52,6 +53,12 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     return;
   }
   mine.unsent = packed.buffer;
+  if (!running.is_certain && layer.in_capture()) {
+    throw Error("fsdp2x: the backward of unit '" + group.name() +
+                "' is captured into a CUDA graph and leaves some of " +
+                "its parameters without a gradient, so that the host would have to ask what the other ranks have. Use "
+                "all parameters there, freeze them, or call set_reduce_scatter_unused_params(True) on the unit.");
+  }
   const int world = group.layout().world();
   DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
   if (world > 1) {
@@ -102,6 +109,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     context_.follow(Lane::all_reduce, running.lane);
     running.lane = Lane::all_reduce;
   }
+  if (!running.is_certain && running.rows.defined()) ask_for_flags(group, running);
   mine.running = std::move(running);
 }
 
@@ -298,15 +306,31 @@ void DeviceRows::write(const GradientTargets& targets) {
   }
 }
 
-void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
-  const LaneScope scope(context_.layer(), running.lane);
+void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& running) {
+  PerGroup& mine = per_group(group);
+  DeviceLayer& layer = context_.layer();
   const DType type = group.reduce_type();
   const size_t num = running.wanted.size();
-  const at::Tensor flags =
-      typed(running.rows, type, running.plan->layout->reduce_segment_bytes(), num * dtype_bytes(type))
-          .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
-  context_.note_rows("read flags", group.name(), running.rows, at::Tensor());
-  for (size_t i = 0; i < num; ++i) running.wanted[i] = flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  if (!mine.flags.defined()) {
+    mine.flags = host_memory_for(layer.device(), at::kFloat, num);
+    mine.flags_there = layer.make_event(group.name() + ".flags");
+    const LaneScope scope(layer, Lane::host);
+    layer.note("take", "flags", {}, ranges_of({mine.flags}));
+  }
+  const LaneScope scope(layer, running.lane);
+  layer.transfer(mine.flags,
+                 typed(running.rows, type, running.plan->layout->reduce_segment_bytes(), num * dtype_bytes(type)));
+  layer.record(*mine.flags_there, running.lane);
+}
+
+void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
+  PerGroup& mine = per_group(group);
+  context_.layer().synchronize(*mine.flags_there);
+  for (size_t i = 0; i < running.wanted.size(); ++i) {
+    running.wanted[i] = mine.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  }
+  const LaneScope scope(context_.layer(), Lane::host);
+  context_.note_rows("read flags", group.name(), mine.flags, at::Tensor());
 }
 
 std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {

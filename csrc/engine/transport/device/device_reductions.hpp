@@ -2,6 +2,7 @@
 //
 //   compute     .. backward | wait buffer.free | pack, zero gaps | packed ........................ wait done
 //   reduce                                        wait packed | reduce-scatter | buffer.free | rows -> .grad | done
+//     where a gradient is missing                 wait packed | reduce-scatter | flags -> host | ..
 //     in a wire format                            wait packed | encode | all-to-all | sum | ..
 //   all_reduce  (replicas, hooks)                                    wait reduced | all-reduce | rows -> .grad | done
 #pragma once
@@ -50,7 +51,7 @@ class DeviceReductions {
     Lane lane = Lane::reduce;
     double divisor = 1.0;         // left to divide by
     std::vector<uint8_t> wanted;  // by parameter, unless the flags tell
-    bool is_certain = true;
+    bool is_certain = true;       // they do not: no other rank can have what this one lacks
   };
   struct PerGroup {
     Reduction running;
@@ -58,6 +59,8 @@ class DeviceReductions {
     int partial = -1;  // in ReduceMemory: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
     std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
+    at::Tensor flags;                           // of the host: the sums of all ranks' flags, once they were asked for
+    std::unique_ptr<DeviceEvent> flags_there;
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
@@ -68,7 +71,9 @@ class DeviceReductions {
                     const std::vector<uint8_t>& filled);
   void reduce_over_replicas(ParamGroup& group, Reduction& running);
   void keep_partial(ParamGroup& group, Reduction& running);
-  // The one place where the host waits for the device: this rank lacks gradients that others may have.
+  // This rank lacks gradients that others may have: the sums of the flags go to the host behind the last collective.
+  void ask_for_flags(const ParamGroup& group, const Reduction& running);
+  // The one place where the host waits for the device: until that collective is done, not for what came after it.
   void read_flags(const ParamGroup& group, Reduction& running);
 
   DeviceContext& context_;

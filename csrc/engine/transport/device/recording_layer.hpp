@@ -44,6 +44,7 @@ class RecordingLayer final : public DeviceLayer {
   void add(const at::Tensor& target, const at::Tensor& source) override;
   void assign(const at::Tensor& target, const at::Tensor& source) override;
   void transfer(const at::Tensor& target, const at::Tensor& source) override;
+  bool in_capture() override { return in_capture_; }
   bool is_recorder() const override { return true; }
   void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
             const std::vector<MemoryRange>& writes) override;
