@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import device_handles
-from fsdp2x.sync import Peer, Vllm
+from fsdp2x.runtime import torch_private
+from fsdp2x.sync import CheckpointEngine, Peer, Sglang, Vllm
 from fsdp2x.sync.engine_ipc import DeviceMemory, describe_handle, device_of
+from fsdp2x.sync.targets.carriers import DeviceCarrier
 from fsdp2x.sync.targets.handed_memory import HandedMemory
+from fsdp2x.tools.sleep import _give_to_driver as give_to_driver
 
 
 def test_what_is_written_is_read():
@@ -33,6 +36,53 @@ def test_memory_of_the_host_is_no_gpus():
         HandedMemory(torch.device("cpu"), 8).device_handle()
     with pytest.raises(NotImplementedError, match="memory of meta cannot be handed"):
         HandedMemory(torch.device("meta"), 8)
+
+
+SETTINGS = "max_split_size_mb:64,expandable_segments:{},roundup_power2_divisions:[256:1,512:2]"
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no allocator for CUDA")
+@pytest.mark.parametrize("on", ["True", "False"])
+@pytest.mark.parametrize("tells", [True, False])
+def test_memory_for_others_is_in_no_expandable_segment(monkeypatch, on, tells):
+    """Other processes may be unable to map one; the user's settings are as they were behind it."""
+    allocator = {"now": SETTINGS.format(on)}
+    private = torch_private.torch._C
+    monkeypatch.setattr(private, "_accelerator_setAllocatorSettings", lambda text: allocator.update(now=text))
+    if tells:
+        monkeypatch.setattr(private, "_accelerator_getAllocatorSettings", lambda: allocator["now"], raising=False)
+    else:
+        monkeypatch.delattr(private, "_accelerator_getAllocatorSettings", raising=False)
+        told = {"PYTORCH_CUDA_ALLOC_CONF": allocator["now"]}
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": told})
+    during = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: during.append(allocator["now"]))
+    HandedMemory(torch.device("cuda", 0), 8)
+    assert len(during) == 1 and "expandable_segments:True" not in during[0]
+    assert "max_split_size_mb:64" in during[0] and "[256:1,512:2]" in during[0]
+    assert allocator["now"] == SETTINGS.format(on)
+
+
+def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
+    """At the end of a push, however it ends, and before a model that sleeps gives memory to the driver."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    target = Sglang("http://127.0.0.1:1", memory="device")
+    target._servers = []
+    for end in (lambda: target.commit(1), lambda: target.abort("no reason"), target.close):
+        target._handed = [object()]
+        end()
+        assert not target._handed and calls == ["ipc_collect"]
+        calls.clear()
+    for target in (DeviceCarrier(), CheckpointEngine(None)):
+        target._memory = object()
+        target.close()
+        assert target._memory is None and calls == ["ipc_collect"]
+        calls.clear()
+    give_to_driver(torch.device("cuda", 0))
+    assert calls == ["ipc_collect", "empty_cache"]
 
 
 def test_what_targets_refuse():

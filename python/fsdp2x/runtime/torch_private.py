@@ -5,8 +5,10 @@ Owns no state. Each name says why the public surface does not do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -250,6 +252,30 @@ def stop_memory_history(path: str) -> None:
     """Writes the allocator's snapshot and its history to ``path``, for pytorch.org/memory_viz; ends the record."""
     torch.cuda.memory._dump_snapshot(path)
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _allocator_settings() -> str:
+    """What PYTORCH_CUDA_ALLOC_CONF said, or whoever has changed it since."""
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
+    return torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] if tell is None else tell()
+
+
+@contextlib.contextmanager
+def outside_expandable_segments() -> Iterator[None]:
+    """What is allocated inside can be shared by CUDA IPC with any process.
+
+    Torch shares an expandable segment whole, and by ``pidfd_getfd``, which containers and Yama refuse.
+    """
+    before = _allocator_settings()
+    if "expandable_segments:true" not in before.lower().replace(" ", ""):
+        yield
+        return
+    others = [one for one in before.split(",") if not one.strip().startswith("expandable_segments")]
+    torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:False"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 def accelerator_type() -> str:

@@ -13,7 +13,7 @@ from fsdp2x.runtime.memory_file import MemoryFile
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync import engine, engine_group, engine_ipc, engine_tcp
 from fsdp2x.sync.targets.base import Parcel, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu
+from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, collect_handed
 
 Places = list[list[int]]
 
@@ -151,6 +151,7 @@ class DeviceCarrier(Carrier):
 
     def close(self) -> None:
         self._memory = None
+        collect_handed()
 
 
 class StreamCarrier(Carrier):

@@ -27,7 +27,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, device_uuid
+from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, collect_handed, device_uuid
 
 _ALIGN_BYTES = 256
 _GLANCE_MS = 20  # between two looks at how the engine's call fares
@@ -161,9 +161,7 @@ class CheckpointEngine(EngineTarget):
     def finish(self, version: int | str) -> None:
         self._send("finish", None)
         self._hear("finish")
-        self._memory = None
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+        self._drop_memory()
         self._send("finish", None)
         self._hear("finish")
         self._hang_up()
@@ -188,14 +186,18 @@ class CheckpointEngine(EngineTarget):
         if self._call is not None:
             self._call.join(_END_S if self._is_silent else self._timeout_s)
         self._hang_up()
-        self._memory = None
+        self._drop_memory()
 
     def close(self) -> None:
         self._hang_up()
-        self._memory = None
+        self._drop_memory()
         if self._context is not None:
             self._context.term()
             self._context = None
+
+    def _drop_memory(self) -> None:
+        self._memory = None
+        collect_handed()
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing import reductions
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.memory_file import MemoryFile
 
 Handle = tuple[Callable[..., torch.Tensor], tuple]
@@ -31,7 +32,8 @@ class HandedMemory:
         self.device = device
         self._file: MemoryFile | None = None
         if device.type == "cuda":
-            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            with torch_private.outside_expandable_segments():
+                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             return
         if device.type != "cpu":
             raise NotImplementedError(
@@ -66,6 +68,16 @@ class HandedMemory:
         """What was written is there, for other processes, too."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def collect_handed() -> None:
+    """Memory of GPUs that was handed out and dropped since goes back to torch's allocator, if its readers let go of it.
+
+    Without this torch looks again only when memory is next handed out. Memory that a reader never lets go of, because
+    its process died, stays until this process ends.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
 
 
 def accelerator_or_cpu() -> torch.device:

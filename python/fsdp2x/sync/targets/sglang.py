@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory
+from fsdp2x.sync.targets.handed_memory import HandedMemory, collect_handed
 from fsdp2x.sync.targets.routes import ControlError, Routes, require_success
 from fsdp2x.sync.targets.sglang_group import UpdateGroup
 from fsdp2x.sync.targets.sglang_payload import flattened_bucket, handed_bucket
@@ -230,7 +230,7 @@ class Sglang(EngineTarget):
                 require_success(server, server.ask("POST", "/update_weight_version", body=body))
             for server in self._servers:
                 server.ask("POST", "/continue_generation", body={})
-        self._handed.clear()
+        self._drop_handed()
 
     def abort(self, reason: str) -> None:
         self._abandon_group()
@@ -241,16 +241,20 @@ class Sglang(EngineTarget):
             if server.name in self._open:
                 self._open.discard(server.name)
                 self._quietly(server, "/end_weight_update", {})
-        self._handed.clear()
+        self._drop_handed()
 
     def close(self) -> None:
         self._abandon_group()
-        self._handed.clear()
+        self._drop_handed()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
     # ---- parts
+
+    def _drop_handed(self) -> None:
+        self._handed.clear()
+        collect_handed()
 
     def _abandon_group(self) -> None:
         group, self._group = self._group, None
