@@ -10,11 +10,16 @@ execute_process(
 if(NOT torch_status EQUAL 0)
   message(FATAL_ERROR "${torch_error}")
 endif()
-foreach(key IN ITEMS dir version cxx11_abi)
+foreach(key IN ITEMS dir version cxx11_abi cuda)
   string(REGEX MATCH "(^|\n)${key}=([^\n]*)" _ "${torch_lines}")
   set(torch_${key} "${CMAKE_MATCH_2}")
 endforeach()
 message(STATUS "fsdp2x: torch ${torch_version} in ${torch_dir}")
+if(torch_cuda AND FSDP2X_CUDA STREQUAL AUTO AND NOT CMAKE_CUDA_COMPILER_LOADED)
+  message(WARNING "fsdp2x: torch is built for CUDA ${torch_cuda}, and no nvcc was found: on a GPU torch's operations will "
+                  "run in place of fsdp2x's kernels, many times slower for the host. Put nvcc on PATH, set CUDACXX to "
+                  "it, or take it from packages (make build CUDA=wheels, or cmake/cuda_wheels.py).")
+endif()
 
 file(GLOB_RECURSE extension_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/engine/*.cpp"
      "${PROJECT_SOURCE_DIR}/csrc/bind/*.cpp")

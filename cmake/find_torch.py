@@ -122,6 +122,7 @@ def main() -> int:
     print(f"version={torch.version}")
     print("major={}\nminor={}".format(*torch.release))
     print(f"cxx11_abi={torch.cxx11_abi}")
+    print(f"cuda={torch.cuda or ''}")
     return 0
 
 

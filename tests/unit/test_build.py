@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,57 @@ def test_the_compiler_is_found_or_its_packages_are_named(tmp_path, cuda_wheels):
     nvcc.parent.mkdir(parents=True)
     nvcc.touch()
     assert cuda_wheels.find_nvcc(torch, [str(tmp_path / "empty"), str(tmp_path)]) == nvcc
+
+
+@pytest.mark.parametrize("line", ["cuda = '13.0'", "cuda = '12.8'", "cuda = None"])
+def test_pip_fetches_the_compiler_that_fits_torch(tmp_path, monkeypatch, cuda_wheels, line):
+    """Only where kernels are wanted and no nvcc is installed; the build then uses the one that was fetched."""
+    has_wheels = "13.0" in line
+    torch = torch_for_cuda(tmp_path, line)
+    monkeypatch.setitem(sys.modules, "cuda_wheels", cuda_wheels)
+    backend = load(ROOT / "cmake" / "build_backend.py")
+    monkeypatch.setenv("FSDP2X_TORCH_DIR", str(torch.path))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: str(path).startswith(str(tmp_path)) and is_file(path))
+    for name in ("wheel", "editable"):
+        hook = getattr(backend, f"get_requires_for_build_{name}")
+        assert set(cuda_wheels.requirements(torch) if has_wheels else []) <= set(hook({}))
+        assert any("nvcc" in one for one in hook({})) == has_wheels
+        assert not any("nvcc" in one for one in hook({"cmake.define.FSDP2X_CUDA": "OFF"}))
+    fetched = tmp_path / "overlay" / "nvidia" / "cu13" / "bin" / "nvcc"
+    fetched.parent.mkdir(parents=True)
+    fetched.touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "overlay"))
+    used = []
+    for name in ("wheel", "editable"):
+        monkeypatch.delenv("CUDACXX", raising=False)
+        build = lambda *args: used.append(os.environ.get("CUDACXX"))  # noqa: E731
+        monkeypatch.setattr(backend._backend, f"build_{name}", build)
+        getattr(backend, f"build_{name}")(tmp_path)
+    assert used == [str(fetched) if has_wheels else None] * 2
+    monkeypatch.setenv("CUDACXX", "/of/the/user/nvcc")
+    assert not any("nvcc" in one for one in backend.get_requires_for_build_wheel({}))
+
+
+def test_a_build_without_kernels_says_so_at_the_first_gpu(monkeypatch):
+    import torch
+
+    from fsdp2x.runtime import transport
+
+    for built_with in (True, False):
+        monkeypatch.setattr(
+            transport, "_C", types.SimpleNamespace(has_device_kernels=lambda b=built_with: b, TorchLayer=print)
+        )
+        transport._warn_without_kernels.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert transport.layer_maker(torch.device("cuda", 0)) is not None
+        assert len(caught) == (not built_with)
+    assert "built without nvcc" in str(caught[0].message) and "CUDA=wheels" in str(caught[0].message)
+    transport._warn_without_kernels.cache_clear()
 
 
 # --- architectures ----------------------------------------------------------------------------------------------------

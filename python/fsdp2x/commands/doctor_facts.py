@@ -67,7 +67,9 @@ def _build() -> Iterator[Finding]:
 
     yield Finding("build", "built for torch", build_info.TORCH_VERSION)  # another one is refused by the import
     if build_info.CUDA is None:
-        yield Finding("build", "CUDA kernels", "none: torch's operations take their place on a GPU")
+        advice = "build again where nvcc is, or with `make build CUDA=wheels`" if _has_gpu() else ""
+        text = "none: torch's operations take their place on a GPU"
+        yield Finding("build", "CUDA kernels", text, "note" if advice else "ok", advice)
     else:
         yield Finding("build", "CUDA kernels", f"compiled by CUDA {build_info.CUDA}")
     for name, program in (("C++ compiler", os.environ.get("CXX", "c++")), ("CMake", "cmake"), ("nvcc", "nvcc")):

@@ -254,7 +254,23 @@ class TransportChoice:
 
 def layer_maker(device: torch.device) -> Callable[[], Any] | None:
     """Makes the streams and events of ``device`` as the engine wants them; None on the CPU, which has none."""
-    return None if device.type == "cpu" else functools.partial(_C.TorchLayer, device)
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda" and torch.version.hip is None:
+        _warn_without_kernels()
+    return functools.partial(_C.TorchLayer, device)
+
+
+@functools.cache
+def _warn_without_kernels() -> None:
+    """Once, at the first CUDA device: a build that found no nvcc works, so nobody would look for the reason."""
+    if not _C.has_device_kernels():
+        warnings.warn(
+            "fsdp2x was built without nvcc: on a GPU torch's operations run in place of its kernels, which costs a "
+            "launch or more for each parameter, and wire formats are refused. Build it again where nvcc is, or with "
+            "`make build CUDA=wheels`, which takes nvcc from packages. `fsdp2x doctor` says what would be used.",
+            stacklevel=2,
+        )
 
 
 def has_streams(device: torch.device) -> bool:
