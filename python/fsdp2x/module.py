@@ -16,7 +16,7 @@ from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.moving import moving
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import has_streams
-from fsdp2x.runtime.tree import get_state
+from fsdp2x.runtime.tree import get_state, refuse_unregistered
 
 # Bound once: install() puts our classes under these names.
 _TorchFSDPModule = torch_fsdp.FSDPModule
@@ -237,7 +237,10 @@ class FSDPModule(_TorchFSDPModule):
 
         Raises:
             RuntimeError: called during forward or backward.
+            ValueError: the model's memory is registered with the group of its gathers, see
+                :meth:`set_symm_mem_for_comm` and :meth:`set_allocate_memory_from_process_group_for_comm`.
         """
+        refuse_unregistered("FSDPModule.set_separate_reduce_scatter_group", self._states(True), separate=enable)
         for state in self._states(recurse):
             if state.root is not None and (state.root.in_forward or state.root.in_backward):
                 raise RuntimeError("set_separate_reduce_scatter_group cannot be called during forward or backward")
@@ -274,7 +277,10 @@ class FSDPModule(_TorchFSDPModule):
 
         Raises:
             RuntimeError: called during forward or backward.
+            ValueError: gradients are reduced over a group of their own (:meth:`set_separate_reduce_scatter_group`).
         """
+        caller = "FSDPModule.set_allocate_memory_from_process_group_for_comm"
+        refuse_unregistered(caller, self._states(True), registered=enable)
         state = self._get_fsdp_state()
         memory = "process_group" if enable else None
         if memory != state.comm_memory:
@@ -286,14 +292,16 @@ class FSDPModule(_TorchFSDPModule):
         """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
 
         For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Memory is exchanged between
-        the ranks when a slot is first used.
+        the ranks when a slot is first used, and taken from all of them when it is freed: with torch 2.15
+        ``fsdp2x.sleep`` and :meth:`reset_iter_state` of such a model are collective.
 
         Args:
             backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
                 :meth:`set_force_sum_reduction_for_comms`.
 
         Raises:
-            ValueError: another backend.
+            ValueError: another backend, or gradients are reduced over a group of their own
+                (:meth:`set_separate_reduce_scatter_group`).
             NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
             RuntimeError: called during forward or backward.
         """
@@ -305,6 +313,7 @@ class FSDPModule(_TorchFSDPModule):
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
+        refuse_unregistered("FSDPModule.set_symm_mem_for_comm", self._states(True), registered=True)
         state.comm_memory = "symmetric"
         state.remake_transports("memory")
 

@@ -160,12 +160,14 @@ def _group_of_members(
             "torch.distributed names a new group by that number, and would wait for the others under another name. "
             "Make process groups on all ranks alike, or call this before the ones that only some ranks make"
         )
-    made = dist.new_group(
-        members,
-        timeout=torch_private.group_timeout(axes[0], device),
-        use_local_synchronization=True,
-        group_desc=description,
-    )
+    with torch_private.without_splits() as bound:
+        made = dist.new_group(
+            members,
+            timeout=torch_private.group_timeout(axes[0], device),
+            use_local_synchronization=True,
+            group_desc=description,
+            device_id=bound,
+        )
     assert isinstance(made, dist.ProcessGroup), "every caller is a member"
     return made
 

@@ -291,6 +291,21 @@ def next_group_name(ranks: list[int]) -> str:
     return dist.distributed_c10d._hash_ranks_to_str(ranks)
 
 
+@contextlib.contextmanager
+def without_splits() -> Iterator[torch.device | None]:
+    """Inside, new groups have communicators that only their members make; gives the device to bind them to.
+
+    Where the default group has a device, as all of NCCL's have from torch 2.15 on, torch splits its communicator
+    instead, and that waits for all ranks of the world.
+    """
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store that the ranks of ``group`` met through; None where it has no peers, or is not of torch's making."""
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))

@@ -125,7 +125,8 @@ def set_names(root: UnitState, tree: list[UnitState]) -> None:
 
 
 def check_tree(tree: list[UnitState]) -> None:
-    """Checks of upstream's lazy initialization, over all units of a root."""
+    """Checks of upstream's lazy initialization, over all units of a root, and of settings beside each other."""
+    refuse_unregistered("fully_shard", tree)
     seen: dict[int, str] = {}
     for state in tree:
         meta = [param.fqn or param.owners[0][1] for param in state.params if param.param.is_meta]
@@ -143,6 +144,22 @@ def check_tree(tree: list[UnitState]) -> None:
                     "FSDP group."
                 )
             seen[param.original] = param.fqn
+
+
+def refuse_unregistered(
+    caller: str, tree: list[UnitState], *, separate: bool = False, registered: bool = False
+) -> None:
+    """Raises ValueError where reductions would have a process group that their buffers are not registered with.
+
+    ``separate``, ``registered``: what ``caller`` is about to set.
+    """
+    separate = separate or any(state.comms.separate_reduction for state in tree)
+    if separate and (registered or any(state.comm_memory is not None for state in tree)):
+        raise ValueError(
+            f"fsdp2x.{caller}: set_separate_reduce_scatter_group reduces over another process group than the one that "
+            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm register memory with, so that "
+            "reductions would be slower than with either alone. Use one of them"
+        )
 
 
 def places_in(modules: Iterable[nn.Module]) -> list[Place]:
