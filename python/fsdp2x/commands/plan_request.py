@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.commands.plan_words import explanation, remark_on_dtype
+from fsdp2x.commands.plan_words import above_bound, explanation, remark_on_dtype
+from fsdp2x.memory.bound import MemoryBound, memory_bound
 from fsdp2x.memory.plan import PlanError, planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.runtime.transport import Transport
@@ -65,6 +66,7 @@ class MemoryPlan:
     num_parameters: int
     request: Request
     report: MemoryReport
+    bound: MemoryBound
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
     dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
 
@@ -96,6 +98,7 @@ class MemoryPlan:
             "fits": self.fits,
             "staging_bytes": self.staging_bytes,
             "report": self.report.to_dict(),
+            "bound": dataclasses.asdict(self.bound),
         }
 
     @property
@@ -116,7 +119,7 @@ class MemoryPlan:
         lines = [self.headline]
         if self.dtype_is_the_models and request.optimizer != "none":
             lines += remark_on_dtype(request.dtype, request.param_dtype)
-        lines += ["", str(report)]
+        lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
         if self.fits is not None:
@@ -170,12 +173,13 @@ def make_plan(request: Request) -> MemoryPlan:
         micro_batches = check_micro_batches("plan", request.micro_batches, request.before_last)
         facts = planned_facts(model, request.world_size, **options)
         report = planned_report(facts, request.optimizer, micro_batches)
+        bound = memory_bound(facts, request.optimizer, options["mp_policy"])
     except (ValueError, NotImplementedError) as error:
         raise PlanError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging = saved if stages_saves else 0
-    return MemoryPlan(type(model).__name__, numel, request, report, staging, dtype_is_the_models)
+    return MemoryPlan(type(model).__name__, numel, request, report, bound, staging, dtype_is_the_models)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:

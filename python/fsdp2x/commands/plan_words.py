@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp2x.memory.report import MemoryReport
+from fsdp2x.memory.bound import MemoryBound
+from fsdp2x.memory.report import MemoryReport, readable
 from fsdp2x.tools.describe import columns
 
 WORDS = {
@@ -27,6 +28,7 @@ WORDS = {
     "of it on the device": "the rest",
     "sent in a step": "bytes that leave this rank: gathers of forward and backward, reductions of backward",
 }
+BOUND = "what any engine needs that gathers and reduces one unit at a time, from the parameters and settings alone"
 COLUMNS = {
     "elements": "numbers of the whole unit",
     "shard": "bytes of this rank's rows",
@@ -50,9 +52,20 @@ def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
     ]
 
 
+def above_bound(report: MemoryReport, bound: MemoryBound) -> list[str]:
+    """Lines that say what a plan holds above its lower bound, and why."""
+    at_rest = report.resting_bytes - bound.resting_bytes
+    in_step = report.peak_bytes - bound.peak_bytes - at_rest
+    use = "to run next to the compute" if report.step_bytes is not None else "that stay for the next step"
+    return [
+        f"{readable(at_rest)} above the bound at rest: 64-byte alignment, uneven rows, and rows without a bound",
+        f"{readable(max(in_step, 0))} more at the peak: buffers of gathers and reductions {use}",
+    ]
+
+
 def explanation(report: MemoryReport) -> str:
     """The rows of this report, and the columns of its units, in words."""
     names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]
-    rows = [(name, WORDS[name]) for name in names]
+    rows = [*((name, WORDS[name]) for name in names), ("lower bound", BOUND)]
     heads = list(COLUMNS.items())
     return "\n".join(["columns of units", *columns(heads, {0, 1}), "", "rows", *columns(rows, {0, 1})])

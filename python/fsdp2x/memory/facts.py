@@ -90,6 +90,7 @@ class UnitFacts:
     reshards_after_forward: bool
     reshards_after_backward: bool = True
     prefetch_bytes: int = 0  # what backward may gather ahead; the root's counts
+    expert_parallel: int = 1  # ranks over which its parameters are spread before they are sharded
 
 
 @dataclass(frozen=True)

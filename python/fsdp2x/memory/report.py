@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.contexts import BEFORE_LAST
+from fsdp2x.memory.bound import MemoryBound
 from fsdp2x.memory.facts import GroupFacts, ModelFacts, UnitFacts
 from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
@@ -131,6 +132,10 @@ class MemoryReport:
         return {**result, **{name: getattr(self, name) for name in sums}}
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, bound: MemoryBound | None = None) -> str:
+        """Units, and rows with bytes, next to their lower bounds if there are any."""
         head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
         rows = [
             (
@@ -147,13 +152,16 @@ class MemoryReport:
         shown = [
             (name, readable(size or 0), note) for name, size, note in self.sizes() if size or note or name == "at rest"
         ]
+        if bound is not None:
+            bounds = {"": "lower bound", **{name: readable(size) for name, size in bound.rows()}}
+            shown = [(name, size, bounds.get(name, ""), note) for name, size, note in [("", "plan", ""), *shown]]
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
         return "\n".join(
             [
                 *lines,
                 "",
                 f"rank {self.rank} of {ranks}, transport {self.transport}",
-                *columns(shown, {0, 2}),
+                *columns(shown, {0, len(shown[0]) - 1}),
                 *self.advice,
             ]
         )

@@ -218,6 +218,7 @@ def facts_of_plan(
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),
                 reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
+                expert_parallel=1 if group is None else experts.ep,
             )
         )
     position = {module: index for index, module in enumerate(model.modules())}
