@@ -1,7 +1,7 @@
 """``checked``: what a public function is given must be of the kinds its annotations say, or one sentence names it.
 
-The annotations are the only home of that fact. Values of the right kind that cannot be used are the function's own
-business. Costs some microseconds a call: for functions that are not called per tensor.
+The annotations are the only home of that fact, and of the values of a ``Literal``. Other values that cannot be used
+are the function's own business. Costs some microseconds a call: for functions that are not called per tensor.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
 
     Raises:
         TypeError: at a call: an argument is not of the kind that its annotation says.
+        ValueError: it is, but is none of the values of a ``Literal``.
     """
     if function is None:
         return functools.partial(checked, own=own)  # type: ignore[return-value]
@@ -62,7 +63,8 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
             if name in kinds:
                 accepts, hint, parameter = kinds[name]
                 if value is not parameter.default and not accepts(value):
-                    raise TypeError(f"{_name_of(function)}: {name} must be {_told(hint)}, got {_shown(value)}")
+                    error = ValueError if isinstance(value, tuple(_kinds_of_values(hint))) else TypeError
+                    raise error(f"{_name_of(function)}: {name} must be {_told(hint)}, got {_shown(value)}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -90,14 +92,22 @@ def _accepts(hint: Any) -> Accepts:
     if origin in (Union, types.UnionType):
         options = [_accepts(arg) for arg in args]
         return lambda value: any(option(value) for option in options)
-    if origin is Literal:  # which of them is the function's own question
-        kinds = tuple({type(arg) for arg in args})
-        return lambda value: isinstance(value, kinds)
+    if origin is Literal:
+        kinds = tuple(_kinds_of_values(hint))
+        return lambda value: isinstance(value, kinds) and value in args
     if origin is type:
         return lambda value: isinstance(value, type)
     if origin is not None and origin is not Callable and isinstance(origin, type):
         return _container(origin, [_accepts(arg) for arg in args if arg is not Ellipsis])
     return _plain(origin or hint)
+
+
+def _kinds_of_values(hint: Any) -> set[type]:
+    """The kinds of the values of each ``Literal`` in ``hint``."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return {type(arg) for arg in args}
+    return {kind for arg in args for kind in _kinds_of_values(arg)}
 
 
 def _plain(kind: Any) -> Accepts:
@@ -143,7 +153,8 @@ def _container(origin: type, items: list[Accepts]) -> Accepts:
 def _told(hint: Any) -> str:
     names = list(dict.fromkeys(_words(hint)))
     example = next((_EXAMPLES[name] for name in names if name in _EXAMPLES), None)
-    return " or ".join(names) + (f" ({example})" if example else "")
+    listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return listed + (f" ({example})" if example else "")
 
 
 def _words(hint: Any) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -16,12 +17,13 @@ from fsdp2x.module import FSDPModule
 from fsdp2x.units.lookup import units_of
 
 # What backwards before a step's last one communicate.
-BEFORE_LAST = ("nothing", "reduce_scatter")
+BeforeLast = Literal["nothing", "reduce_scatter"]
+BEFORE_LAST = get_args(BeforeLast)
 
 
 @checked
 @contextlib.contextmanager
-def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") -> Iterator[None]:
+def accumulate(model: nn.Module, *, last: bool, before_last: BeforeLast = "nothing") -> Iterator[None]:
     """Backwards inside keep their gradients local, except in the ``last`` micro-batch of a step.
 
         for i, batch in enumerate(micro_batches):
@@ -43,8 +45,6 @@ def accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") ->
     Raises:
         ValueError: nothing in ``model`` is sharded, or an unknown ``before_last``.
     """
-    if before_last not in BEFORE_LAST:
-        raise ValueError(f"fsdp2x.accumulate: before_last must be one of {', '.join(BEFORE_LAST)}, got {before_last!r}")
     states = units_of(model, "accumulate")
     if last:
         yield

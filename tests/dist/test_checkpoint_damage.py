@@ -175,8 +175,8 @@ def test_arguments_are_checked(ctx):
 
     training = Training()
     for keywords, message in (
-        ({"form": "whole"}, "form is 'whole', expected one of sharded, full, per_rank"),
-        ({"when_busy": "never"}, "when_busy is 'never'"),
+        ({"form": "whole"}, "form must be 'sharded', 'full' or 'per_rank', got 'whole'"),
+        ({"when_busy": "never"}, "when_busy must be 'wait' or 'skip', got 'never'"),
         ({"step": -1}, "step is -1"),
         ({"keep": 0}, "keep is 0"),
     ):
@@ -184,7 +184,7 @@ def test_arguments_are_checked(ctx):
             checkpoint.save("/nowhere", training.model, **{"step": 1, **keywords})
     with pytest.raises(ValueError, match="one file, which only form='full' writes"):
         checkpoint.save("/nowhere/one.pt", training.model, step=1)
-    with pytest.raises(TypeError, match=r"optimizer must be Optimizer or a collection of Optimizer or None, got \[3\]"):
+    with pytest.raises(TypeError, match=r"optimizer must be Optimizer, a collection of Optimizer or None, got \[3\]"):
         checkpoint.save("/nowhere", training.model, [3], step=1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(checkpoint.CheckpointError, match=r"the optimizer steps a parameter of shape \(3,\)"):

@@ -245,8 +245,8 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
         assert [file.name for file in folder.iterdir()] == ["out"] and not (out / "leftover").exists()
         dist.barrier()
         for options, message in (
-            ({"writers": "two"}, "writers must be one of auto, all, one, got 'two'"),
-            ({"weights": "x"}, "weights must be one of auto, base, adapter, got 'x'"),
+            ({"writers": "two"}, "writers must be 'auto', 'all' or 'one', got 'two'"),
+            ({"weights": "x"}, "weights must be 'auto', 'base' or 'adapter', got 'x'"),
             ({"weights": "adapter"}, "is no PEFT model"),
             ({"max_shard_size": "big"}, "max_shard_size must be bytes or a size"),
         ):

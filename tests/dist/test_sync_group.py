@@ -205,7 +205,7 @@ def test_groups_that_torch_makes(ctx):
 
 def test_arguments():
     for arguments, match in [
-        ({"group": "mpi"}, 'group must be "gloo", "nccl" or None, got \'mpi\''),
+        ({"group": "mpi"}, "group must be 'gloo', 'nccl' or None, got 'mpi'"),
         ({"group": "gloo", "address": "@engine"}, "a group is for addresses such as tcp://host:port"),
         ({"group": "gloo", "secret": None}, "need the same secret"),
         ({"group": "gloo", "memory": "device"}, 'memory="device" is for engines on this host'),

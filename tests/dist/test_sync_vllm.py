@@ -175,7 +175,7 @@ def test_sleep_and_wake_without_a_push(ctx):
             target.sleep()
         with fsdp2x.sync.connect(model, target) as sync:
             sync.push(version=0)
-            with pytest.raises(ValueError, match="level 1 or 2, got 3"):
+            with pytest.raises(ValueError, match="level must be 1 or 2, got 3"):
                 target.sleep(3)
             target.sleep(1)
             if core is not None:
@@ -397,7 +397,7 @@ def test_what_vllm_does_not_take(ctx):
     model = make_model(ctx)
     with pytest.raises(NotImplementedError, match="it takes no deltas; connect with deltas=False"):
         fsdp2x.sync.connect(model, Vllm(None), deltas=True)
-    with pytest.raises(ValueError, match='pause must be "keep", "wait" or "abort", got \'freeze\''):
+    with pytest.raises(ValueError, match="pause must be 'keep', 'wait' or 'abort', got 'freeze'"):
         Vllm(None, pause="freeze")
     with pytest.raises(TypeError, match="an address, a vllm.LLM or None, got a int"):
         Vllm(8000)
@@ -405,7 +405,7 @@ def test_what_vllm_does_not_take(ctx):
         Vllm(["localhost:8000"])
     with pytest.raises(ValueError, match='a group is for servers, and takes the place of memory="device"'):
         Vllm(None, group="gloo")
-    with pytest.raises(ValueError, match='group must be "gloo", "nccl" or None, got \'mpi\''):
+    with pytest.raises(ValueError, match="group must be 'gloo', 'nccl' or None, got 'mpi'"):
         Vllm("http://127.0.0.1:8000", group="mpi")
     adapter = nn.Module()
     adapter.lora_A = nn.Linear(4, 4)

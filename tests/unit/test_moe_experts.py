@@ -76,7 +76,7 @@ def test_refusals(caplog):
             call(llama)
     with pytest.raises(ValueError, match="layers.0.mlp.experts are not those of transformers 5"):
         moe.use_grouped_gemm(ListMoe())
-    with pytest.raises(ValueError, match='per must be "block" or "expert"'):
+    with pytest.raises(ValueError, match="per must be 'block' or 'expert'"):
         moe.shard_experts(fused(), per="layer")
     with pytest.raises(NotImplementedError, match="mlp.experts holds 4 experts in each of its tensors"):
         moe.shard_experts(fused(), per="expert")

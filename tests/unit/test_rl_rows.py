@@ -104,8 +104,8 @@ def test_an_engine_that_reports_nothing_is_trusted():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"level": "batch"}, "level must be one of token, sequence, geometric"),
-        ({"kind": "clip"}, "kind one of truncate, mask"),
+        ({"level": "batch"}, "level must be 'token', 'sequence' or 'geometric'"),
+        ({"kind": "clip"}, "kind must be 'truncate' or 'mask'"),
         ({"low": 2.0, "high": 1.0}, "bounds must be 0 <= low < high, got low=2.0, high=1.0"),
         ({"low": -1.0}, "bounds must be"),
         ({"behaviour": torch.zeros(8)}, "importance_weights: behaviour has shape"),

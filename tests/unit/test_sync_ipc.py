@@ -87,7 +87,7 @@ def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
 
 def test_what_targets_refuse():
     for make in (lambda: Peer("@x", memory="gpu"), lambda: Vllm("http://x", memory="gpu")):
-        with pytest.raises(ValueError, match='memory must be "host" or "device", got \'gpu\''):
+        with pytest.raises(ValueError, match="memory must be 'host' or 'device', got 'gpu'"):
             make()
     with pytest.raises(ValueError, match="not for addresses of TCP"):
         Peer("tcp://127.0.0.1:7000", secret="of sixteen letters", memory="device")

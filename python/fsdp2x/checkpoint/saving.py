@@ -31,7 +31,6 @@ from .disk import bytes_of
 from .forms import Contents, Form, PerRank, Sharded, write_described
 from .full import Full
 from .manifest import (
-    FORMS,
     FormName,
     describe_entries,
     describe_files,
@@ -112,7 +111,7 @@ def save(
     """
     begun = time.perf_counter()
     target = SaveTarget(Path(path).expanduser(), int(step), keep, marked)
-    _check(target, form, when_busy)
+    _check(target, form)
     optimizers = as_optimizers(optimizer)
     what = f"saving checkpoint {target.final}"
     saver = Saver.of(model)
@@ -311,11 +310,7 @@ class Job:
         self.target.publish()
 
 
-def _check(target: SaveTarget, form: str, when_busy: str) -> None:
-    if form not in FORMS:
-        raise ValueError(f"checkpoint.save: form is {form!r}, expected one of {', '.join(FORMS)}")
-    if when_busy not in ("wait", "skip"):
-        raise ValueError(f"checkpoint.save: when_busy is {when_busy!r}, expected 'wait' or 'skip'")
+def _check(target: SaveTarget, form: str) -> None:
     if target.step < 0:
         raise ValueError(f"checkpoint.save: step is {target.step}, expected 0 or more")
     if target.keep < 1:

@@ -129,11 +129,9 @@ def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -
     return plans
 
 
-def check_buckets(caller: str, bucket_bytes: int, names: str) -> None:
+def check_bucket_bytes(caller: str, bucket_bytes: int) -> None:
     if bucket_bytes <= 0:
         raise ValueError(f"{caller}: bucket_bytes must be positive, got {bucket_bytes}")
-    if names not in ("hf", "model"):
-        raise ValueError(f'{caller}: names must be "hf" or "model", got {names!r}')
 
 
 def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:

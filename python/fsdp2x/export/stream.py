@@ -17,7 +17,7 @@ from torch import nn
 from fsdp2x.arguments import checked
 from fsdp2x.export.plans import (
     BucketPlan,
-    check_buckets,
+    check_bucket_bytes,
     chosen_params,
     finish,
     make_rings,
@@ -97,7 +97,7 @@ def stream(
 
 def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transport) -> Iterator[Bucket]:
     """``stream`` whose errors start with ``caller``; ``dtype`` may be one dtype, or one for each FQN."""
-    check_buckets(caller, bucket_bytes, names)
+    check_bucket_bytes(caller, bucket_bytes)
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(chosen, dtype)

@@ -97,8 +97,6 @@ def load_hf(
         NotImplementedError: the model is quantized, and the files hold more than its adapter.
         ValueError: an unknown mode.
     """
-    if mode not in ("auto", "each", "broadcast"):
-        raise ValueError(f'fsdp2x.load_hf: mode must be "auto", "each" or "broadcast", got {mode!r}')
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     what = f"loading {', '.join(map(str, paths))}"
     base, _ = hf_base(model)

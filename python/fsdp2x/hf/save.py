@@ -85,12 +85,6 @@ def save_hf(
         NotImplementedError: a PEFT model with several adapters; weights of a quantized model.
     """
     out = Path(path).expanduser()
-    for argument, value, known in (
-        ("weights", weights, ("auto", "base", "adapter")),
-        ("writers", writers, ("auto", "all", "one")),
-    ):
-        if value not in known:
-            raise ValueError(f"fsdp2x.save_hf: {argument} must be one of {', '.join(known)}, got {value!r}")
     what = f"saving to {out}"
     job = _Job(model, dtype, max_shard_size, weights)
 

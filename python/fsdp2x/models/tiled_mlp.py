@@ -50,8 +50,6 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | Non
         TypeError: ``num_shards`` is no int.
         RuntimeError: at forward: a part of an MLP is a unit of its own, whose gathers chunks would repeat.
     """
-    if not isinstance(num_shards, int) or isinstance(num_shards, bool):
-        raise TypeError(f"fsdp2x.apply_tiled_mlp: num_shards must be an int, got {num_shards!r}")
     if num_shards < 1:
         raise ValueError(f"fsdp2x.apply_tiled_mlp: num_shards must be at least 1, got {num_shards}")
     _check_model_type(model, model_type)

@@ -56,8 +56,6 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
         NotImplementedError: ``per="expert"`` for fused experts, whose tensors hold all of them; or for experts that
             take more than one tensor.
     """
-    if per not in ("block", "expert"):
-        raise ValueError(f'fsdp2x.shard_experts: per must be "block" or "expert", got {per!r}')
     groups = experts_of(model, "shard_experts")
     fused = [group for group in groups if group.is_fused]
     if per == "expert" and fused:

@@ -46,8 +46,6 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
         ValueError: parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model;
             in ``step``, a gradient or a state that is cut otherwise than its parameter.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"fsdp2x.local_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, EngineStep) or hasattr(optimizer, "_whole_step"):
         return optimizer
     kind = type(optimizer)

@@ -13,24 +13,26 @@ An engine samples from other numbers than the trainer computes (kernels, dtypes,
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from fsdp2x.arguments import checked
 from fsdp2x.rl.rows import RowTokens
 
-_LEVELS = ("token", "sequence", "geometric")
-_KINDS = ("truncate", "mask")
 # exp(20) is far outside of any bounds, and finite.
 LARGEST_LOG_RATIO = 20.0
 
 
+@checked
 @torch.no_grad()
 def importance_weights(
     old: torch.Tensor,
     behaviour: torch.Tensor,
     row: RowTokens,
     *,
-    level: str = "token",
-    kind: str = "truncate",
+    level: Literal["token", "sequence", "geometric"] = "token",
+    kind: Literal["truncate", "mask"] = "truncate",
     low: float | None = None,
     high: float | None = 2.0,
 ) -> torch.Tensor:
@@ -52,11 +54,6 @@ def importance_weights(
     Raises:
         ValueError: unknown level or kind, bounds that are not ``0 <= low < high``, or other shapes.
     """
-    if level not in _LEVELS or kind not in _KINDS:
-        raise ValueError(
-            f"importance_weights: level must be one of {', '.join(_LEVELS)} and kind one of {', '.join(_KINDS)}, got "
-            f"{level!r} and {kind!r}"
-        )
     if not (0.0 if low is None else low) < (float("inf") if high is None else high) or (low is not None and low < 0):
         raise ValueError(f"importance_weights: bounds must be 0 <= low < high, got low={low}, high={high}")
     for name, values in (("old", old), ("behaviour", behaviour)):

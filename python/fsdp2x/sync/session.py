@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.export.entries import Entry
-from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params, finish, make_rings, ring_of
+from fsdp2x.export.plans import BucketPlan, check_bucket_bytes, chosen_params, finish, make_rings, ring_of
 from fsdp2x.export.stream import BUCKET_BYTES
 from fsdp2x.runtime.calls import call_of, calling
 from fsdp2x.runtime.forks import require_own_process
@@ -101,7 +101,7 @@ def connect(
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"
-    check_buckets(caller, bucket_bytes, names)
+    check_bucket_bytes(caller, bucket_bytes)
     if not timeout_s > 0:
         raise ValueError(f"{caller}: timeout_s must be positive, got {timeout_s}")
     transport = check_transport(transport)
@@ -222,7 +222,7 @@ class Session:
                 'generated before push(version=..., mode="full") succeeds'
             )
 
-    @checked
+    @checked(own=("mode",))  # all ranks raise what one of them passes
     def push(self, *, version: int | str, mode: Literal["full", "delta"] = "full") -> PushReport:
         """Sends the weights as they are now; when it returns, all engines have committed ``version``. Collective.
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.export.plans import BucketPlan, check_buckets, chosen_params
+from fsdp2x.export.plans import BucketPlan, check_bucket_bytes, chosen_params
 from fsdp2x.export.stream import BUCKET_BYTES, run_plans
 from fsdp2x.runtime.calls import call_of
 from fsdp2x.runtime.transport import check_transport
@@ -74,7 +74,7 @@ class WeightSource:
             ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing.
         """
         caller = "fsdp2x.sync.WeightSource"
-        check_buckets(caller, bucket_bytes, "hf")
+        check_bucket_bytes(caller, bucket_bytes)
         self._caller, self._model, self._dtype, self._keep, self._params = caller, model, dtype, keep or {}, params
         self._merges, self._bucket_bytes, self._receive, self._transport = (
             merge_adapters,

@@ -49,8 +49,6 @@ class InProcess(EngineTarget):
                 ``finish_weight_update`` or a reset of the prefix cache.
             abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
         """
-        if calls not in ("bucket", "push"):
-            raise ValueError(f'fsdp2x.sync.InProcess: calls must be "bucket" or "push", got {calls!r}')
         self._load, self._calls, self._copies = load_weights, calls, copies
         self._start, self._apply, self._finish, self._abort = start, apply_delta, finish, abort
 

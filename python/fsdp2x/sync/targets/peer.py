@@ -64,10 +64,6 @@ class Peer(EngineTarget):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
-        if memory not in ("host", "device"):
-            raise ValueError(f'fsdp2x.sync.Peer: memory must be "host" or "device", got {memory!r}')
-        if group not in (None, "gloo", "nccl"):
-            raise ValueError(f'fsdp2x.sync.Peer: group must be "gloo", "nccl" or None, got {group!r}')
         self._carrier = _carrier_of(self._addresses, secret, memory, group)
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know

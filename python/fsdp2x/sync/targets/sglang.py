@@ -41,7 +41,7 @@ class Sglang(EngineTarget):
     log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
     """
 
-    @checked
+    @checked(own=("pause",))  # which says why there is no third way
     def __init__(
         self,
         address: str | Sequence[str],
@@ -74,10 +74,6 @@ class Sglang(EngineTarget):
                 f'fsdp2x.sync.Sglang: pause must be "retract" or "abort", got {pause!r}: what is paused in place keeps '
                 "the cache of the old weights"
             )
-        if memory not in ("host", "device"):
-            raise ValueError(f'fsdp2x.sync.Sglang: memory must be "host" or "device", got {memory!r}')
-        if group not in (None, "gloo", "nccl"):
-            raise ValueError(f'fsdp2x.sync.Sglang: group must be "gloo", "nccl" or None, got {group!r}')
         if group is not None and memory == "device":
             raise ValueError('fsdp2x.sync.Sglang: a group takes the place of memory="device"; leave one of them out')
         self._servers = [Routes(one, _MISSING) for one in addresses]

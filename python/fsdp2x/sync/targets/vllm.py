@@ -69,8 +69,6 @@ class Vllm(EngineTarget):
             group: as for ``Peer``: the workers of all servers, wherever they run, and the rank that talks to them are
                 one process group, in which buckets are broadcast. ``"nccl"``: none shares a GPU with another.
         """
-        if pause not in ("keep", "wait", "abort"):
-            raise ValueError(f'fsdp2x.sync.Vllm: pause must be "keep", "wait" or "abort", got {pause!r}')
         addresses = [engine] if isinstance(engine, str) else engine
         self._controls: Sequence[EngineControl]
         if isinstance(addresses, Sequence):
@@ -81,10 +79,6 @@ class Vllm(EngineTarget):
             self._controls, self._rank = ([] if engine is None else [LocalControl(engine)]), None
         else:
             raise TypeError(f"fsdp2x.sync.Vllm: an address, a vllm.LLM or None, got a {type(engine).__name__}")
-        if memory not in ("host", "device"):
-            raise ValueError(f'fsdp2x.sync.Vllm: memory must be "host" or "device", got {memory!r}')
-        if group not in (None, "gloo", "nccl"):
-            raise ValueError(f'fsdp2x.sync.Vllm: group must be "gloo", "nccl" or None, got {group!r}')
         if group is not None and (self._rank is None or memory == "device"):
             raise ValueError('fsdp2x.sync.Vllm: a group is for servers, and takes the place of memory="device"')
         self._pause, self._partial, self._memory, self._group = pause, partial, memory, group
@@ -110,6 +104,7 @@ class Vllm(EngineTarget):
 
     # ---- between pushes
 
+    @checked
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Engines give their accelerator's memory back until the next push, which wakes them; requests are aborted.
 
@@ -120,8 +115,6 @@ class Vllm(EngineTarget):
             ValueError: another level.
             RuntimeError: an engine refuses; it is asleep; there is no session yet.
         """
-        if level not in (1, 2):
-            raise ValueError(f"fsdp2x.sync.Vllm.sleep: level 1 or 2, got {level!r}")
         if self._acts is None:
             raise RuntimeError("fsdp2x.sync.Vllm.sleep: connect first, which says which rank talks to engines")
         if self._asleep:
