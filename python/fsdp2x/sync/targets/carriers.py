@@ -27,12 +27,12 @@ class Carrier:
         """Before each push."""
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        """To a receiver that may take weights.
+        """To a receiver that may take weights: of the same user on this host.
 
         Raises:
             OSError: there is none.
         """
-        raise NotImplementedError
+        return connected(address, timeout_s)
 
     def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
         """What all receivers are told before they ``join`` a group, None where there is none, or they are in it.
@@ -85,9 +85,6 @@ class MemoryCarrier(Carrier):
             self._spare = MemoryFile("fsdp2x-sync", layout.spare_bytes)
         self._places = {descriptor: index for index, descriptor in enumerate(self.memory()[1])}
 
-    def connect(self, address: str, timeout_s: float) -> socket.socket:
-        return connected(address, timeout_s)
-
     def memory(self) -> tuple[dict[str, Any], list[int]]:
         files = [*self._layout.files, (self._spare.file, self._spare.num_bytes)]
         return {"files": [num_bytes for _, num_bytes in files]}, [descriptor for descriptor, _ in files]
@@ -138,9 +135,6 @@ class DeviceCarrier(Carrier):
         if self._memory is None:
             self._memory = HandedMemory(accelerator_or_cpu(), parcel_room(layout))
 
-    def connect(self, address: str, timeout_s: float) -> socket.socket:
-        return connected(address, timeout_s)
-
     def memory(self) -> tuple[dict[str, Any], list[int]]:
         return {"files": [], "device": engine_ipc.describe_handle(self._memory.device_handle())}, []
 
@@ -180,28 +174,13 @@ class StreamCarrier(Carrier):
         return {"files": [self._room]}, []
 
     def place(self, parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[memoryview]]:
-        tensors: Places = []
-        deltas: Places = []
-        parts: list[memoryview] = []
+        body, parts = arranged(parcel, indices)
+        sent: list[memoryview] = []
         end = 0
-
-        def add(tensor: torch.Tensor) -> int:
-            nonlocal end
-            start = _C.align_up(end)
-            parts.append(memoryview(bytes(start - end)))
-            parts.append(_bytes_of(tensor))
-            end = start + parts[-1].nbytes
-            return start
-
-        for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
-            tensors.append([indices[spec.name], 0, add(tensor)])
-        for delta in parcel.deltas:
-            count = delta.positions.numel()
-            start = add(delta.positions)
-            parts.append(_bytes_of(delta.values))  # positions end where values may begin
-            end += parts[-1].nbytes
-            deltas.append([indices[delta.spec.name], 0, start, count])
-        return {"bucket": parcel.index, "bytes": end, "tensors": tensors, "deltas": deltas}, parts
+        for begin, tensor in parts:
+            sent += [memoryview(bytes(begin - end)), _bytes_of(tensor)]
+            end = begin + tensor.nbytes
+        return body, sent
 
     def close(self) -> None:
         """It holds no memory."""
@@ -254,24 +233,32 @@ def parcel_room(layout: WireLayout) -> int:
     return max(_C.ALIGN_BYTES, *buckets) + _C.ALIGN_BYTES * len(layout.specs)
 
 
-def packed(parcel: Parcel, indices: Mapping[str, int], memory: torch.Tensor) -> dict[str, Any]:
-    """The body of a bucket's request whose parts were copied into ``memory``, one behind the other."""
+def arranged(parcel: Parcel, indices: Mapping[str, int]) -> tuple[dict[str, Any], list[tuple[int, torch.Tensor]]]:
+    """The body of a bucket's request, and the parts that lie one behind the other, each with where it begins."""
     tensors: Places = []
     deltas: Places = []
+    parts: list[tuple[int, torch.Tensor]] = []
     end = 0
-
-    def add(tensor: torch.Tensor, begin: int) -> int:
-        part = memory[begin : begin + tensor.nbytes]
-        part.view(tensor.dtype).copy_(tensor.reshape(-1))
-        return begin + tensor.nbytes
-
     for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
-        tensors.append([indices[spec.name], 0, end])
-        end = _C.align_up(add(tensor, end))
+        begin = _C.align_up(end)
+        tensors.append([indices[spec.name], 0, begin])
+        parts.append((begin, tensor))
+        end = begin + tensor.nbytes
     for delta in parcel.deltas:
-        deltas.append([indices[delta.spec.name], 0, end, delta.positions.numel()])
-        end = _C.align_up(add(delta.values, add(delta.positions, end)))
-    return {"bucket": parcel.index, "bytes": end, "tensors": tensors, "deltas": deltas}
+        begin = _C.align_up(end)
+        deltas.append([indices[delta.spec.name], 0, begin, delta.positions.numel()])
+        values = begin + delta.positions.nbytes  # positions end where values may begin
+        parts += [(begin, delta.positions), (values, delta.values)]
+        end = values + delta.values.nbytes
+    return {"bucket": parcel.index, "bytes": end, "tensors": tensors, "deltas": deltas}, parts
+
+
+def packed(parcel: Parcel, indices: Mapping[str, int], memory: torch.Tensor) -> dict[str, Any]:
+    """The body of a bucket's request whose parts were copied into ``memory``."""
+    body, parts = arranged(parcel, indices)
+    for begin, tensor in parts:
+        memory[begin : begin + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    return body
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
