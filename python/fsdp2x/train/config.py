@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..memory.optimizers import may_be_on_host
 
@@ -58,17 +58,31 @@ def dtype_name(name: str) -> str:
     return DTYPE_NAMES[name]
 
 
-def setting(default: Any, help: str) -> Any:
+class Check(NamedTuple):
+    """What one value must be, in words and as a test; null passes where a setting may be null."""
+
+    expected: str
+    passes: Callable[[Any], bool]
+
+
+POSITIVE = Check("a positive number", lambda value: value > 0)
+NOT_NEGATIVE = Check("zero or more", lambda value: value >= 0)
+COUNT = Check("at least 1", lambda value: value >= 1)
+FRACTION = Check("a fraction in [0, 1]", lambda value: 0 <= value <= 1)
+BELOW_1 = Check("a fraction in [0, 1)", lambda value: 0 <= value < 1)
+RATES = Check("two numbers in [0, 1)", lambda values: all(0 <= value < 1 for value in values))
+# An empty one would mean the folder that the command runs in.
+PATH = Check("a path", lambda value: value != "")
+GROWTH = Check("more than 1", lambda value: value > 1)
+BACKOFF = Check("a fraction in (0, 1)", lambda value: 0 < value < 1)
+
+
+def setting(default: Any, help: str, check: Check | None = None) -> Any:
     """A dataclass field with a help text; mutable defaults are copied per instance."""
-    metadata = {"help": help}
+    metadata = {"help": help, "check": check}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def require_path(path: str, got: str | None) -> None:
-    """An empty path would mean the folder that the command runs in."""
-    require(got != "", path, got, "a path" + ("" if path == "logging.output" else " or null"))
 
 
 def require(condition: bool, path: str, got: Any, expected: str) -> None:
@@ -76,15 +90,27 @@ def require(condition: bool, path: str, got: Any, expected: str) -> None:
         raise ConfigError(f"{path}: got {got!r}, expected {expected}")
 
 
+class Section:
+    """One section of the configuration: each of its settings passes its own check."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.removesuffix("Config").removesuffix("Section").lower()
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, check = getattr(self, field.name), field.metadata["check"]
+            if check is not None and value is not None:
+                expected = check.expected + ("" if field.default is not None else " or null")
+                require(check.passes(value), f"{section}.{field.name}", value, expected)
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Exactly one of `config` and `path` says which model is trained."""
 
     config: dict | None = setting(
         None, "HuggingFace config as a mapping: model_type and its fields; weights are initialised from train.seed"
     )
     path: str | None = setting(
-        None, "local HuggingFace directory with config.json and weights; nothing is ever downloaded"
+        None, "local HuggingFace directory with config.json and weights; nothing is ever downloaded", PATH
     )
     dtype: DType = setting("float32", "dtype of the parameters that the optimizer updates")
     attn_implementation: str | None = setting(
@@ -96,15 +122,16 @@ class ModelConfig:
     freeze: list[str] = setting(
         [], "prefixes of parameter names that are not trained; one that matches none is an error"
     )
-    tiled_mlp: int = setting(0, "compute gated MLPs in so many pieces of the sequence, to save memory; 0 does not")
+    tiled_mlp: int = setting(
+        0, "compute gated MLPs in so many pieces of the sequence, to save memory; 0 does not", NOT_NEGATIVE
+    )
     expert_patch: bool = setting(
         False, "keep collectives independent of routing when each expert is a unit of its own (module-list experts)"
     )
     grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
     def __post_init__(self) -> None:
-        require_path("model.path", self.path)
-        require(self.tiled_mlp >= 0, "model.tiled_mlp", self.tiled_mlp, "a number of pieces, or 0")
+        super().__post_init__()
         if self.load == "rows" and self.path is None:
             raise ConfigError("model.load: got 'rows', which reads weights from files, but model.path is not set")
         if (self.config is None) == (self.path is None):
@@ -117,36 +144,35 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section):
     """Low-rank adapters; on when `rank` is positive."""
 
-    rank: int = setting(0, "rank of the adapters; 0 trains the model itself")
+    rank: int = setting(0, "rank of the adapters; 0 trains the model itself", NOT_NEGATIVE)
     alpha: float = setting(16.0, "scale of the adapters: their output is multiplied by alpha / rank")
-    dropout: float = setting(0.0, "dropout before the adapters")
+    dropout: float = setting(0.0, "dropout before the adapters", BELOW_1)
     target_modules: list[str] = setting(["all-linear"], "names of the modules that get adapters")
-
-    def __post_init__(self) -> None:
-        require(self.rank >= 0, "lora.rank", self.rank, "zero or more")
-        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "a fraction in [0, 1)")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     files: list[str] = setting([], "text files, folders (read recursively) or globs")
     pattern: list[str] = setting(
         [], "name patterns such as '*.py' that a file must match one of; applies to folders and globs"
     )
     exclude: list[str] = setting([], "name patterns; a file is left out when one of its path's parts matches")
     max_bytes: int | None = setting(
-        None, "stop reading after so many bytes of text (files in order of a seeded shuffle)"
+        None, "stop reading after so many bytes of text (files in order of a seeded shuffle)", POSITIVE
     )
     tokenizer: str | None = setting(
         None,
         "'bytes', 'characters' (those that occur in data.files), or a local directory with a HuggingFace tokenizer; "
         "unset: that of model.path, or bytes for a new model",
+        PATH,
     )
     block_size: int = setting(512, "tokens per training example")
-    held_out: float = setting(0.05, "fraction of the blocks kept for evaluation; whole files as far as possible")
+    held_out: float = setting(
+        0.05, "fraction of the blocks kept for evaluation; whole files as far as possible", BELOW_1
+    )
     shuffle: bool = setting(True, "visit the blocks in a new seeded order every epoch")
     packing: bool = setting(
         False, "lines of text are samples, packed by data.max_tokens without seeing each other, instead of cut blocks"
@@ -154,14 +180,10 @@ class DataConfig:
     max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
     def __post_init__(self) -> None:
-        require_path("data.tokenizer", self.tokenizer)
+        super().__post_init__()
         require(all(self.files), "data.files", self.files, "paths that are not empty")
         require(len(self.files) > 0, "data.files", self.files, "at least one file, folder or glob")
         require(self.block_size >= 2, "data.block_size", self.block_size, "at least 2 tokens")
-        require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, "a fraction in [0, 1)")
-        require(
-            self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", self.max_bytes, "a positive number or null"
-        )
         require(
             self.max_tokens is None or self.max_tokens >= self.block_size,
             "data.max_tokens",
@@ -171,16 +193,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     name: Literal["adamw", "lion", "muon", "sgd"] = setting(
         "adamw", "optimizer; muon: of matrices, and AdamW of embeddings, the output head and what has fewer dims"
     )
-    lr: float = setting(3e-4, "peak learning rate")
+    lr: float = setting(3e-4, "peak learning rate", POSITIVE)
     adamw_lr: float | None = setting(None, "peak learning rate of what AdamW steps beside muon; unset: lr")
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages")
-    eps: float = setting(1e-8, "AdamW's epsilon")
-    weight_decay: float = setting(0.1, "decay of parameters with two or more dims; norms and biases get none")
-    momentum: float | None = setting(None, "momentum of sgd (unset: 0) and of muon (unset: 0.95)")
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages", RATES
+    )
+    eps: float = setting(1e-8, "AdamW's epsilon", POSITIVE)
+    weight_decay: float = setting(
+        0.1, "decay of parameters with two or more dims; norms and biases get none", NOT_NEGATIVE
+    )
+    momentum: float | None = setting(None, "momentum of sgd (unset: 0) and of muon (unset: 0.95)", BELOW_1)
     muon_lr_scale: Literal["original", "match_rms_adamw", "spectral_unclamped"] = setting(
         "match_rms_adamw", "what muon multiplies lr with, by the sizes of a matrix: match_rms_adamw takes AdamW's rates"
     )
@@ -208,18 +234,12 @@ class OptimizerConfig:
         return self.name if self.moments_dtype is None else f"{self.name}_{self.moments_dtype}"
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
-        require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
-        require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
+        super().__post_init__()
         require(
             self.adamw_lr is None or self.name == "muon" and self.adamw_lr > 0,
             "optimizer.adamw_lr",
             self.adamw_lr,
             "a positive number" if self.name == "muon" else f"null, since optimizer.name is {self.name}",
-        )
-        require(
-            self.momentum is None or 0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "a number in [0, 1)"
         )
         require(
             not self.momentum or self.name in ("sgd", "muon"),
@@ -254,33 +274,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """The formulas are in `schedule.lr_factor`."""
 
     kind: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = setting(
         "cosine", "shape of the learning rate after the warm-up; wsd: stable, then a decay over wsd_decay_steps"
     )
-    warmup_steps: int = setting(0, "steps over which the rate rises linearly to its peak")
-    warmup_ratio: float = setting(0.0, "the same as a fraction of the run's steps; used when warmup_steps is 0")
-    warmup_start_ratio: float = setting(0.0, "rate at the start of the warm-up, as a fraction of the peak")
-    decay_steps: int | None = setting(None, "step at which the lowest rate is reached; unset means the run's last")
-    min_lr_ratio: float = setting(0.1, "lowest rate as a fraction of the peak")
-    min_lr: float | None = setting(None, "lowest rate itself; replaces min_lr_ratio")
-    wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset means a tenth of decay_steps")
+    warmup_steps: int = setting(0, "steps over which the rate rises linearly to its peak", NOT_NEGATIVE)
+    warmup_ratio: float = setting(
+        0.0, "the same as a fraction of the run's steps; used when warmup_steps is 0", FRACTION
+    )
+    warmup_start_ratio: float = setting(0.0, "rate at the start of the warm-up, as a fraction of the peak", FRACTION)
+    decay_steps: int | None = setting(
+        None, "step at which the lowest rate is reached; unset means the run's last", POSITIVE
+    )
+    min_lr_ratio: float = setting(0.1, "lowest rate as a fraction of the peak", FRACTION)
+    min_lr: float | None = setting(None, "lowest rate itself; replaces min_lr_ratio", NOT_NEGATIVE)
+    wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset means a tenth of decay_steps", POSITIVE)
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting("linear", "shape of wsd's decay")
-
-    def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "zero or more")
-        for name in ("warmup_ratio", "warmup_start_ratio", "min_lr_ratio"):
-            require(0 <= getattr(self, name) <= 1, f"schedule.{name}", getattr(self, name), "a fraction in [0, 1]")
-        for name in ("decay_steps", "wsd_decay_steps"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"schedule.{name}", value, "a positive number or null")
-        require(self.min_lr is None or self.min_lr >= 0, "schedule.min_lr", self.min_lr, "zero or more, or null")
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     strategy: Strategy | None = setting(
         None, "mesh and resharding by name; unset follows fsdp_size and reshard_after_forward (see strategy.py)"
     )
@@ -288,12 +303,14 @@ class ParallelConfig:
         None,
         "ranks of one shard group; more than one and fewer than all: replicas of such groups (HSDP), else all ranks",
     )
-    sequence_parallel: int = setting(1, "consecutive ranks that share each sequence (Ulysses)")
-    expert_parallel: int = setting(1, "ranks over which the experts of a layer are spread")
+    sequence_parallel: int = setting(1, "consecutive ranks that share each sequence (Ulysses)", COUNT)
+    expert_parallel: int = setting(1, "ranks over which the experts of a layer are spread", COUNT)
     expert_fsdp_size: int | None = setting(
-        None, "ranks over which each expert is sharded; unset: the rest of the world"
+        None, "ranks over which each expert is sharded; unset: the rest of the world", COUNT
     )
-    world_size: int | None = setting(None, "ranks this config was written for; another number is told, not refused")
+    world_size: int | None = setting(
+        None, "ranks this config was written for; another number is told, not refused", COUNT
+    )
     reshard_after_forward: bool | int | None = setting(
         None, "free the gathered parameters after forward; unset is fully_shard's own rule"
     )
@@ -327,106 +344,73 @@ class ParallelConfig:
         None, "the same of gradients, summed in float32; int8 keeps what it rounds away, a byte for each parameter"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto takes CUDA when there is a GPU")
-    timeout_s: float = setting(600.0, "seconds after which a rank that waits for another gives up")
-
-    def __post_init__(self) -> None:
-        require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "a positive number of seconds")
-        for name in ("sequence_parallel", "expert_parallel"):
-            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "a number of ranks, at least 1")
-        for name in ("world_size", "expert_fsdp_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"parallel.{name}", value, "a number of ranks, or null")
+    timeout_s: float = setting(600.0, "seconds after which a rank that waits for another gives up", POSITIVE)
 
 
 @dataclass(frozen=True)
-class ScalerConfig:
+class ScalerConfig(Section):
     """Scaling of the loss for float16 gradients; a step whose gradients overflow on any rank is skipped on all."""
 
     enabled: bool | None = setting(None, "unset: when parallel.param_dtype is float16")
-    init_scale: float = setting(65536.0, "first scale")
-    growth_factor: float = setting(2.0, "the scale is multiplied by it after growth_interval good steps")
-    backoff_factor: float = setting(0.5, "the scale is multiplied by it after a skipped step")
-    growth_interval: int = setting(2000, "good steps in a row before the scale grows")
-
-    def __post_init__(self) -> None:
-        require(self.init_scale > 0, "scaler.init_scale", self.init_scale, "a positive number")
-        require(self.growth_factor > 1, "scaler.growth_factor", self.growth_factor, "more than 1")
-        require(0 < self.backoff_factor < 1, "scaler.backoff_factor", self.backoff_factor, "a fraction in (0, 1)")
-        require(self.growth_interval >= 1, "scaler.growth_interval", self.growth_interval, "at least 1")
+    init_scale: float = setting(65536.0, "first scale", POSITIVE)
+    growth_factor: float = setting(2.0, "the scale is multiplied by it after growth_interval good steps", GROWTH)
+    backoff_factor: float = setting(0.5, "the scale is multiplied by it after a skipped step", BACKOFF)
+    growth_interval: int = setting(2000, "good steps in a row before the scale grows", COUNT)
 
 
 @dataclass(frozen=True)
-class TrainSection:
+class TrainSection(Section):
     mode: Literal["train", "evaluate"] = setting(
         "train", "evaluate: no gradients and no optimizer, the loss on held-out text (on all when held_out is 0)"
     )
     steps: int | None = setting(
-        None, "optimizer steps in the whole run, counted from step 1; unset: 1000, or by epochs"
+        None, "optimizer steps in the whole run, counted from step 1; unset: 1000, or by epochs", POSITIVE
     )
-    epochs: int | None = setting(None, "passes over the training text; with steps, the shorter run counts")
+    epochs: int | None = setting(None, "passes over the training text; with steps, the shorter run counts", POSITIVE)
     batch_size: int | None = setting(
-        None, "blocks per rank and micro-batch; unset: 8, or what global_batch_size leaves"
+        None, "blocks per rank and micro-batch; unset: 8, or what global_batch_size leaves", POSITIVE
     )
     accumulation: int | None = setting(
-        None, "micro-batches per optimizer step; unset: 1, or what global_batch_size and batch_size leave"
+        None, "micro-batches per optimizer step; unset: 1, or what global_batch_size and batch_size leave", POSITIVE
     )
-    global_batch_size: int | None = setting(None, "blocks per optimizer step over all ranks; must divide evenly")
-    eval_batch_size: int | None = setting(None, "blocks per rank in evaluation; unset: as in training")
-    global_eval_batch_size: int | None = setting(None, "the same over all ranks; must divide evenly")
-    clip: float | None = setting(1.0, "largest norm of the whole gradient; null does not clip")
+    global_batch_size: int | None = setting(
+        None, "blocks per optimizer step over all ranks; must divide evenly", POSITIVE
+    )
+    eval_batch_size: int | None = setting(None, "blocks per rank in evaluation; unset: as in training", POSITIVE)
+    global_eval_batch_size: int | None = setting(None, "the same over all ranks; must divide evenly", POSITIVE)
+    clip: float | None = setting(1.0, "largest norm of the whole gradient; null does not clip", POSITIVE)
     seed: int = setting(0, "seed of the weights, of the data order and of each rank's generators")
-    eval_every: int = setting(0, "evaluate on held-out text every so many steps and at the end; 0 never")
-    eval_blocks: int | None = setting(None, "evaluate on at most so many held-out blocks; unset takes all")
+    eval_every: int = setting(0, "evaluate on held-out text every so many steps and at the end; 0 never", NOT_NEGATIVE)
+    eval_blocks: int | None = setting(None, "evaluate on at most so many held-out blocks; unset takes all", POSITIVE)
     activation_checkpointing: bool = setting(False, "recompute the activations of each block in backward")
     compile: bool = setting(False, "torch.compile of each block")
     compile_backend: str = setting("inductor", "backend of torch.compile")
     deterministic: bool = setting(False, "deterministic algorithms only: two runs are bitwise equal")
 
-    def __post_init__(self) -> None:
-        positive = ("steps", "epochs", "batch_size", "accumulation", "global_batch_size", "eval_batch_size")
-        for name in (*positive, "global_eval_batch_size"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"train.{name}", value, "a positive number")
-        require(self.clip is None or self.clip > 0, "train.clip", self.clip, "a positive number or null")
-        require(self.eval_every >= 0, "train.eval_every", self.eval_every, "zero or more")
-        require(
-            self.eval_blocks is None or self.eval_blocks > 0,
-            "train.eval_blocks",
-            self.eval_blocks,
-            "a positive number or null",
-        )
-
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    save_every: int = setting(0, "save every so many steps; 0 saves only at the end")
+class CheckpointConfig(Section):
+    save_every: int = setting(0, "save every so many steps; 0 saves only at the end", NOT_NEGATIVE)
     save_last: bool = setting(True, "save after the last step")
     form: Literal["sharded", "full", "per_rank"] = setting(
         "sharded", "a DCP directory or one file, both for any number of ranks, or a file of each rank for as many"
     )
     async_save: bool = setting(False, "copy the shards and train on while a thread writes them")
-    keep: int = setting(2, "how many checkpoints stay on disk beside those of keep_every")
-    keep_every: int = setting(0, "checkpoints of every so many steps are never deleted; 0 none")
-    resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints whose latest one is taken")
-    folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output")
-
-    def __post_init__(self) -> None:
-        require_path("checkpoint.resume_from", self.resume_from)
-        require_path("checkpoint.folder", self.folder)
-        require(self.save_every >= 0, "checkpoint.save_every", self.save_every, "zero or more")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
-        require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, "zero or more")
+    keep: int = setting(2, "how many checkpoints stay on disk beside those of keep_every", COUNT)
+    keep_every: int = setting(0, "checkpoints of every so many steps are never deleted; 0 none", NOT_NEGATIVE)
+    resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints whose latest one is taken", PATH)
+    folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output", PATH)
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
-    output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/")
+class LoggingConfig(Section):
+    output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/", PATH)
     overwrite: bool = setting(
         False, "delete an earlier run in output and in checkpoint.folder when this one begins; otherwise it is kept"
     )
-    every: int = setting(1, "log every so many steps")
+    every: int = setting(1, "log every so many steps", COUNT)
     tensorboard: bool = setting(False, "also write TensorBoard events")
-    tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output")
+    tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output", PATH)
     wandb: bool = setting(False, "also log to Weights & Biases; needs the package wandb")
     wandb_options: dict = setting({}, "arguments of wandb.init: project, name, dir, id, resume, mode, ...")
     progress: Literal["auto", "on", "off"] = setting("auto", "progress bar of rank 0; auto shows it on a terminal")
@@ -434,17 +418,13 @@ class LoggingConfig:
     memory_snapshot: int | None = setting(
         None,
         "after so many steps write memory/: on GPUs torch's snapshot of allocations, on CPUs planned and real bytes",
+        COUNT,
     )
-    profile_start: int | None = setting(None, "first step of the window that torch.profiler records")
-    profile_end: int | None = setting(None, "last step of the window; unset: profile_start")
+    profile_start: int | None = setting(None, "first step of the window that torch.profiler records", COUNT)
+    profile_end: int | None = setting(None, "last step of the window; unset: profile_start", COUNT)
 
     def __post_init__(self) -> None:
-        require_path("logging.output", self.output)
-        require_path("logging.tensorboard_dir", self.tensorboard_dir)
-        require(self.every >= 1, "logging.every", self.every, "at least 1")
-        for name in ("memory_snapshot", "profile_start", "profile_end"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"logging.{name}", value, "a step, counted from 1, or null")
+        super().__post_init__()
         if self.tensorboard_dir is not None:
             require(
                 self.tensorboard, "logging.tensorboard_dir", self.tensorboard_dir, "logging.tensorboard=true as well"
