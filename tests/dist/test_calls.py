@@ -57,7 +57,6 @@ CALLS = {
     "connect": lambda side: fsdp2x.sync.connect(side.model, fsdp2x.sync.InProcess(lambda items: None), names="model"),
     "save": Side.save,
     "save_async": lambda side: side.save(async_save=True),
-    "save_or_skip": lambda side: side.save(when_busy="skip"),
     "load": Side.load,
     "save_hf": lambda side: fsdp2x.save_hf(side.model, side.folder / "hf", force=True),
 }

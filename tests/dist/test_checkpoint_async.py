@@ -52,13 +52,12 @@ def test_training_goes_on_bit_for_bit(ctx):
 
 
 @distributed
-def test_the_next_save_waits_or_skips(ctx):
+def test_the_next_save_waits(ctx):
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
         held = Held(patch)
         training = Training()
         first = training.save(folder, step=1, async_save=True)
-        skipped = training.save(folder, step=2, async_save=True, when_busy="skip")
-        assert skipped.skipped and skipped.done and not first.done
+        assert not first.done
         threading.Timer(0.3, held.go.set).start()
         second = training.save(folder, step=3, async_save=True)
         assert first.done and (folder / "step-000001").exists()

@@ -176,7 +176,6 @@ def test_arguments_are_checked(ctx):
     training = Training()
     for keywords, message in (
         ({"form": "whole"}, "form must be 'sharded', 'full' or 'per_rank', got 'whole'"),
-        ({"when_busy": "never"}, "when_busy must be 'wait' or 'skip', got 'never'"),
         ({"step": -1}, "step is -1"),
         ({"keep": 0}, "keep is 0"),
     ):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp2x.runtime.memory_file import whole_pages
 from fsdp2x.runtime.native import _C
 
-from .agree import CheckpointError, LostRanks, exchange, rank_and_size
+from .agree import CheckpointError, LostRanks, rank_and_size
 from .disk import page_aligned
 from .forms import Form
 from .plan import Plan
@@ -64,7 +64,6 @@ class Saved:
     num_bytes: int = 0
     seconds: float | None = None
     stall_s: float = 0.0
-    skipped: bool = False
     _saver: Saver | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class Saved:
     @property
     def done(self) -> bool:
         """Whether nothing of it is still going on."""
-        return self.skipped or self.seconds is not None or self._saver is None or not self._saver.is_busy
+        return self.seconds is not None or self._saver is None or not self._saver.is_busy
 
     def wait(self) -> Path:
         """Until the checkpoint is published; raises `CheckpointError` when it failed."""
@@ -120,13 +119,6 @@ class Saver:
     def is_busy(self) -> bool:
         self._guard.require("wait for a save of its parent")
         return self._thread is not None and self._thread.is_alive()
-
-    def is_busy_anywhere(self, when_busy: str) -> bool:
-        """Collective: with "wait" waits and returns False; with "skip" whether any rank still writes."""
-        if when_busy == "skip" and any(exchange(self.is_busy)):
-            return True
-        self.wait()
-        return False
 
     def wait(self) -> None:
         """Joins the thread; its error is raised once."""

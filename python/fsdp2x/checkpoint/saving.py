@@ -50,7 +50,7 @@ FILE_SUFFIXES = (".pt", ".pth")
 
 
 @checked
-@named_call("fsdp2x.checkpoint.save", "step", "form", "async_save", "when_busy")
+@named_call("fsdp2x.checkpoint.save", "step", "form", "async_save")
 def save(
     path: str | Path,
     model: torch.nn.Module,
@@ -66,7 +66,6 @@ def save(
     marked: bool = False,
     overwrite: bool = False,
     async_save: bool = False,
-    when_busy: Literal["wait", "skip"] = "wait",
     trusted: bool = False,
     write_assets: Callable[[Path], None] | None = None,
 ) -> Saved:
@@ -95,14 +94,13 @@ def save(
         overwrite: the folder may have checkpoints of `step` and later ones that this model was not loaded from: work of
             another run, which this save and those after it would replace and delete. Without it they are refused, also
             while another model's asynchronous save still writes them.
-        async_save: return after the shards were copied; a thread writes them. One copy of this rank's shards stays in
-            memory for the next save. Ranks then agree over a process group of their own.
-        when_busy: while a former asynchronous save of this model is being written: "wait" for it, or "skip" this one.
+        async_save: return after the shards were copied; a thread writes them, and the next save waits for it. One copy
+            of this rank's shards stays in memory for that. Ranks then agree over a process group of their own.
         trusted: allow parts whose reading executes code; `load` must then be told, too.
         write_assets: called with a folder on rank 0, adds files such as configurations (in the thread, when async).
 
     Returns:
-        Saved: path, bytes and seconds; of an asynchronous save also `wait()`. `skipped` is True when nothing is saved.
+        Saved: path, bytes and seconds; of an asynchronous save also `wait()`.
 
     Raises:
         CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed, or the
@@ -117,8 +115,7 @@ def save(
     saver = Saver.of(model)
     lost_ranks = saver.known_ranks()
     with lost_ranks.named(what):
-        if saver.is_busy_anywhere(when_busy):
-            return Saved(target.final, target.step, form, skipped=True)
+        saver.wait()
         root = target.path.resolve()
         small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
 
