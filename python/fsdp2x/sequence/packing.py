@@ -21,7 +21,6 @@ from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
 IGNORE = -100
 # Ranks that agree on the number of rows: a group, all ranks (None), or nobody but this process.
 Group = dist.ProcessGroup | Literal["alone"] | None
-_OVERSIZED = ("error", "own_bin")
 _PER_TOKEN = ("input_ids", "labels", "position_ids")
 
 
@@ -32,7 +31,6 @@ def pack_by_budget(
     *,
     num_bins: int | None = None,
     group: Group = None,
-    oversized: str = "error",
 ) -> list[list[int]]:
     """Indices of samples in bins of at most ``max_tokens`` tokens, balanced; the fullest bin first.
 
@@ -45,18 +43,15 @@ def pack_by_budget(
         max_tokens: budget of a bin. Under sequence parallelism the budget of a row, over all ranks of the group.
         num_bins: at least that many bins.
         group: ranks that must agree; default all. ``"alone"``: this process, which asks nobody.
-        oversized: ``"error"``, or ``"own_bin"``: a sample beyond the budget becomes a bin of its own.
 
     Raises:
-        ValueError: a length below 1, a sample longer than the budget, an unknown ``oversized``. On every rank of
-            ``group``, whichever had the sample.
+        ValueError: a length below 1, or a sample longer than the budget. On every rank of ``group``, whichever had the
+            sample.
     """
-    return _bins(lengths, max_tokens, num_bins or 0, group, _find_problem(lengths, max_tokens, oversized))
+    return _bins(lengths, max_tokens, num_bins or 0, group, _find_problem(lengths, max_tokens))
 
 
 def _bins(lengths: Sequence[int], max_tokens: int, num_bins: int, group: Group, problem: str | None) -> list[list[int]]:
-    if isinstance(group, str) and group != "alone":
-        raise ValueError(f"group: got {group!r}, expected a process group, None for all ranks, or 'alone'")
     alone = group == "alone" or not dist.is_initialized()
     if alone and problem is not None:
         raise ValueError(problem)
@@ -66,18 +61,16 @@ def _bins(lengths: Sequence[int], max_tokens: int, num_bins: int, group: Group, 
     return _spread(lengths, max_tokens, need)
 
 
-def _find_problem(lengths: Sequence[int], max_tokens: int, oversized: str) -> str | None:
-    if oversized not in _OVERSIZED:
-        return f"pack_by_budget: oversized must be one of {', '.join(_OVERSIZED)}, got {oversized!r}"
+def _find_problem(lengths: Sequence[int], max_tokens: int) -> str | None:
     if max_tokens < 1:
         return f"pack_by_budget: max_tokens must be at least 1, got {max_tokens}"
     for index, length in enumerate(lengths):
         if length < 1:
             return f"pack_by_budget: sample {index} has {length} tokens, expected at least 1"
-        if length > max_tokens and oversized == "error":
+        if length > max_tokens:
             return (
                 f"pack_by_budget: sample {index} has {length} tokens, more than max_tokens={max_tokens}; raise the "
-                'budget, truncate the sample, or pass oversized="own_bin"'
+                "budget, or truncate the sample"
             )
     return None
 
@@ -288,7 +281,6 @@ def micro_batches(
     max_tokens: int,
     *,
     group: Group = None,
-    oversized: str = "error",
     pad_token_id: int = 0,
     pad_to_multiple_of: int = 1,
     prepare: Callable[[PackedBatch], PackedBatch] | None = None,
@@ -305,7 +297,7 @@ def micro_batches(
         lengths = [_as_tensors(index, sample)["input_ids"].shape[0] for index, sample in enumerate(samples)]
     except ValueError as error:
         problem = str(error)  # raised on every rank, none of which may wait for this one
-    problem = problem or _find_problem(lengths, max_tokens, oversized)
+    problem = problem or _find_problem(lengths, max_tokens)
     for members in _bins(lengths, max_tokens, 1, group, problem):
         row = pack_samples(samples, members, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
         yield row if prepare is None else prepare(row)

@@ -87,7 +87,7 @@ class SequenceShard:
 
 
 @checked
-def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, check_inputs: bool = True):
+def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
     """Makes a HuggingFace model compute slices of sequences over the ranks of ``group``; returns the context.
 
         context = apply_ulysses(model, mesh.sequence)
@@ -102,7 +102,6 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, ch
         model: as ``use_varlen_attention`` takes. Its attention heads must divide evenly over the ranks; kv heads need
             not: those that several ranks use are sent to each, and their gradients are summed.
         group: the sequence-parallel process group, or a 1-D mesh (``mesh["sequence"]``).
-        check_inputs: compare the batches of the group's ranks in every ``shard_inputs`` (one small all-gather).
 
     Raises:
         ValueError: heads that do not divide; a mesh with several axes; parameters sharded over a mesh without some of
@@ -112,14 +111,14 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, ch
         if group.ndim != 1:
             raise ValueError(f"apply_ulysses takes the sequence axis of a mesh, got {group}; pass mesh['sequence']")
         group = group.get_group()
-    return UlyssesContext(model, RankPart(group, dist.get_rank(group), dist.get_world_size(group)), check_inputs)
+    return UlyssesContext(model, RankPart(group, dist.get_rank(group), dist.get_world_size(group)))
 
 
 class UlyssesContext(SequenceAttention):
     """A model under sequence parallelism: cuts its inputs and gathers its outputs. Made by :func:`apply_ulysses`."""
 
-    def __init__(self, model: nn.Module, shard: RankPart, check_inputs: bool) -> None:
-        self.shard, self.check_inputs = shard, check_inputs
+    def __init__(self, model: nn.Module, shard: RankPart) -> None:
+        self.shard = shard
         self._ranks = dist.get_process_group_ranks(shard.group)
         self._checked_meshes = False
         _check_meshes(model, self._ranks)
@@ -180,8 +179,7 @@ class UlyssesContext(SequenceAttention):
         tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
         if tokens is None:
             raise ValueError(f"shard_inputs: expected input_ids or inputs_embeds, got {', '.join(inputs) or 'nothing'}")
-        if self.check_inputs:
-            self._compare(tokens, {**inputs, "labels": labels})
+        self._compare(tokens, {**inputs, "labels": labels})
         layout = layout_of(inputs) if layout is None else layout
         rows, length = tokens.shape[:2]
         padding = -length % self.size
