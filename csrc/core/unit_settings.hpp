@@ -9,8 +9,9 @@ namespace fsdp2x {
 
 // The flags of UnitSettings from the lowest bit on, as users know them.
 inline constexpr std::array kUnitFlagNames{
-    "reshard_after_forward", "reshard_after_forward=None",   "reshard_after_backward", "requires_gradient_sync",
-    "requires_all_reduce",   "reduce_scatter_unused_params", "unshard_in_backward",    "force_sum_reduction_for_comms",
+    "reshard_after_forward",  "reshard_after_forward=None",    "reshard_after_backward",
+    "requires_gradient_sync", "requires_all_reduce",           "reduce_scatter_unused_params",
+    "unshard_in_backward",    "force_sum_reduction_for_comms", "optimizer.step() before this pass",
 };
 
 struct UnitSettings {

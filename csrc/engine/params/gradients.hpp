@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -60,7 +61,8 @@ struct Counters {
 struct Commons {
   BlockPool blocks;
   Counters counters;
-  Pass pass;  // that runs now
+  Pass pass;                              // that runs now
+  std::atomic<bool> has_stepped = false;  // an optimizer, on parameters of the groups, since the last pass began
 };
 
 // Where the reduction of one parameter goes.

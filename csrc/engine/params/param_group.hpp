@@ -140,6 +140,7 @@ class ParamGroup {
   void set_index(uint32_t index) { index_ = index; }
   Counters& counters() const { return commons_->counters; }
   const Pass& pass() const { return commons_->pass; }
+  const std::shared_ptr<Commons>& commons() const { return commons_; }
   void take_seats(AgreementSeat shards, AgreementSeat replicas);
   const AgreementSeat& shard_seat() const { return shard_seat_; }
   const AgreementSeat& replica_seat() const { return replica_seat_; }

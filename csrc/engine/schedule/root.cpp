@@ -71,7 +71,10 @@ void Root::add_agreement(const std::shared_ptr<Agreement>& agreement) {
   }
 }
 
-void Root::begin_pass(PassKind kind) { reductions_.commons()->pass = {kind, this, ++num_passes_}; }
+void Root::begin_pass(PassKind kind) {
+  Commons& commons = *reductions_.commons();
+  commons.pass = {kind, this, ++num_passes_, commons.has_stepped.exchange(false)};
+}
 
 void Root::end_pass() {
   reductions_.commons()->pass = Pass();
@@ -189,6 +192,7 @@ bool Root::is_forward_thread() const { return forward_thread_ == std::this_threa
 void Root::abandon_forward(bool interrupted, const std::string& why) {
   if (!why.empty()) leave_pass(why);
   end_pass();
+  reductions_.commons()->has_stepped = true;  // as on peers that have raised in another pass
   // A backward that comes all the same waits for ranks that left this forward, too.
   forward_is_alone_ = false;
   if (forward_has_grad_) ++forwards_.num_raised;
@@ -326,7 +330,10 @@ void Root::drop_raised_reductions() {
   if (backward_has_raised()) reductions_.forget_pending();
 }
 
-void Root::leave_backward() noexcept { leave_pass("left its backward, which raised: its own output says why"); }
+void Root::leave_backward() noexcept {
+  leave_pass("left its backward, which raised: its own output says why");
+  reductions_.commons()->has_stepped = true;  // see abandon_forward
+}
 
 void Root::abandon_backward() {
   drop_raised_reductions();

@@ -23,25 +23,39 @@ std::span<PyObject* const> items(PyObject* list) {
 
 WritableShards::WritableShards(PyObject* param_groups) {
   static PyObject* const params_name = interned("params");
-  std::unordered_map<const c10::StorageImpl*, std::shared_ptr<ParamGroup>> resting;
+  std::unordered_map<const c10::StorageImpl*, std::shared_ptr<ParamGroup>> by_pool;
+  std::set<std::shared_ptr<Commons>> roots;
+  size_t num_resting = 0;
   for (auto& group : Unit::live_groups()) {
-    if (group->shards().state() != ShardState::resting) continue;
-    resting.emplace(group->pool().storage().unsafeGetStorageImpl(), std::move(group));
+    if (!group->has_joined()) continue;
+    roots.insert(group->commons());
+    if (group->shards().state() == ShardState::resting) ++num_resting;
+    by_pool.emplace(group->pool().storage().unsafeGetStorageImpl(), std::move(group));
   }
   for (PyObject* const group : items(param_groups)) {
     for (PyObject* const param : items(PyDict_Check(group) ? PyDict_GetItem(group, params_name) : nullptr)) {
-      if (resting.empty()) return;
+      if (num_resting == 0 && stepped_.size() == roots.size()) return;
       const LocalTensor local = local_tensor(param);
       if (!local.tensor.defined() || !local.tensor.has_storage()) continue;
-      const auto found = resting.find(pool_of(*local.tensor.storage().unsafeGetStorageImpl()));
-      if (found == resting.end()) continue;
-      if (found->second->transport().open_shards(*found->second)) opened_.push_back(found->second);
-      resting.erase(found);
+      const auto found = by_pool.find(pool_of(*local.tensor.storage().unsafeGetStorageImpl()));
+      if (found == by_pool.end()) continue;
+      const auto& known = found->second;
+      stepped_.insert(known->commons());
+      if (known->shards().state() == ShardState::resting) {
+        --num_resting;
+        if (known->transport().open_shards(*known)) opened_.push_back(known);
+      }
+      by_pool.erase(found);
     }
   }
 }
 
 void WritableShards::close() {
+  close_shards();
+  for (const auto& commons : stepped_) commons->has_stepped = true;
+}
+
+void WritableShards::close_shards() {
   for (const auto& weak : opened_) {
     if (const auto group = weak.lock()) group->shards().close();
   }

@@ -1,9 +1,10 @@
-// An optimizer's step over resting shards (engine/params/shards.hpp).
+// An optimizer's step: over resting shards (engine/params/shards.hpp), and known to the next pass.
 #pragma once
 
 #include <Python.h>
 
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "engine/params/param_group.hpp"
@@ -16,15 +17,19 @@ class WritableShards {
  public:
   // `param_groups`: a list of dicts with a list of "params", as optimizers have it; what is none is passed over.
   explicit WritableShards(PyObject* param_groups);
-  ~WritableShards() { close(); }
+  ~WritableShards() { close_shards(); }
   WritableShards(const WritableShards&) = delete;
   WritableShards& operator=(const WritableShards&) = delete;
 
+  // The step has ended: ranks compare it in their next pass.
   void close();
   size_t num_opened() const { return opened_.size(); }
 
  private:
+  void close_shards();
+
   std::vector<std::weak_ptr<ParamGroup>> opened_;
+  std::set<std::shared_ptr<Commons>> stepped_;  // one of each root
 };
 
 }  // namespace fsdp2x
