@@ -7,7 +7,7 @@ after the other. They import everything, join a gloo group and wait: that is the
 shard it, give freed memory back to the kernel, and train with torch's AdamW, while this process reads ``Pss`` of all of
 them (shared pages in equal parts) every few milliseconds. ``peak`` is the largest sum during the steps, ``resting`` the
 sum after them. Losses of all sides must agree. fp32, one thread a rank. ``plan`` is what fsdp2x's memory_report
-foretells for all ranks, without activations.
+estimates for all ranks, without activations. ``bound`` is the lower bound of the plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from typing import IO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import harness
 from bench_step import build_model
+from fsdp2x.memory.bound import memory_bound
+from fsdp2x.memory.plan import planned_facts
 from peers import ZeRO3, has_deepspeed, shard_stock
 from step_cases import CASES, Case
 
@@ -59,8 +62,10 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     dist.barrier()
     _say("imported")
     model = build_model(case)
-    report = None
+    counted = {}
     if side == "fsdp2x":
+        bound = memory_bound(planned_facts(model, world, transport="shm"), "adamw", MixedPrecisionPolicy())
+        counted = {"bound": bound.peak_bytes, "bound, resting": bound.resting_bytes}
         fsdp2x.fully_shard(model)
     elif side == "stock":
         shard_stock(model)
@@ -68,7 +73,8 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     optimizer_model = torch.nn.parallel.DistributedDataParallel(model) if side == "ddp" else zero3 or model
     optimizer = None if zero3 else torch.optim.AdamW(optimizer_model.parameters(), lr=1e-4)
     if side == "fsdp2x":
-        report = fsdp2x.memory_report(model, optimizer).peak_bytes
+        report = fsdp2x.memory_report(model, optimizer)
+        counted |= {"plan": report.peak_bytes, "plan, resting": report.resting_bytes}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
@@ -87,7 +93,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
         losses.append(loss.item())
         del loss
     dist.barrier()
-    _say("trained", losses=losses, plan=report)
+    _say("trained", losses=losses, counted=counted)
     dist.destroy_process_group()
 
 
@@ -210,8 +216,7 @@ def measure(side: str, name: str, world: int, steps: int) -> dict:
     finally:
         ranks.close()
     result = {"built": built - baseline, "peak": max(peak, resting) - baseline, "resting": resting - baseline}
-    if said[0]["plan"] is not None:
-        result["plan"] = sum(one["plan"] for one in said)
+    result |= {name: sum(one["counted"][name] for one in said) for name in said[0]["counted"]}
     return {**result, "baseline": baseline, "losses": [one["losses"] for one in said]}
 
 
@@ -236,7 +241,9 @@ def rows_of(results: list[dict]) -> list[list[str]]:
         for what in ("built", "resting", "peak"):
             ratio = result["fsdp2x"][what] / result["stock"][what]
             rows.append([*head, what, *(f"{result[side][what] / 2**20:.0f}" for side in sides), f"{ratio:.2f}x"])
-        rows.append([*head, "plan", *[""] * (len(sides) - 1), f"{result['fsdp2x']['plan'] / 2**20:.0f}", ""])
+        counted = ("plan", "bound", "plan, resting", "bound, resting")
+        for what in [what for what in counted if what in result["fsdp2x"]]:
+            rows.append([*head, what, *[""] * (len(sides) - 1), f"{result['fsdp2x'][what] / 2**20:.0f}", ""])
     return rows
 
 

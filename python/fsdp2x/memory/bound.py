@@ -11,7 +11,7 @@ It knows neither layouts nor flat buffers nor the schedule, so a plan can be che
 The backward of a unit ``u`` needs, on top of shards, optimizer and unsharded:
 
     full parameters of u, full gradients of u, full parameters of earlier units that stay gathered, and
-    gradients of later units, whose backward has ended
+    gradients of later units, whose backward has ended, if u trains
 
 Full parameters are in the dtype of compute, full gradients in the narrower one of compute and reduction. The peak is at
 least the largest of these sums over all units, and at least what is held between steps. Every engine that gathers and
@@ -138,10 +138,9 @@ def _backward_bytes(units: list[_Unit]) -> float:
     """The most that a unit's backward needs of full tensors, and of gradients on the device."""
     most = kept = 0.0
     later = sum(unit.reduced for unit in units)
-    is_reached = False  # by the backward
     for unit in units:
         later -= unit.reduced
-        is_reached |= unit.full_gradients > 0
-        most = max(most, unit.full + unit.full_gradients + kept + later * is_reached)
+        trains = unit.full_gradients > 0  # else backward may not reach it
+        most = max(most, unit.full + unit.full_gradients + kept + later * trains)
         kept += unit.kept
     return most
