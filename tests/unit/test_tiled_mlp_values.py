@@ -86,7 +86,7 @@ def test_model_families(name):
     ids = torch.randint(3, 37, (2, 10), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     loss, expected = gradients(model, batch)
-    assert apply_tiled_mlp(model, 3) == count
+    assert apply_tiled_mlp(model, 3, model_type=name) == count
     tiled_loss, got = gradients(model, batch)
     torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=1e-6)
     for key, grad in expected.items():
@@ -112,6 +112,8 @@ def test_what_is_a_gated_mlp():
 def test_refusals():
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no gated MLP: .*h -> i, h -> i, i -> h"):
         apply_tiled_mlp(build("gpt2"))
+    with pytest.raises(ValueError, match="model_type is 'qwen3', but the model's config says 'llama'"):
+        apply_tiled_mlp(build("llama"), model_type="qwen3")
     for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="num_shards"):
             apply_tiled_mlp(build("llama"), wrong)

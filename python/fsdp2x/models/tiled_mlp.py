@@ -28,7 +28,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @checked
-def apply_tiled_mlp(model: nn.Module, num_shards: int = 4) -> int:
+def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | None = None) -> int:
     """Makes every gated MLP of ``model`` run in ``num_shards`` chunks of its sequence; returns how many there are.
 
     A gated MLP is recognised by its structure, whatever its class and names: linear layers of the shapes
@@ -43,14 +43,16 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4) -> int:
     Args:
         model: any module.
         num_shards: chunks along the next to last dim of the input; a shorter sequence has as many as it has tokens.
+        model_type: refuse any other ``config.model_type`` than this one.
 
     Raises:
-        ValueError: no gated MLP in the model, or ``num_shards`` below 1.
+        ValueError: no gated MLP in the model, ``num_shards`` below 1, or another ``model_type``.
         TypeError: ``num_shards`` is no int.
         RuntimeError: at forward: a part of an MLP is a unit of its own, whose gathers chunks would repeat.
     """
     if num_shards < 1:
         raise ValueError(f"fsdp2x.apply_tiled_mlp: num_shards must be at least 1, got {num_shards}")
+    _check_model_type(model, model_type)
     found = [module for _, module in gated_mlps(model)]
     if not found:
         raise ValueError(
@@ -75,6 +77,18 @@ def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             routed.update(module.modules())
         if module not in routed and _is_gated_mlp(module):
             yield name, module
+
+
+def _check_model_type(model: nn.Module, model_type: str | None) -> None:
+    if model_type is None:
+        return
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    present = sorted({name for config in configs if isinstance(name := getattr(config, "model_type", None), str)})
+    if model_type not in present:
+        raise ValueError(
+            f"fsdp2x.apply_tiled_mlp: model_type is {model_type!r}, but the model's config says "
+            f"{' and '.join(map(repr, present)) or 'nothing'}; leave model_type out, it is not needed"
+        )
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
