@@ -3,15 +3,17 @@
 Each way has a fault planted into its record, or into the engine, that the search for races must find.
 """
 
+import contextlib
 import copy
 
 import pytest
+import torch
 
 import streams
 from harness import distributed
 from models import STACK_UNITS, inputs
 from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
-from streams import WIDTH, step, wide
+from streams import WIDTH, Experts, step, wide
 
 
 def without(entries: list[tuple], operation: str, lane: str, subject: str = "") -> list[tuple]:
@@ -126,3 +128,45 @@ def test_a_step_that_is_captured(ctx, reshard):
     # A host that waits for an event of the graph would wait for ever.
     waits = [*inside[:-1], ("wait", "host", "reduce", [], []), inside[-1]]
     assert any("host waits" in race for race in streams.races(waits))
+
+
+@distributed(world_sizes=(2,))
+def test_a_capture_without_all_gradients_is_refused(ctx):
+    """The host cannot read flags of a graph; where zeros are reduced it need not."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, Experts(), transport="streams")
+    for zeros in (False, True):
+        model.set_reduce_scatter_unused_params(zeros)
+        loss = model(inputs(ctx.rank, width=WIDTH), 0).square().mean()
+        recorder.begin_capture()
+        with contextlib.nullcontext() if zeros else pytest.raises(RuntimeError, match="captured into a CUDA graph"):
+            loss.backward()
+        recorder.end_capture()
+        model.reset_iter_state()
+
+
+HOOKS = {
+    "gathers": lambda blocks: blocks[0].unshard(),
+    "gathers again": lambda blocks: blocks[2].unshard(),
+    "computes": lambda blocks: blocks[0](torch.ones(2, WIDTH)),
+}
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("what", HOOKS)
+def test_calls_from_a_hook_of_a_gradient(ctx, what):
+    """The hook runs on the lane of the reduction: what it gathers is used there, and on the compute lane after it."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, wide(), STACK_UNITS, transport="streams")
+    calls = []
+
+    @torch.no_grad()
+    def hook(param: torch.Tensor) -> None:
+        calls.append(HOOKS[what](model.blocks))
+
+    model.blocks[2].up.weight.register_post_accumulate_grad_hook(hook)
+    for number in range(3):
+        step(model, ctx, number)
+    assert len(calls) == 3 and streams.races(recorder.entries) == []

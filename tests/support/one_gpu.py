@@ -96,6 +96,17 @@ def clean_base(dtype: torch.dtype | None = None) -> int:
     return requested_bytes()
 
 
+@contextlib.contextmanager
+def skipped_without_windows():
+    """NCCL may give a rank alone no window of symmetric memory, without NVLink or NVLS."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "window" not in str(error).lower():
+            raise
+        pytest.skip(f"NCCL registers no window here: {str(error).splitlines()[0]}")
+
+
 def needs_kernels() -> None:
     """Skips where the extension was built without nvcc: torch's operations stand in for its kernels, piece by piece."""
     if not _C.has_device_kernels():

@@ -31,7 +31,7 @@ inline void check_launch(const char* kernel, int64_t num_blocks) {
   const cudaError_t status = cudaGetLastError();
   if (status == cudaSuccess) return;
   throw Error(std::string("launching ") + kernel + " with " + std::to_string(num_blocks) +
-              " blocks failed: " + cudaGetErrorString(status));
+              " blocks, or work before it, failed: " + cudaGetErrorString(status));
 }
 
 template <class Body>

@@ -94,8 +94,16 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
 
     Also frees the memory the engine keeps between steps: gather slots, reduction buffers, gradient pools. What torch's
     allocator has free then, goes to the driver: other processes and allocators can have it. Using a
-    parameter meanwhile raises an error that says so. On a CPU mesh it works alike, and saves nothing. Not collective,
-    but every rank should do it.
+    parameter meanwhile raises an error that says so. On a CPU mesh it works alike, and saves nothing.
+
+    Every rank should call it. It is not collective, except that with torch 2.15 symmetric memory is given back by all
+    ranks together (:meth:`FSDPModule.set_symm_mem_for_comm`).
+
+    Two things stay. cuBLAS keeps a workspace for each thread and stream that computed, 32 MiB on Hopper.
+    ``torch._C._cuda_clearCublasWorkspaces()`` frees them, unless a CUDA graph of this process was captured with them.
+    Memory that a push handed to an engine stays while that engine has not let go of it, and as long as this process
+    runs if the engine died before. The first call pins host memory, 64 MiB at a time, which takes seconds for tens of
+    GiB and holds up all streams of the device. Later calls use the same memory.
 
     Args:
         model: sharded by ``fully_shard``; no forward or backward is running.

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,6 +63,29 @@ class DeviceContext {
   std::vector<DeviceBuffers*> all_buffers_;
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane: its work so far
   std::array<bool, kNumLanes> lanes_with_freed_blocks_{};
+};
+
+// A call from a hook of the user's that runs on another lane, as hooks of gradients do. While it lives the compute lane
+// is the current one, behind that lane; the lane goes on behind it.
+class HomeScope {
+ public:
+  explicit HomeScope(DeviceContext& context) : context_(context), away_(context.layer().current_lane()) {
+    if (away_ == Lane::compute || away_ == Lane::host) return;
+    context.join(away_);
+    scope_.emplace(context.layer(), Lane::compute);
+  }
+  ~HomeScope() {
+    if (!scope_) return;
+    scope_.reset();
+    context_.follow_compute(away_);
+  }
+  HomeScope(const HomeScope&) = delete;
+  HomeScope& operator=(const HomeScope&) = delete;
+
+ private:
+  DeviceContext& context_;
+  Lane away_;
+  std::optional<LaneScope> scope_;
 };
 
 std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors);

@@ -177,7 +177,8 @@ c10::Stream TorchLayer::current() const { return c10::impl::VirtualGuardImpl(dev
 CUstream_st* TorchLayer::native_stream() { return static_cast<CUstream_st*>(current().native_handle()); }
 
 std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
-  if (lane == Lane::compute || lane == Lane::host) return std::nullopt;
+  if (lane == Lane::host || (lane == Lane::compute && lane_ == Lane::compute)) return std::nullopt;
+  if (lane == Lane::compute) return home_;
   return streams_[static_cast<size_t>(lane) - 1];
 }
 
@@ -196,6 +197,11 @@ bool tells_of_capture(const Stream& stream) {
 }
 
 }  // namespace
+
+Lane TorchLayer::enter(Lane lane) {
+  if (lane_ == Lane::compute && lane != Lane::compute) home_ = current();
+  return std::exchange(lane_, lane);
+}
 
 bool TorchLayer::is_capturing(const c10::Stream& stream) const {
   if (kernels_ == nullptr) return tells_of_capture(stream);

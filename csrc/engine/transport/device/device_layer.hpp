@@ -26,7 +26,7 @@ struct Kernels;
 
 namespace fsdp2x {
 
-// `compute` is the stream that is current where the caller is; the others belong to the layer.
+// `compute` is the stream that is current where the caller is, outside of all scopes; the others belong to the layer.
 // `host` is no lane of the device: what the calling thread does itself, for records.
 enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce, copy_out, host };
 inline constexpr size_t kNumLanes = 6;
@@ -83,6 +83,7 @@ class DeviceLayer {
   virtual void synchronize(DeviceEvent& event) = 0;
   // nullopt: the current stream.
   virtual std::optional<c10::Stream> stream(Lane lane) = 0;
+  virtual Lane current_lane() const = 0;
   // The stream in whose order torch's allocator gives memory now; nullopt: there is only one order.
   virtual std::optional<c10::Stream> current_stream() { return std::nullopt; }
 
@@ -144,8 +145,10 @@ class DeviceLayer {
 // While it lives, `lane` is the current one: kernels, collectives and torch operations go there.
 class LaneScope {
  public:
-  LaneScope(DeviceLayer& layer, Lane lane) : layer_(layer), before_(layer.enter(lane)) {
-    if (const auto stream = layer.stream(lane)) guard_.reset_stream(*stream);
+  LaneScope(DeviceLayer& layer, Lane lane) : layer_(layer) {
+    const auto stream = layer.stream(lane);
+    before_ = layer.enter(lane);
+    if (stream) guard_.reset_stream(*stream);
   }
   ~LaneScope() { layer_.leave(before_); }
   LaneScope(const LaneScope&) = delete;
@@ -157,7 +160,7 @@ class LaneScope {
   c10::OptionalStreamGuard guard_;
 };
 
-// While it lives, `stream` is the current one.
+// While it lives, `stream` is the current one, and the compute lane.
 class StreamScope {
  public:
   StreamScope(DeviceLayer& layer, c10::Stream stream) : layer_(layer), before_(layer.enter_stream(stream)) {
@@ -182,12 +185,15 @@ class TorchLayer final : public DeviceLayer {
   void wait(Lane lane, DeviceEvent& event) override;
   void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane lane) override;
+  Lane current_lane() const override { return lane_; }
   std::optional<c10::Stream> current_stream() override { return current(); }
   bool in_capture() override { return capture() != 0; }
 
  protected:
-  Lane enter(Lane lane) override { return std::exchange(lane_, lane); }
+  Lane enter(Lane lane) override;
   void leave(Lane before) override { lane_ = before; }
+  int enter_stream(c10::Stream) override { return static_cast<int>(std::exchange(lane_, Lane::compute)); }
+  void leave_stream(int before) override { lane_ = static_cast<Lane>(before); }
   CUstream_st* native_stream() override;
 
  private:
@@ -201,6 +207,7 @@ class TorchLayer final : public DeviceLayer {
   const cuda::Kernels* kernels_;
   std::vector<c10::Stream> streams_;  // of the lanes behind compute
   Lane lane_ = Lane::compute;         // the current one
+  std::optional<c10::Stream> home_;   // the compute lane, while another one is current
   uint64_t num_captures_ = 0;
   bool in_capture_ = false;
 };

@@ -33,9 +33,18 @@ class DeviceTransport final : public Transport {
   void end_forward() override;
   void end_backward() override;
 
-  void begin_gather(ParamGroup& group, bool pools_stand_still) override { gathers_.begin(group, pools_stand_still); }
-  void finish_gather(ParamGroup& group) override { gathers_.finish(group); }
-  void release_gather(ParamGroup& group) override { gathers_.release(group); }
+  void begin_gather(ParamGroup& group, bool pools_stand_still) override {
+    const HomeScope home(context_);
+    gathers_.begin(group, pools_stand_still);
+  }
+  void finish_gather(ParamGroup& group) override {
+    const HomeScope home(context_);
+    gathers_.finish(group);
+  }
+  void release_gather(ParamGroup& group) override {
+    const HomeScope home(context_);
+    gathers_.release(group);
+  }
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override {
     gathers_.write_pool(group, rows, slot);
   }

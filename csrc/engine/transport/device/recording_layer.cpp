@@ -78,7 +78,10 @@ std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name)
 
 // --- streams ---
 
-int RecordingLayer::stream_of(Lane lane) const { return lane == Lane::compute ? current_ : static_cast<int>(lane); }
+int RecordingLayer::stream_of(Lane lane) const {
+  if (lane != Lane::compute) return static_cast<int>(lane);
+  return lane_ == Lane::compute ? current_ : home_;
+}
 
 std::string RecordingLayer::name_of(int stream) {
   if (stream < kFirstUserStream) return lane_name(static_cast<Lane>(stream));
@@ -91,7 +94,8 @@ std::optional<c10::Stream> RecordingLayer::current_stream() {
 
 Lane RecordingLayer::enter(Lane lane) {
   before_.push_back(current_);
-  if (lane != Lane::compute && lane != Lane::host) current_ = static_cast<int>(lane);
+  if (lane_ == Lane::compute && lane != Lane::compute) home_ = current_;
+  if (lane != Lane::host) current_ = stream_of(lane);
   return std::exchange(lane_, lane);
 }
 
@@ -101,7 +105,13 @@ void RecordingLayer::leave(Lane before) {
   before_.pop_back();
 }
 
-int RecordingLayer::enter_stream(c10::Stream stream) { return std::exchange(current_, static_cast<int>(stream.id())); }
+int RecordingLayer::enter_stream(c10::Stream stream) {
+  before_.push_back(current_);
+  current_ = static_cast<int>(stream.id());
+  return static_cast<int>(std::exchange(lane_, Lane::compute));
+}
+
+void RecordingLayer::leave_stream(int before) { leave(static_cast<Lane>(before)); }
 
 void RecordingLayer::use_stream(int number) { current_ = number == 0 ? 0 : kFirstUserStream + number - 1; }
 

@@ -28,6 +28,7 @@ class RecordingLayer final : public DeviceLayer {
   void wait(Lane lane, DeviceEvent& event) override;
   void synchronize(DeviceEvent& event) override;
   std::optional<c10::Stream> stream(Lane) override { return std::nullopt; }
+  Lane current_lane() const override { return lane_; }
   std::optional<c10::Stream> current_stream() override;
   void hold(const at::Tensor& memory) override;
   void copy(const CopyProgram& program, const void* src, void* dst) override;
@@ -63,15 +64,16 @@ class RecordingLayer final : public DeviceLayer {
   Lane enter(Lane lane) override;
   void leave(Lane before) override;
   int enter_stream(c10::Stream stream) override;
-  void leave_stream(int before) override { current_ = before; }
+  void leave_stream(int before) override;
 
  private:
-  // The stream that `lane` means here: with Lane::compute the current one, which a scope of another lane has changed.
+  // The stream that `lane` means here.
   int stream_of(Lane lane) const;
   static std::string name_of(int stream);
 
   Lane lane_ = Lane::compute;
   int current_ = 0;          // the current stream: a lane's number, or a user stream's behind those
+  int home_ = 0;             // the compute lane's, while another one is current
   std::vector<int> before_;  // by LaneScope
   uint64_t num_captures_ = 0;
   bool in_capture_ = false;
