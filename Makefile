@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -62,6 +62,7 @@ help:
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
 	@echo "make test-vllm  pushes into a real vLLM on the CPU (6 GB in build/vllm); skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
+	@echo "make gpu-test QUICK=1  the parts of it that tell the most, in ten minutes; make gpu-test-8 on eight GPUs, in thirty"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 	@echo "make bench-record  five full runs of the main ones on a machine that does nothing else, appended to a history"
 
@@ -148,11 +149,25 @@ test-real: build
 test-vllm: build
 	$(RUN_PYTHON) -m pytest tests/servers --full -rs $(PYTEST_ARGS)
 
+# On all GPUs of this host, in half an hour. DRY_RUN=1: without one, two ranks of the CPU.
+gpu-test-8: build
+	$(RUN_PYTHON) tests/gpu/run_parts.py eight $(if $(DRY_RUN),--dry-run)
+
 # Both skip, with the reason, what this machine cannot run, begin with what tells the most, and end with a page: claims
 # that were shown, targets that were held. The slow ones, compute-sanitizer's, can be left out:
 # `make gpu-test PYTEST_ARGS="-m 'not full'"`. A build with CUDA=OFF shows what torch's operations do in their place.
+# QUICK=1: the parts that tell the most, in ten minutes, compiled for this machine's GPU alone; with DRY_RUN=1 without one.
+ifneq ($(QUICK),)
+GPU_ARCHITECTURE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
+ifneq ($(GPU_ARCHITECTURE),)
+export CUDAARCHS ?= $(GPU_ARCHITECTURE)
+endif
+gpu-test: build gpu-kernels
+	$(RUN_PYTHON) tests/gpu/run_parts.py one $(if $(DRY_RUN),--dry-run)
+else
 gpu-test: build gpu-kernels
 	$(RUN_PYTHON) -m pytest tests/gpu --full -q -rN --verdict build/gpu/verdict.txt $(PYTEST_ARGS)
+endif
 
 gpu-bench: build gpu-kernels
 	$(RUN_PYTHON) benchmarks/gpu/targets.py $(BENCH_ARGS)

@@ -4,6 +4,7 @@
     python benchmarks/gpu/bench_step.py --quick    # the shape that the target is about, and a few wide blocks
     python benchmarks/gpu/bench_step.py --cases qwen3-0.6b:512 llama-8b:2048
     python benchmarks/gpu/bench_step.py --device cpu --json FILE    # a dry run: tiny models
+    torchrun --nproc_per_node=8 benchmarks/gpu/bench_step.py --cases llama-8b:8192 qwen3-30b-a3b:2048    # on all GPUs
 
 Models are built from configs with equal weights, over the same units (fsdp2x's plan). fsdp2x is timed with its own
 AdamW, stock with torch's fused one, the fastest there is for it. Times are those of events on the device, the device
@@ -15,6 +16,7 @@ TF32.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -53,7 +55,7 @@ QUICK = ("qwen3-0.6b:512", "llama-8b:2048")
 DRY_RUN = ("qwen3-tiny:8", "llama-tiny:8")
 
 
-def case_of(name: str, policy: str, free_bytes: int) -> Case:
+def case_of(name: str, policy: str, free_bytes: int, ranks: int = 1) -> Case:
     """The case `shape:tokens`, with as many layers as fit.
 
     Raises:
@@ -64,7 +66,9 @@ def case_of(name: str, policy: str, free_bytes: int) -> Case:
     if shape not in known or not tokens.isdigit():
         raise ValueError(f"--cases takes shape:tokens with one of {[*known]}, got {name!r}")
     for_logits = BYTES_PER_LOGIT * known[shape].vocab * int(tokens)
-    return Case(name, known[shape].fitting(free_bytes - for_logits, BYTES_PER_ELEMENT), int(tokens), policy)
+    # Both models are whole on each rank before they are sharded, in fp32.
+    per_element = max(BYTES_PER_ELEMENT / ranks, 2 * 4.4)
+    return Case(name, known[shape].fitting(free_bytes - for_logits, per_element), int(tokens), policy)
 
 
 def shard_ours(model: nn.Module, mesh: DeviceMesh, policy: str) -> nn.Module:
@@ -177,7 +181,8 @@ def main() -> int:
     results = []
     for name in names:
         for policy in arguments.policies:
-            results.append(run_case(case_of(name, policy, device.free_bytes()), device, steps))
+            ranks = int(os.environ.get("WORLD_SIZE", 1))
+            results.append(run_case(case_of(name, policy, device.free_bytes(), ranks), device, steps))
             # What is measured stays, should a later case fail.
             gpu_results.publish(arguments, device, "step", results, rows_of(results[-1:]))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ import harness
 
 
 class Cuda:
-    """The first CUDA device."""
+    """The first CUDA device, or under torchrun that of this rank."""
 
     type = "cuda"
     is_dry_run = False
 
     def __init__(self) -> None:
-        torch.cuda.set_device(0)
-        self.name = torch.cuda.get_device_name(0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.name = torch.cuda.get_device_name()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -39,7 +40,11 @@ class Cuda:
         return first.elapsed_time(second) / 1e3
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info()[0]
+        """On the rank that has least."""
+        free = torch.tensor(torch.cuda.mem_get_info()[0])
+        if dist.is_initialized():
+            dist.all_reduce(free, dist.ReduceOp.MIN)
+        return int(free)
 
     def allocated_bytes(self) -> int:
         """Of tensors, rounded up by the allocator."""
@@ -94,7 +99,9 @@ Device = Cuda | Cpu
 
 
 def open_device(kind: str) -> Device | None:
-    """The device, or None after saying why there is none."""
+    """The device, or None after saying why there is none. Under torchrun the ranks meet."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl")
     if kind == "cpu":
         torch.set_num_threads(1)
         return Cpu()
@@ -106,7 +113,13 @@ def open_device(kind: str) -> Device | None:
 
 @contextmanager
 def alone_in(device: Device, world: int) -> Iterator[DeviceMesh]:
-    """This process as rank 0 of `world`: truly alone, or with torch's fake group in place of the others."""
+    """This process as rank 0 of `world`: truly alone, or with torch's fake group in place of the others.
+
+    Under torchrun `world` is the one that it made.
+    """
+    if dist.is_initialized():
+        yield init_device_mesh(device.type, (dist.get_world_size(),))
+        return
     options = {"store": dist.HashStore(), "rank": 0, "world_size": world, "timeout": timedelta(seconds=120)}
     if world > 1:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def publish(arguments: argparse.Namespace, device, entry: str, value: list | dict, rows: list[list[str]]) -> None:
-    """Prints the table and keeps the numbers; those of a dry run only where a file is named."""
+    """Prints the table and keeps the numbers; those of a dry run only where a file is named. Rank 0 does."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     path = arguments.json
     if path is None and not device.is_dry_run:
         path = results_file(device.name, RESULTS)

@@ -18,7 +18,7 @@ POLICIES = {
 class Shape:
     """The sizes of a decoder; `numel` counts its parameters as transformers builds them."""
 
-    family: str  # llama or qwen3
+    family: str  # llama, qwen3 or qwen3_moe
     hidden: int
     intermediate: int
     layers: int
@@ -27,13 +27,15 @@ class Shape:
     head_dim: int
     vocab: int
     is_tied: bool
+    experts: int = 0  # of `intermediate` each, eight for a token
 
     @property
     def block_numel(self) -> int:
-        """Of one layer: attention, MLP, norms."""
+        """Of one layer: attention, MLP or experts and their router, norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        norms = 2 * self.hidden + (2 * self.head_dim if self.family == "qwen3" else 0)
-        return attention + 3 * self.hidden * self.intermediate + norms
+        norms = 2 * self.hidden + (2 * self.head_dim if self.family != "llama" else 0)
+        mlps = 3 * self.hidden * self.intermediate * max(self.experts, 1) + self.hidden * self.experts
+        return attention + mlps + norms
 
     @property
     def numel(self) -> int:
@@ -63,10 +65,12 @@ SHAPES = {
     "llama-1b": Shape("llama", 2048, 8192, 16, 32, 8, 64, 128256, True),
     "llama-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
     "qwen3-8b": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False),
+    "qwen3-30b-a3b": Shape("qwen3_moe", 2048, 768, 12, 32, 4, 128, 151936, False, 128),
 }
 TINY = {
     "qwen3-tiny": Shape("qwen3", 16, 24, 2, 2, 1, 8, 64, True),
     "llama-tiny": Shape("llama", 16, 24, 2, 2, 1, 8, 64, False),
+    "qwen3-moe-tiny": Shape("qwen3_moe", 16, 24, 2, 2, 1, 8, 64, False, 8),
 }
 
 
@@ -87,6 +91,11 @@ def build(shape: Shape, device: str) -> nn.Module:
     }
     torch.manual_seed(0)
     with torch.device(device):
+        if shape.family == "qwen3_moe":
+            from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+            few = {"num_experts": shape.experts, "num_experts_per_tok": 8, "moe_intermediate_size": shape.intermediate}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **few))
         if shape.family == "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**sizes))
         return LlamaForCausalLM(LlamaConfig(**sizes))

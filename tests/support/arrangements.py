@@ -119,13 +119,13 @@ CASES = {
 }
 
 
-def run(model: nn.Module, case: Case, device: str, num: int = STEPS) -> list[torch.Tensor | None]:
+def run(model: nn.Module, case: Case, device: str, num: int = STEPS, rank: int = 0) -> list[torch.Tensor | None]:
     """Losses, gradients and in the end parameters of this rank."""
     case.set_up(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     results = []
     for step in range(num):
-        x = inputs(0, step, rows=16, width=WIDTH).to(device, next(model.parameters()).dtype)
+        x = inputs(rank, step, rows=16, width=WIDTH).to(device, next(model.parameters()).dtype)
         loss = case.call(model, x, step).double().square().mean()
         loss.backward()
         results.append(loss.detach())

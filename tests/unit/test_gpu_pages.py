@@ -51,7 +51,7 @@ def test_a_claim_is_held_by_the_device_alone(tmp_path):
     assert results["collectives"] == "FAILED 1 of 1 held 1"
     assert results["worlds"] == "not shown held 1"
     assert "AssertionError: wrong on the device" in page and "1 x no such device" in page
-    assert "1 held on this device, 1 FAILED, 19 were not shown" in page
+    assert "1 held on this device, 1 FAILED, 20 were not shown" in page
 
 
 def test_a_test_without_a_claim_is_refused(tmp_path):

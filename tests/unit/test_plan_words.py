@@ -33,6 +33,23 @@ def test_every_row_and_column_is_explained(kind):
     assert set(COLUMNS) < set(head)
 
 
+@pytest.mark.parametrize(
+    "ranks, reduce, said",
+    [(1, "float32", None), (8, "float32", "registered memory"), (16, "float32", "between 2 nodes; --reduce-dtype"),
+     (16, "bfloat16", "registered memory")],
+)  # fmt: skip
+def test_faster_collectives_are_named_where_they_apply(tmp_path, capsys, ranks, reduce, said):
+    from fsdp2x.cli import main
+
+    path = tmp_path / "config.json"
+    sizes = '"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2'
+    path.write_text(f'{{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, {sizes}}}')
+    options = ["--dtype", "float32", "--param-dtype", "bfloat16", "--reduce-dtype", reduce]
+    assert main(["plan", str(path), "--world-size", str(ranks), *options]) == 0
+    remarks = [line for line in capsys.readouterr().out.splitlines() if "registered" in line or "nodes;" in line]
+    assert len(remarks) == (said is not None) and all(said in line for line in remarks)
+
+
 def rows(text):
     return [(name, name[0]) for name in text.split()]
 

@@ -1,0 +1,161 @@
+"""Checks of GPUs in parts, the most telling first: `make gpu-test QUICK=1` on one GPU, `make gpu-test-8` on eight.
+
+    python tests/gpu/run_parts.py one      # ten minutes
+    python tests/gpu/run_parts.py eight    # half an hour
+    python tests/gpu/run_parts.py one --dry-run    # without a GPU: tests skip, benchmarks train tiny models on the CPU
+
+Each part is a process with a timeout of its own, and a log; none stops the next. The page at the end, which is written
+again behind each part, has a line for each and the errors of those that failed. Exits with 1 where one has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOTAL_S = {"one": 600, "eight": 1800}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    seconds: float
+    command: list[str]  # after the Python
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def tests(name: str, seconds: float, *arguments: str, full: bool = False, **environment: str) -> Part:
+    """Tests of this folder, each told by name where it fails."""
+    files = [str(ROOT / "tests" / "gpu" / one) if one.endswith(".py") or one == "kernels" else one for one in arguments]
+    options = ["-q", "-rfE", "-p", "no:cacheprovider", "--tb=short", *(["--full"] if full else [])]
+    return Part(name, seconds, ["-m", "pytest", *options, *files], environment)
+
+
+def launched(num_ranks: int, *command: str) -> list[str]:
+    return ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", "--master_port=29522", *command]
+
+
+def parts_of(which: str, num_ranks: int, dry_run: bool) -> list[Part]:
+    """In the order in which they run."""
+    gpu, benchmarks = ROOT / "tests" / "gpu", ROOT / "benchmarks" / "gpu"
+    device = ["--device", "cpu", "--json", os.devnull] if dry_run else []
+    facts = Part("first minute", 60, [str(gpu / "first_minute.py")])
+    doctor = Part("doctor", 40, ["-m", "fsdp2x", "doctor"])
+    step, units = str(benchmarks / "bench_step.py"), str(benchmarks / "bench_units.py")
+    if which == "one":
+        return [
+            facts,
+            doctor,
+            tests("kernels", 60, "kernels"),
+            tests("steps", 110, "test_step.py", "test_optimizers.py", "test_graphs.py"),
+            tests("collectives", 110, "test_nccl_collectives.py", "test_worlds.py", "test_failures.py"),
+            tests(
+                "memory", 110, "test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_handed_memory.py"
+            ),
+            Part("units", 60, [units, "--quick", *device]),
+            Part("a step", 60, [step, "--quick", *device]),
+        ]
+    many = "test_many_gpus.py"
+    cases = [] if dry_run else ["--cases", "llama-8b:2048", "llama-8b:8192"]
+    moe = ["--cases", "qwen3-moe-tiny:8"] if dry_run else ["--cases", "qwen3-30b-a3b:2048", "--policies", "bf16"]
+    speed = launched(num_ranks, step, *device, "--steps", "10", "--policies", "bf16")
+    looks_for_nan = {"TORCH_NCCL_NAN_CHECK": "1", "NCCL_DEBUG": "WARN"}
+    return [
+        facts,
+        doctor,
+        tests("parity", 240, many, "-k", "stocks", full=dry_run, **looks_for_nan),
+        tests("failures", 240, many, "-k", "fails", full=dry_run),
+        tests("capture", 90, many, "-k", "captured", full=dry_run),
+        Part("speed", 400, [*speed, *cases]),
+        Part("speed, legacy NCCL", 400, [*speed, *cases], {"TORCH_DIST_USE_NCCL2": "0"}),
+        Part("experts", 240, [*launched(num_ranks, step, *device, "--steps", "10"), *moe]),
+        tests("engines", 120, "test_handed_memory.py", "test_broadcasts.py"),
+        tests(
+            "engines, expandable", 120, "test_handed_memory.py", "test_step.py", "-k", "handed or sleep", **EXPANDABLE
+        ),
+        tests("parity, blocking", 240, many, "-k", "stocks", full=dry_run, CUDA_LAUNCH_BLOCKING="1"),
+    ]
+
+
+def run(part: Part, seconds: float, log: Path) -> tuple[str, float]:
+    """How it ended, and how long it took; the end of its time is that of all its processes."""
+    start = time.monotonic()
+    if seconds < 5:
+        return "not run: the time is over", 0.0
+    environment = {**os.environ, "FSDP2X_OUT": str(log.parent), **part.environment}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *part.command], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+            ended = {0: "ok", 5: "no tests"}.get(code, f"FAILED, exit code {code}")
+        except subprocess.TimeoutExpired:
+            ended = f"FAILED, not done after {seconds:.0f} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    return ended, time.monotonic() - start
+
+
+def summary_of(log: Path) -> str:
+    """What a part says last of itself: pytest's counts, a line of the result, or why it was skipped."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"\b(passed|skipped|failed|trained on|can run)\b|^\|", line)]
+    return (telling or lines or ["nothing was said"])[-1][:90]
+
+
+def page(which: str, ended: dict[str, tuple[str, float]], folder: Path, seconds: float) -> str:
+    lines = [f"{'part':<22} {'seconds':>7}  how it ended"]
+    errors = []
+    for name, (how, took) in ended.items():
+        log = folder / f"{name.replace(', ', '-').replace(' ', '-')}.txt"
+        said = summary_of(log) if log.is_file() else ""
+        lines.append(f"{name:<22} {took:>7.0f}  {how}: {said}")
+        if how.startswith("FAILED") and log.is_file():
+            found = [
+                one for one in log.read_text(errors="replace").splitlines() if re.match(r"FAILED|ERROR|\w+Error", one)
+            ]
+            errors += [f"  {name}: {one[:200]}" for one in found[:6]]
+    failed = [name for name, (how, _) in ended.items() if how.startswith("FAILED")]
+    end = f"VERDICT of {which}: {len(ended) - len(failed)} of {len(ended)} parts ended well; {seconds:.0f} s"
+    end += f"; failed: {', '.join(failed)}" if failed else ""
+    return "\n".join([*lines, *(["", "errors:", *errors] if errors else []), "", end]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", choices=[*TOTAL_S])
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: two ranks, tiny models, rehearsals")
+    parser.add_argument("--ranks", type=int, help="default 8, or 2 in a dry run")
+    parser.add_argument("--out", type=Path, help="folder of the page and the logs; default build/gpu/WHICH")
+    chosen = parser.parse_args()
+    folder = chosen.out or ROOT / "build" / "gpu" / chosen.which
+    folder.mkdir(parents=True, exist_ok=True)
+    start, ended = time.monotonic(), {}
+    for part in parts_of(chosen.which, chosen.ranks or (2 if chosen.dry_run else 8), chosen.dry_run):
+        left = TOTAL_S[chosen.which] - (time.monotonic() - start)
+        log = folder / f"{part.name.replace(', ', '-').replace(' ', '-')}.txt"
+        log.unlink(missing_ok=True)
+        ended[part.name] = run(part, min(part.seconds, left), log)
+        print(f"{part.name}: {ended[part.name][0]}", flush=True)
+        (folder / "page.txt").write_text(page(chosen.which, ended, folder, time.monotonic() - start))
+    print(f"\n{(folder / 'page.txt').read_text()}(also in {folder}, with a log for each part)")
+    return 1 if any(how.startswith("FAILED") for how, _ in ended.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

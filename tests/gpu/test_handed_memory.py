@@ -1,0 +1,40 @@
+"""One GPU: a bucket that another process reads by CUDA IPC, under each setting of torch's allocator."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+import one_gpu
+from fsdp2x.sync.targets.handed_memory import HandedMemory, collect_handed
+
+pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("broadcasts")]
+
+
+def read(handle, queue) -> None:
+    rebuild, arguments = handle
+    memory = rebuild(*arguments)
+    queue.put(memory.sum(dtype=torch.int64).item())
+    del memory
+    torch.cuda.ipc_collect()
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_bucket_is_handed_to_another_process(expandable):
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+    try:
+        before = torch.cuda.memory_allocated()
+        memory = HandedMemory(torch.device("cuda", 0), 32 * 2**20)
+        memory.bytes.fill_(3)
+        memory.settle()
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=read, args=(memory.handle(), queue))
+        process.start()
+        assert queue.get(timeout=120) == 3 * 32 * 2**20
+        process.join(60)
+        del memory
+        collect_handed()
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
