@@ -102,8 +102,7 @@ void bind_device(py::module_& m) {
       py::arg("layout"), py::arg("pack_below_bytes"));
   py::class_<ReductionPlan>(m, "ReductionPlan")
       .def(py::init(&plan_reduction), py::arg("layout"), py::arg("trains"))
-      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes)
-      .def("is_pool", &ReductionPlan::is_pool, py::arg("pool"));
+      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes);
 }
 
 }  // namespace fsdp2x

@@ -132,6 +132,8 @@ void bind_layout(py::module_& m) {
            }),
            py::arg("shapes"), py::arg("world"), py::arg("rank"), py::arg("whole_chunks") = false)
       .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
+      .def_property_readonly("gradient_pool_bytes", &Layout::gradient_pool_bytes)
+      .def_property_readonly("can_reduce_in_place", &Layout::can_reduce_in_place)
       .def_property_readonly("slot_bytes", &Layout::slot_bytes)
       .def_property_readonly("can_rest_in_slot", &Layout::can_rest_in_slot)
       .def_property_readonly("offsets_in_slot", &Layout::offsets_in_slot)

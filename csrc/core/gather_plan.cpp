@@ -104,17 +104,6 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   return plan;
 }
 
-bool ReductionPlan::is_pool(const Layout& pool) const {
-  for (size_t i = 0; i < pool.params().size(); ++i) {
-    const ParamPlace& place = layout->params()[i];
-    if (!place.shape.trainable || place.shape.reduce != place.shape.orig ||
-        place.reduce_segment_offset != pool.params()[i].shard_offset) {
-      return false;
-    }
-  }
-  return true;
-}
-
 ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains) {
   ReductionPlan plan;
   plan.layout = std::make_shared<const Layout>(layout.training(trains));

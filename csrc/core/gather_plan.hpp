@@ -53,9 +53,6 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
 struct ReductionPlan {
   std::shared_ptr<const Layout> layout;  // trains what is reduced
   size_t segment_bytes = 0;              // of a rank: Layout::flagged_segment_bytes
-
-  // Whether a rank's segment has every parameter where the group's gradient pool has it.
-  bool is_pool(const Layout& pool) const;
 };
 
 // Of the parameters of `layout` that `trains` names.

@@ -66,7 +66,8 @@ struct ParamPlace {
   RowRange rows;                     // of this rank
   int64_t shard_numel = 0;           // outer * rows.size() * inner
   int64_t padded_shard_numel = 0;    // outer * ceil(dim / world) * inner: the same on every rank
-  size_t shard_offset = 0;           // in the shard pool and the gradient pool, bytes
+  size_t shard_offset = 0;           // in the shard pool, bytes
+  size_t gradient_offset = 0;        // in the gradient pool, bytes; trainable parameters only
   size_t slot_offset = 0;            // in the gather slot, bytes
   size_t scratch_offset = 0;         // in the reduce scratch, bytes; trainable parameters only
   size_t wide_scratch_offset = 0;    // likewise when everything is packed in the reduce dtype
@@ -94,6 +95,10 @@ class Layout {
   const std::vector<ParamPlace>& params() const { return params_; }
 
   size_t shard_pool_bytes() const { return shard_pool_bytes_; }
+  // Holds the shards' gradients, aligned and padded as the shards are: trainable parameters only.
+  size_t gradient_pool_bytes() const { return gradient_pool_bytes_; }
+  // Whether a rank's reduce segment holds every gradient at its place in the gradient pool, in the dtype of `.grad`.
+  bool can_reduce_in_place() const;
   size_t slot_bytes() const { return slot_bytes_; }
   // The scratch begins with one flag byte per parameter (all parameters, in order), rounded up to kAlignBytes;
   // scratch_offset of the parameters counts from the start of the scratch and lies behind the flags. Gradients that are
@@ -130,6 +135,7 @@ class Layout {
   bool whole_chunks_;
   std::vector<ParamPlace> params_;
   size_t shard_pool_bytes_ = 0;
+  size_t gradient_pool_bytes_ = 0;
   size_t slot_bytes_ = 0;
   size_t scratch_bytes_ = 0;
   size_t wide_scratch_bytes_ = 0;

@@ -100,6 +100,21 @@ TEST_P(LayoutWorld, RowsAreCutAsTorchChunks) {
   }
 }
 
+TEST_P(LayoutWorld, GradientsOfATrainedUnitLieAsItsShards) {
+  for (const Layout& layout : layouts(unit_b())) {
+    EXPECT_EQ(layout.gradient_pool_bytes(), layout.shard_pool_bytes());
+    for (const ParamPlace& place : layout.params()) EXPECT_EQ(place.gradient_offset, place.shard_offset);
+    EXPECT_TRUE(layout.can_reduce_in_place());
+    EXPECT_FALSE(layout.training(std::vector<bool>(layout.params().size())).can_reduce_in_place());
+    std::vector<bool> some(layout.params().size());
+    some[3] = some[11] = true;
+    const Layout frozen = layout.training(some);
+    EXPECT_TRUE(frozen.can_reduce_in_place());
+    EXPECT_EQ(frozen.params()[3].gradient_offset, 0u);
+    EXPECT_EQ(frozen.params()[11].gradient_offset, frozen.params()[11].reduce_segment_offset);
+  }
+}
+
 TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
   for (const auto& shapes : {unit_a(), unit_b()}) {
     const std::vector<Layout> all = layouts(shapes);
@@ -109,7 +124,7 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_EQ(layout.scratch_bytes(), all[0].scratch_bytes());
       EXPECT_EQ(layout.gather_segment_bytes(), all[0].gather_segment_bytes());
       EXPECT_EQ(layout.reduce_segment_bytes(), all[0].reduce_segment_bytes());
-      size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0;
+      size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0, gradient_bytes = 0;
       size_t scratch_end = layout.params().size();  // the flags
       size_t wide_end = scratch_end;
       for (size_t i = 0; i < layout.params().size(); ++i) {
@@ -125,18 +140,22 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         EXPECT_EQ(place.scratch_offset, first.scratch_offset);
         EXPECT_EQ(place.gather_segment_offset, first.gather_segment_offset);
         EXPECT_EQ(place.reduce_segment_offset, first.reduce_segment_offset);
+        EXPECT_EQ(place.gradient_offset, first.gradient_offset);
         EXPECT_EQ(place.padded_shard_numel, first.shard_numel) << "rank 0 has a whole chunk";
         EXPECT_LE(place.shard_numel, place.padded_shard_numel);
         next(place.shard_offset, shard_end, place.padded_shard_numel, place.shape.orig);
         next(place.slot_offset, slot_end, place.shape.numel(), place.shape.compute);
         next(place.gather_segment_offset, gather_end, place.padded_shard_numel, place.shape.compute);
         if (!place.shape.trainable) continue;
+        EXPECT_EQ(place.gradient_offset, gradient_bytes);
+        gradient_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.orig));
         next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.packed());
         next(place.wide_scratch_offset, wide_end, place.shape.numel(), place.shape.reduce);
         EXPECT_GE(place.wide_scratch_offset, place.scratch_offset);
         next(place.reduce_segment_offset, reduce_end, place.padded_shard_numel, place.shape.reduce);
       }
       EXPECT_LE(shard_end, layout.shard_pool_bytes());
+      EXPECT_EQ(gradient_bytes, layout.gradient_pool_bytes());
       EXPECT_LE(slot_end, layout.slot_bytes());
       EXPECT_LE(scratch_end, layout.scratch_bytes());
       EXPECT_LE(wide_end, layout.wide_scratch_bytes());

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import math
 import os
 from collections.abc import Callable
 
@@ -114,6 +115,15 @@ def peak_of(sizes: list[int]) -> int:
         running += size
         peak = max(peak, running)
     return peak
+
+
+def least_gradient_bytes(group) -> int:
+    """What the gradients of a group's trainable parameters take in its pool, counted from their shapes."""
+    total = 0
+    for param in (one.param for one in group.params):
+        rows = math.ceil(param.shape[0] / group.ranks.world) * math.prod(param.shape[1:]) * param.element_size()
+        total += math.ceil(rows / 64) * 64 * param.requires_grad
+    return total
 
 
 def run_stack(model) -> None:

@@ -50,6 +50,7 @@ void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory, boo
 
 void BlockPool::end_loans() {
   std::erase_if(free_, [](const auto& one) { return !one.second.stays; });
+  retired_.clear();
 }
 
 Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::TensorOptions memory, PyRef make_gradient,
@@ -57,7 +58,6 @@ Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Tenso
     : layout_(layout),
       params_(params),
       memory_(memory),
-      block_bytes_(layout.shard_pool_bytes()),
       make_gradient_(std::move(make_gradient)),
       add_to_foreign_(std::move(add_to_foreign)),
       entries_(params.size()) {}
@@ -93,13 +93,48 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   entry.alone = Counts();
 }
 
-std::optional<at::Tensor> Gradients::take_pool() {
+bool Gradients::has_own_gradient(size_t param) const {
+  const at::Tensor& grad = params_[param].sharded().grad();
+  return grad.defined() && grad.is_same(entries_[param].tensor);
+}
+
+std::shared_ptr<const Layout> Gradients::current_layout() const {
+  std::vector<bool> trains(params_.size());
+  bool is_same = places_ != nullptr;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    trains[i] = layout_.params()[i].shape.trainable && params_[i].sharded().requires_grad();
+    is_same = is_same && trains[i] == places_->params()[i].shape.trainable;
+  }
+  return is_same ? places_ : std::make_shared<const Layout>(layout_.training(trains));
+}
+
+void Gradients::open_block(std::shared_ptr<const Layout> places) {
+  places_ = std::move(places);
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    if (!entry.tensor.defined() || (entry.in_block ? places_->params()[i].shape.trainable : has_own_gradient(i))) {
+      continue;
+    }
+    if (!entry.in_block) commons_->blocks.retire(entry.local);
+    entry = Entry();
+  }
+  size_t bytes = places_->gradient_pool_bytes();
+  if (reduces_in_place_ && places_->can_reduce_in_place()) bytes = std::max(bytes, places_->flagged_segment_bytes());
+  block_ = commons_->blocks.take(bytes, memory_);
+  is_lent_ = false;
+}
+
+std::optional<at::Tensor> Gradients::take_pool(const std::shared_ptr<const Layout>& reduced) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
+    const bool is_reduced = reduced->params()[i].shape.trainable;
+    if (block_.defined() && is_reduced != places_->params()[i].shape.trainable) return std::nullopt;
+    if (!is_reduced) continue;
     if (params_[i].sharded().grad().defined()) return std::nullopt;
-    if (entry.tensor.defined() && (!entry.in_block || held_elsewhere(entry))) return std::nullopt;
+    if (!block_.defined() || !entry.tensor.defined()) continue;
+    if (!entry.in_block || held_elsewhere(entry)) return std::nullopt;
   }
-  if (!block_.defined()) block_ = commons_->blocks.take(block_bytes_, memory_);
+  if (!block_.defined()) open_block(reduced);
   return block_;
 }
 
@@ -107,34 +142,35 @@ GradientTarget Gradients::prepare(size_t param) {
   GradientTarget target;
   const ParamPlace& place = layout_.params()[param];
   const at::Tensor& sharded = params_[param].sharded();
-  const at::Tensor& grad = sharded.grad();
   Entry& entry = entries_[param];
-  if (grad.defined() && grad.is_same(entry.tensor)) {
+  if (has_own_gradient(param)) {
     target.data = entry.local.data_ptr();
     target.accumulate = true;
     return target;
   }
-  if (grad.defined()) {
+  if (sharded.grad().defined()) {
     target.foreign = at::empty({numel_of(place, sharded)}, memory_.dtype(sharded.scalar_type()));
     target.data = target.foreign.data_ptr();
     target.is_new = true;
     return target;
   }
-  const bool renew = entry.tensor.defined() && held_elsewhere(entry);
-  if (renew) {
-    // Somebody keeps last step's gradient: it stays theirs, with its memory.
-    make(param, allocate(std::max<size_t>(numel_of(place, sharded) * sharded.element_size(), 1), memory_), 0,
-         /*in_block=*/false);
+  if (!block_.defined() && sharded.requires_grad()) {
+    open_block(current_layout());
     target.is_new = true;
-  } else if (!entry.tensor.defined() || entry.in_block) {
-    const bool fresh_block = !block_.defined();
-    if (fresh_block) block_ = commons_->blocks.take(block_bytes_, memory_);
-    target.is_new = fresh_block;
-    if (!entry.tensor.defined()) {
-      make(param, block_, place.shard_offset, /*in_block=*/true);
-    } else if (entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {
-      point_storage_at_pool(*entry.local.storage().unsafeGetStorageImpl(), block_, place.shard_offset);
-    }
+  }
+  const bool has_place = block_.defined() && places_->params()[param].shape.trainable;
+  const bool is_held = entry.tensor.defined() && held_elsewhere(entry);
+  is_lent_ = is_lent_ || (is_held && entry.in_block);
+  if (has_place && !entry.tensor.defined()) {
+    make(param, block_, places_->params()[param].gradient_offset, /*in_block=*/true);
+  } else if (!entry.tensor.defined() || is_held || (entry.in_block && !has_place)) {
+    // It does not train any more, or somebody keeps last step's gradient, which stays theirs, with its memory.
+    const size_t bytes = static_cast<size_t>(numel_of(place, sharded)) * sharded.element_size();
+    make(param, allocate(std::max<size_t>(bytes, 1), memory_), 0, /*in_block=*/false);
+    target.is_new = true;
+  } else if (entry.in_block && entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {
+    point_storage_at_pool(*entry.local.storage().unsafeGetStorageImpl(), block_,
+                          places_->params()[param].gradient_offset);
   }
   target.data = entry.local.data_ptr();
   return target;
@@ -157,14 +193,18 @@ bool Gradients::release_if_unused() {
   if (!block_.defined()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
-    if (params_[i].sharded().grad().is_same(entries_[i].tensor) || held_elsewhere(entries_[i])) return false;
+    if (has_own_gradient(i) || held_elsewhere(entries_[i])) return false;
   }
   for (Entry& entry : entries_) {
     if (entry.tensor.defined() && entry.in_block) {
       point_storage(*entry.local.storage().unsafeGetStorageImpl(), nullptr, memory_.device());
     }
   }
-  commons_->blocks.give_back(std::move(block_), memory_, blocks_stay_);
+  if (is_lent_ && block_.storage().use_count() > 1) {
+    commons_->blocks.retire(std::move(block_));
+  } else {
+    commons_->blocks.give_back(std::move(block_), memory_, blocks_stay_);
+  }
   block_ = at::Tensor();
   return true;
 }

@@ -30,6 +30,8 @@ class BlockPool {
   void clear() { free_.clear(); }
   // Frees those that are not kept: everything that was done with them is in the order of the compute lane now.
   void end_loans();
+  // Keeps memory that nobody may take until the next end_loans: a stream may still write to it.
+  void retire(at::Tensor memory) { retired_.push_back(std::move(memory)); }
   void keep_nothing() { keeps_ = false; }
   size_t num_allocations() const { return num_allocations_; }
 
@@ -44,6 +46,7 @@ class BlockPool {
 
   bool keeps_ = true;
   std::multimap<Kind, Block> free_;
+  std::vector<at::Tensor> retired_;
   size_t num_allocations_ = 0;
 };
 
@@ -88,11 +91,11 @@ class Gradients {
   void use(std::shared_ptr<Commons> commons) { commons_ = std::move(commons); }
   // Whether its blocks are kept between steps.
   void set_blocks_stay(bool stay) { blocks_stay_ = stay; }
-  // The pool takes at least so many bytes, from its next block on.
-  void reserve(size_t bytes) { block_bytes_ = std::max(block_bytes_, bytes); }
-  // The whole pool to write this step's gradients into, when no parameter has a gradient and nobody holds the last
-  // ones.
-  std::optional<at::Tensor> take_pool();
+  // Whether reductions end in the pool, which then has room for their flags where the dtypes permit it.
+  void set_reduces_in_place(bool in_place) { reduces_in_place_ = in_place; }
+  // The whole pool, laid out for `reduced`, to write this step's gradients into. None: one of these parameters has a
+  // gradient, somebody holds the last one, or the pool is laid out for others.
+  std::optional<at::Tensor> take_pool(const std::shared_ptr<const Layout>& reduced);
   // Decides how the gradient of `param` is written; takes memory when there is none.
   GradientTarget prepare(size_t param);
   // Makes the written gradient visible as `.grad`.
@@ -125,13 +128,20 @@ class Gradients {
   };
   Counts count(const Entry& entry) const;
   bool held_elsewhere(const Entry& entry) const;
+  bool has_own_gradient(size_t param) const;
   void make(size_t param, const at::Tensor& memory, size_t offset, bool in_block);
+  // The layout of what trains now.
+  std::shared_ptr<const Layout> current_layout() const;
+  // Takes a block for the gradients of `places`. Gradients with memory of their own move in, unless they are `.grad`.
+  void open_block(std::shared_ptr<const Layout> places);
 
   const Layout& layout_;
   std::vector<Param>& params_;
   at::TensorOptions memory_;
-  size_t block_bytes_;
+  std::shared_ptr<const Layout> places_;  // of the last block; null: there was none
+  bool reduces_in_place_ = false;
   bool blocks_stay_ = true;
+  bool is_lent_ = false;  // somebody held a gradient in the block when a new one was written
   std::shared_ptr<Commons> commons_;
   PyRef make_gradient_;
   PyRef add_to_foreign_;

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 
@@ -19,7 +21,8 @@ std::unique_ptr<SegmentRows> SegmentRows::zeros(std::shared_ptr<const Layout> la
 at::Tensor SegmentRows::values() const { return typed(memory_, type_, 0, layout_->flagged_segment_bytes()); }
 
 bool SegmentRows::add(const SegmentRows& other) {
-  if (layout_->flagged_segment_bytes() != other.layout_->flagged_segment_bytes()) return false;
+  const auto trains = [](const ParamPlace& place) { return place.shape.trainable; };
+  if (!std::ranges::equal(layout_->params(), other.layout_->params(), {}, trains, trains)) return false;
   values().add_(other.values());
   return true;
 }

@@ -51,7 +51,7 @@ class SegmentRows final : public ReducedRows {
   at::Tensor rows(size_t param) const;
   // They become zeros. `drops`: and no gradient.
   void clear(size_t param, bool drops);
-  // False: the segments differ.
+  // False: the segments are of different parameters.
   bool add(const SegmentRows& other);
 
   std::vector<uint8_t> wanted() override;

@@ -145,7 +145,7 @@ def _count(
     pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
     plan = _C.ReductionPlan(layout, trains)
     reduced_bytes = training.reduce_segment_bytes
-    rows_are_pool = ranks.has_streams and plan.is_pool(layout)
+    rows_are_pool = ranks.has_streams and training.can_reduce_in_place
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
     gathers_coded = wire.weights is not None and ranks.world > 1 and _C.gathers_codes(layout, WEIGHTS[wire.weights])
     return GroupFacts(
@@ -166,7 +166,9 @@ def _count(
         num_trained=len(trained),
         trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),
         # On a device a reduction may end in it, flags included.
-        gradient_pool_bytes=max(layout.shard_pool_bytes, layout.flagged_segment_bytes if ranks.has_streams else 0),
+        gradient_pool_bytes=max(
+            training.gradient_pool_bytes, training.flagged_segment_bytes if rows_are_pool and not offloads else 0
+        ),
         staging_bytes=(segment_bytes if gathers_coded else _C.packed_segment_bytes(layout, pack_below)) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,

@@ -115,9 +115,9 @@ at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
   const bool is_whole = group.averages() || group.divisor() == 1.0;
   // What is in a buffer already came without gradient sync: it is added to there.
   if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
-  if (!mine.plan->is_pool(group.layout())) return {};
+  if (!mine.plan->layout->can_reduce_in_place()) return {};
   pybind11::gil_scoped_acquire gil;
-  const auto pool = group.gradients().take_pool();
+  const auto pool = group.gradients().take_pool(mine.plan->layout);
   if (!pool) return {};
   context_.follow_blocks(Lane::compute);
   return *pool;

@@ -25,9 +25,9 @@ at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
   const bool is_plain =
       !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() && !group.offloads();
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
-  if (is_plain && stays && group.layout().world() > 1 && running.plan->is_pool(group.layout())) {
+  if (is_plain && stays && group.layout().world() > 1 && running.plan->layout->can_reduce_in_place()) {
     pybind11::gil_scoped_acquire gil;
-    if (const auto pool = group.gradients().take_pool()) {
+    if (const auto pool = group.gradients().take_pool(running.plan->layout)) {
       context_.follow_blocks(Lane::reduce);
       return pool->narrow(0, 0, static_cast<int64_t>(bytes));
     }

@@ -35,8 +35,7 @@ void DeviceTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   packing_.register_group(*group);
   reductions_.register_group();
   group->gradients().set_blocks_stay(group->offloads());
-  // A segment may be the pool itself, with the flags behind it.
-  group->gradients().reserve(group->layout().flagged_segment_bytes());
+  group->gradients().set_reduces_in_place(!group->offloads());
 }
 
 void DeviceTransport::begin_forward(const PyRef& after) {

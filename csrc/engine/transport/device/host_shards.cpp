@@ -66,6 +66,8 @@ void HostRows::write(const GradientTargets& targets) {
     // A recorder's device is the CPU, where new memory of the host may just have been a gradient of the device.
     if (is_new) written.clear();
     const LaneScope scope(layer_, Lane::host);
+    const at::Tensor& pool = group_.gradients().pool();
+    if (is_new && pool.defined()) layer_.note("take", group_.name(), {}, ranges_of({pool}));
     layer_.note(in_pool ? "land in place" : "land by copy", group_.name(), ranges_of({memory}), written);
   }
   give_back();
@@ -144,8 +146,8 @@ std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::T
   const size_t bytes = plan.layout->reduce_segment_bytes();
   const size_t num_allocations = gradients.num_allocations();
   at::Tensor memory;
-  if (all && divisor == 1.0 && plan.is_pool(group.layout())) {
-    if (const auto pool = gradients.take_pool()) {
+  if (all && divisor == 1.0 && plan.layout->can_reduce_in_place()) {
+    if (const auto pool = gradients.take_pool(plan.layout)) {
       memory = *pool;
       result->in_pool = true;
     }
