@@ -13,6 +13,8 @@ import fsdp2x
 import memory
 from fsdp2x.runtime.tree import unit_states
 from harness import distributed
+from memory import run_stack
+from models import Stack
 from reference import grads, only_fsdp2x, params, same, shard
 
 WIDTH = 5
@@ -136,3 +138,27 @@ def test_random_freezing(ctx, arrangement):
         model = shard(ctx, model, [f"blocks.{i}" for i in range(len(model.blocks))], **options)
         num_bounds += run(ctx, model, reference, draw, arrangement == "streams")
     assert num_bounds > 10
+
+
+@distributed(world_sizes=(2,))
+def test_memory_of_frozen_weights_goes_back(ctx):
+    """The blocks of parameters that have been frozen leave the process after a few steps."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(num=4, width=512), [f"blocks.{i}" for i in range(4)])
+
+    def step() -> None:
+        run_stack(model)
+        model.zero_grad()
+
+    def train() -> None:
+        for _ in range(2):
+            step()
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.endswith("bias") and "blocks.1" not in name)
+        for _ in range(6):
+            step()
+        step()
+
+    kept = memory.held(train)
+    bound = sum(memory.least_gradient_bytes(group) for state in unit_states(model) for group in state.groups)
+    assert bound <= kept < bound + 8192, f"{kept} bytes are left of gradients that take {bound}"

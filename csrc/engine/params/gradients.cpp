@@ -32,8 +32,10 @@ BlockPool::Kind BlockPool::kind_of(size_t bytes, const at::TensorOptions& memory
 }
 
 at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
-  const auto found = free_.find(kind_of(bytes, memory));
-  if (found == free_.end()) {
+  was_taken_ = true;
+  const Kind kind = kind_of(bytes, memory);
+  auto found = free_.upper_bound(kind);  // behind the last one that was given back: others may become idle
+  if (found == free_.begin() || (--found)->first != kind) {
     ++num_allocations_;
     return allocate(bytes, memory);
   }
@@ -45,11 +47,13 @@ at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
 void BlockPool::give_back(at::Tensor block, const at::TensorOptions& memory, bool stays) {
   if (!keeps_) return;
   const Kind kind = kind_of(block.nbytes(), memory);
-  free_.emplace(kind, Block{std::move(block), stays});
+  free_.emplace(kind, Block{std::move(block), stays, round_});
 }
 
 void BlockPool::end_loans() {
-  std::erase_if(free_, [](const auto& one) { return !one.second.stays; });
+  if (std::exchange(was_taken_, false)) ++round_;
+  std::erase_if(free_,
+                [this](const auto& one) { return !one.second.stays || one.second.round + kIdleRounds < round_; });
   retired_.clear();
 }
 

@@ -28,7 +28,8 @@ class BlockPool {
   // `memory`: as it was taken. `stays`: beyond the next end_loans.
   void give_back(at::Tensor block, const at::TensorOptions& memory, bool stays = true);
   void clear() { free_.clear(); }
-  // Frees those that are not kept: everything that was done with them is in the order of the compute lane now.
+  // Frees those that are not kept: everything that was done with them is in the order of the compute lane now. Also
+  // frees those that several backwards have left: freezing may have changed the size that their unit takes.
   void end_loans();
   // Keeps memory that nobody may take until the next end_loans: a stream may still write to it.
   void retire(at::Tensor memory) { retired_.push_back(std::move(memory)); }
@@ -42,11 +43,16 @@ class BlockPool {
   struct Block {
     at::Tensor memory;
     bool stays = true;
+    size_t round = 0;  // when it was given back
   };
+  // Models that train two halves alternately keep the blocks of both.
+  static constexpr size_t kIdleRounds = 3;
 
   bool keeps_ = true;
   std::multimap<Kind, Block> free_;
   std::vector<at::Tensor> retired_;
+  size_t round_ = 0;        // backwards that have taken blocks
+  bool was_taken_ = false;  // since the round began
   size_t num_allocations_ = 0;
 };
 

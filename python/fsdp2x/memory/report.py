@@ -266,7 +266,7 @@ def report_of(
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
     offloaded = [group for group in groups if group.offloads]
-    in_pools = sum(group.shard_pool_bytes + group.is_trainable * group.gradient_pool_bytes for group in offloaded)
+    in_pools = sum(group.shard_pool_bytes + group.gradient_pool_bytes for group in offloaded)
     replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
 
     def total(name: str) -> int:
@@ -280,7 +280,7 @@ def report_of(
         transport=", ".join(dict.fromkeys(group.ranks.transport for group in groups)) or "none",
         shard_bytes=sum(group.shard_pool_bytes for group in groups),
         pad_bytes=sum(group.shard_pad_bytes for group in groups),
-        gradient_bytes=sum(group.gradient_pool_bytes for group in groups if group.is_trainable),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in groups),
         optimizer_bytes=None if state is None else state.total,
         unsharded_bytes=facts.unsharded_bytes,
         after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
@@ -300,7 +300,7 @@ def report_of(
 def _step_bytes(replays: list[Replay], groups: list[GroupFacts]) -> int | None:
     if not all(replay.is_on_device for replay in replays):
         return None
-    gradients = sum(group.gradient_pool_bytes for group in groups if group.is_trainable and not group.offloads)
+    gradients = sum(group.gradient_pool_bytes for group in groups if not group.offloads)
     return sum(replay.device_bytes for replay in replays) - gradients
 
 
@@ -325,7 +325,7 @@ def _unit_memory(unit: UnitFacts) -> UnitMemory:
         num_elements=unit.num_elements,
         shard_bytes=sum(group.shard_pool_bytes for group in unit.groups),
         pad_bytes=sum(group.shard_pad_bytes for group in unit.groups),
-        gradient_bytes=sum(group.gradient_pool_bytes for group in unit.groups if group.is_trainable),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in unit.groups),
         slot_bytes=sum(group.slot_bytes for group in unit.groups),
         scratch_bytes=sum(
             group.reduce_segment_bytes * group.ranks.world
