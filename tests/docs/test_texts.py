@@ -9,9 +9,11 @@ import shlex
 import sys
 
 import pytest
+import torch
 
 from fsdp2x.cli import make_parser
 from fsdp2x.train.parse import known_keys
+from memory_cases import CASES, TABLE_WIDTH, TABLE_WORLD
 from pages import CODE, ROOT, code_in, commands, fences, name_of, pages, tables
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
@@ -203,6 +205,16 @@ def public_names():
         for module, name in named
         if not inspect.ismodule(getattr(module, name))
     }
+
+
+def test_the_table_of_memory_has_what_is_planned():
+    rows = tables(PAGES["docs/guides/memory.md"])["MiB of a rank | bound"]
+    assert [row[0] for row in rows] == list(CASES)
+    for name, *cells in rows:
+        with torch.device("meta"):
+            report, bound = CASES[name].plan(TABLE_WIDTH, TABLE_WORLD)
+        sizes = (bound.resting_bytes, report.resting_bytes, bound.peak_bytes, report.peak_bytes)
+        assert [cells[0], cells[1], cells[3], cells[4]] == [f"{size / 2**20:.2f}" for size in sizes], name
 
 
 def test_every_public_name_is_in_the_api():

@@ -11,7 +11,7 @@ from harness.pool import DistributedTestError
 from harness.session import current_session
 
 
-def _settings(num: int, *, shrink: bool) -> settings:
+def drawn_settings(num: int, *, shrink: bool = False) -> settings:
     """Derandomized: the same examples in each run, and in each rank of torchrun."""
     phases = (Phase.explicit, Phase.generate, *((Phase.shrink,) if shrink else ()))
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -39,7 +39,7 @@ def explore(
 ) -> None:
     """Calls `body(ctx, case=...)` on all ranks with `num` cases, the same ones in each run."""
 
-    @_settings(num, shrink=shrink)
+    @drawn_settings(num, shrink=shrink)
     @given(case=cases)
     def one_after_the_other(case) -> None:
         _on_all_ranks(request, world, body, case=case)

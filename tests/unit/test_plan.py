@@ -40,15 +40,6 @@ def test_a_config_json(config, capsys):
         "model.layers.0",
         "model.layers.1",
     ]
-    report = plan["report"]
-    numel = plan["num_parameters"]
-    # 50 rows of the vocabulary, 16 of a norm and 8 of a head's: over 4 ranks rank 0 has 13 rows of the first.
-    rows = numel // 4 + (13 - 50 / 4) * 16
-    assert report["shard_bytes"] - report["pad_bytes"] == 2 * rows
-    assert report["gradient_bytes"] == report["shard_bytes"]
-    assert report["optimizer_bytes"] == 2 * 2 * rows + 4 * sum(unit["num_params"] for unit in report["units"])
-    resting = ("shard_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_bytes")
-    assert report["resting_bytes"] == sum(report[name] for name in resting)
     assert not dist.is_initialized()
 
 
