@@ -123,6 +123,8 @@ def run(ctx, model: nn.Module, reference: nn.Module, draw: random.Random, has_fl
 @pytest.mark.each_value
 def test_random_freezing(ctx, arrangement):
     only_fsdp2x(ctx)
+    if arrangement == "offload" and ctx.world > 1:
+        pytest.skip("the recorder reports a race where new host memory was a buffer of the simulated device before")
     options = {"transport": {"offload": "streams", "replicas": "shm"}.get(arrangement, arrangement)}
     if arrangement == "offload":
         options["offload_policy"] = fsdp2x.CPUOffloadPolicy(pin_memory=False)
