@@ -160,5 +160,5 @@ def test_equal_rewards_whose_mean_is_another_number():
 def test_wrong_rewards(rewards, ids, said):
     with pytest.raises(ValueError, match=f"group_advantages: {said}"):
         rl.group_advantages(rewards, ids)
-    with pytest.raises(ValueError, match="scale must be one of std, batch, none, got 'mean'"):
+    with pytest.raises(ValueError, match="scale must be 'std', 'batch' or 'none', got 'mean'"):
         rl.group_advantages([1.0], [1], scale="mean")

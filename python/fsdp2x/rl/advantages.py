@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from fsdp2x.runtime.sharing import problems_of_all
+from fsdp2x.arguments import checked
+from fsdp2x.runtime.sharing import all_gather_object
 
-_SCALES = ("std", "batch", "none")
 
-
+@checked(own=("rewards", "group_ids"))
 def group_advantages(
     rewards: torch.Tensor | Sequence[float],
     group_ids: torch.Tensor | Sequence[int],
     *,
-    scale: str = "std",
+    scale: Literal["std", "batch", "none"] = "std",
     epsilon: float = 1e-4,
     is_whole: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -39,18 +40,19 @@ def group_advantages(
         ValueError: on every rank, whichever had it: rewards and ids of different lengths, or not finite rewards; an
             unknown ``scale``.
     """
-    if scale not in _SCALES:
-        raise ValueError(f"group_advantages: scale must be one of {', '.join(_SCALES)}, got {scale!r}")
     rewards = torch.as_tensor(rewards)
     ids = torch.as_tensor(group_ids, dtype=torch.int64)
     problem = _find_problem(rewards, ids)
-    if is_whole or not dist.is_initialized():
-        if problem is not None:
-            raise ValueError(f"group_advantages: {problem}")
-        first, all_rewards, all_ids = 0, rewards.double().cpu(), ids.cpu()
-    else:
-        first, all_rewards, all_ids = _gather(rewards, ids, problem, group)
-    made = _advantages(all_rewards, all_ids, scale, epsilon)
+    mine = problem, rewards.detach().double().cpu(), ids.cpu()
+    first, everyone = 0, [mine]
+    if not is_whole and dist.is_initialized():
+        everyone = all_gather_object(group, mine, "group_advantages")
+        first = sum(len(others) for _, others, _ in everyone[: dist.get_rank(group)])
+        told = zip(dist.get_process_group_ranks(group), everyone, strict=True)
+        problem = "; ".join(f"rank {rank}: {said}" for rank, (said, _, _) in told if said is not None)
+    if problem:
+        raise ValueError(f"group_advantages: {problem}")
+    made = _advantages(*(torch.cat(parts) for parts in list(zip(*everyone, strict=True))[1:]), scale, epsilon)
     return made[first : first + rewards.shape[0]].to(rewards.device, torch.float32)
 
 
@@ -62,30 +64,6 @@ def _find_problem(rewards: torch.Tensor, ids: torch.Tensor) -> str | None:
         )
     wrong = (~rewards.isfinite()).nonzero().flatten().tolist()
     return f"the reward of sample {wrong[0]} is {float(rewards[wrong[0]])}" if wrong else None
-
-
-def _gather(
-    rewards: torch.Tensor, ids: torch.Tensor, problem: str | None, group: dist.ProcessGroup | None
-) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Rewards (fp64) and ids of all ranks in their order, and where this rank's begin; a problem is every rank's."""
-    on_cpu = "cpu" in dist.get_backend_config(group)
-    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    own = torch.tensor([-1 if problem is not None else rewards.shape[0]], device=device)
-    found = torch.empty(len(ranks), dtype=own.dtype, device=device)
-    dist.all_gather_into_tensor(found, own, group=group)
-    lengths = found.tolist()
-    if min(lengths) < 0:
-        raise ValueError(f"group_advantages: {problems_of_all(group, problem)}")
-    padded = torch.zeros(2, max(lengths), dtype=torch.int64, device=device)
-    padded[0, : rewards.shape[0]] = rewards.double().view(torch.int64)  # bits, so that one collective carries both
-    padded[1, : rewards.shape[0]] = ids
-    everyone = padded.new_empty(len(ranks) * padded.numel())
-    dist.all_gather_into_tensor(everyone, padded.view(-1), group=group)
-    by_rank = everyone.view(len(ranks), *padded.shape).cpu()
-    parts = [rows[:, :length] for rows, length in zip(by_rank, lengths, strict=True)]
-    joined = torch.cat(parts, dim=1)
-    return sum(lengths[: dist.get_rank(group)]), joined[0].view(torch.float64), joined[1]
 
 
 def _advantages(rewards: torch.Tensor, ids: torch.Tensor, scale: str, epsilon: float) -> torch.Tensor:
