@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence.attention import SequenceAttention, layout_of
-from fsdp2x.sequence.decoder import base_model, head_counts
+from fsdp2x.sequence.decoder import base_model, cut_decoder_inputs, head_counts
 from fsdp2x.sequence.exchange import HeadPlan
 from fsdp2x.sequence.layout import KEYWORD, RankPart, SequenceLayout
 from fsdp2x.sequence.packing import PackedBatch, next_labels
 
-# Inputs of shape [rows, length] (or with more dims behind) that are padded; the value that pads them.
-_PADDED = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
+# Inputs of shape [rows, length] (or with more dims behind) that are padded, with zeros.
+_PADDED = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -192,34 +192,20 @@ class UlyssesContext(SequenceAttention):
             inputs["position_ids"] = torch.cat((positions, tail), dim=-1)
         if "attention_mask" in inputs:
             inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, padding))
-        for name, value in _PADDED.items():
+        for name in _PADDED:
             if name in inputs:
                 behind = (0, 0) * (inputs[name].ndim - 2)
-                inputs[name] = F.pad(inputs[name], (*behind, 0, padding), value=value)
-        if self._cuts_early:
-            inputs = self._cut(inputs, length, layout)
-        inputs |= {KEYWORD: layout, "use_cache": False}
+                inputs[name] = F.pad(inputs[name], (*behind, 0, padding))
         start, stop = layout.local_range
+        if self._cuts_early:
+            inputs.pop("attention_mask", None)  # the layout says what it said
+            inputs = cut_decoder_inputs(inputs, start, stop, length)
+        inputs |= {KEYWORD: layout, "use_cache": False}
         if labels is not None:
             if labels.shape != (rows, length):
                 raise ValueError(f"labels of shape {tuple(labels.shape)} for {rows} rows of {length} tokens")
             labels = next_labels(F.pad(labels, (0, padding), value=-100), layout)[:, start:stop]
         return SequenceShard(inputs, labels, layout, length)
-
-    def _cut(self, inputs: dict[str, Any], length: int, layout: SequenceLayout) -> dict[str, Any]:
-        start, stop = layout.local_range
-        inputs.pop("attention_mask", None)  # the layout says what it said
-        for name, value in inputs.items():
-            if name in _PADDED:
-                inputs[name] = value[:, start:stop]
-            elif name == "position_ids":
-                inputs[name] = value[..., start:stop]
-            elif isinstance(value, torch.Tensor) and length in value.shape[:2]:
-                raise NotImplementedError(
-                    f"shard_inputs: {name} of shape {tuple(value.shape)} seems to run along the sequence of {length}, "
-                    "but how it is cut over ranks is not known"
-                )
-        return inputs
 
     def _compare(self, tokens: torch.Tensor, inputs: Mapping[str, Any]) -> None:
         """Every rank of the group must see the same batch: a difference would mix two batches, or hang."""
