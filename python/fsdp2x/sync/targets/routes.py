@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
+
+from fsdp2x.sync.outcomes import Failure
+from fsdp2x.sync.targets.base import TargetError
 
 
 class ControlError(RuntimeError):
@@ -16,6 +21,15 @@ class ControlError(RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What an engine refuses is a failure of this phase."""
+    try:
+        yield
+    except ControlError as error:
+        raise TargetError(Failure(name, str(error))) from error
 
 
 def require_success(server: Routes, answer: dict[str, Any] | None) -> None:

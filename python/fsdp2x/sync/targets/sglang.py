@@ -19,7 +19,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 from fsdp2x.sync.targets.handed_memory import HandedMemory, collect_handed
-from fsdp2x.sync.targets.routes import ControlError, Routes, require_success
+from fsdp2x.sync.targets.routes import ControlError, Routes, phase, require_success
 from fsdp2x.sync.targets.sglang_group import UpdateGroup
 from fsdp2x.sync.targets.sglang_payload import flattened_bucket, handed_bucket
 
@@ -127,7 +127,7 @@ class Sglang(EngineTarget):
         self._failure, self._sent, self._has_begun = None, None, False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")
-        with _phase("begin"):
+        with phase("begin"):
             for server in self._servers:
                 server.timeout_s = timeout_s
                 about = server.ask("GET", "/server_info")
@@ -145,7 +145,7 @@ class Sglang(EngineTarget):
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._has_begun = True
-        with _phase("begin"):
+        with phase("begin"):
             for server in self._servers:
                 server.ask("POST", "/pause_generation", body={"mode": self._pause})
             self._wake("weights")
@@ -207,7 +207,7 @@ class Sglang(EngineTarget):
             self._failure = Failure("load", "; ".join(reasons), parcel.index, span(parcel.names))
 
     def finish(self, version: int | str) -> None:
-        with _phase("finish"):
+        with phase("finish"):
             if self._group is not None:
                 group, self._group = self._group, None
                 group.leave()
@@ -217,7 +217,7 @@ class Sglang(EngineTarget):
                     self._open.discard(server.name)
 
     def commit(self, version: int | str) -> None:
-        with _phase("commit"):
+        with phase("commit"):
             self._wake("kv_cache")
             for server in self._servers:
                 self._flush(server)
@@ -271,12 +271,3 @@ class Sglang(EngineTarget):
     def _flush(self, server: Routes) -> None:
         """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
         server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
-
-
-@contextlib.contextmanager
-def _phase(name: str) -> Iterator[None]:
-    """What a server refuses is a failure of this phase."""
-    try:
-        yield
-    except ControlError as error:
-        raise TargetError(Failure(name, str(error))) from error

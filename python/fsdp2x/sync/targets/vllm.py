@@ -21,7 +21,7 @@ from fsdp2x.sync.engine_tcp import SCHEME, own_host
 from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
 from fsdp2x.sync.targets.peer import Peer
-from fsdp2x.sync.targets.routes import ControlError
+from fsdp2x.sync.targets.routes import ControlError, phase
 from fsdp2x.sync.targets.vllm_control import EngineControl, LocalControl, ServerControl
 from fsdp2x.sync.vllm_worker import place_of_process
 
@@ -150,14 +150,14 @@ class Vllm(EngineTarget):
                 f"vLLM loads adapters by its own requests, from files, and not as weights: {adapter!r}; save_hf them"
             )
             raise TargetError(Failure("begin", reason))
-        with _phase("begin"):
+        with phase("begin"):
             for control in self._controls:
                 control.timeout_s = timeout_s
                 control.require_ready()
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         covers_all = self._dropped or not self._partial
-        with _phase("begin"):
+        with phase("begin"):
             self._require_idle()
             states = self._find_receivers()
             for control in self._controls:
@@ -185,7 +185,7 @@ class Vllm(EngineTarget):
     def commit(self, version: int | str) -> None:
         self._is_committing = True
         self._peer.commit(version)
-        with _phase("commit"):
+        with phase("commit"):
             for call in self._calls:
                 call.require_committed(version, self._timeout_s)
             self._calls = []
@@ -319,15 +319,6 @@ class _Call(threading.Thread):
         for answer in _values(self.control.name, self._answers):
             if (answer["state"], answer["version"]) != ("clean", version):
                 raise ControlError(f"a worker of {self.control.name} is {answer['state']} ({answer['reason']})")
-
-
-@contextlib.contextmanager
-def _phase(name: str) -> Iterator[None]:
-    """What an engine's control raises is a failure of this phase."""
-    try:
-        yield
-    except ControlError as error:
-        raise TargetError(Failure(name, str(error))) from error
 
 
 def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
