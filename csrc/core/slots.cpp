@@ -56,16 +56,16 @@ Slot SlotLedger::reserve(size_t bytes, const std::string& owner, size_t alignmen
   return entry.slot;
 }
 
-SlotLedger::Entry& SlotLedger::entry(int id) {
+size_t SlotLedger::index_of(int id) const {
   if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
     throw Error("slot ledger: slot " + std::to_string(id) + " does not exist, there are " +
                 std::to_string(slots_.size()) + "; owned now: " + owners());
   }
-  return slots_[static_cast<size_t>(id)];
+  return static_cast<size_t>(id);
 }
 
 SlotLedger::Entry& SlotLedger::owned_entry(int id) {
-  Entry& found = entry(id);
+  Entry& found = slots_[index_of(id)];
   if (!found.owned) {
     throw Error("slot ledger: slot " + std::to_string(id) +
                 (found.reserved ? " is reserved for '" + found.owner + "'"
@@ -89,16 +89,6 @@ void SlotLedger::release(int id) {
 
 size_t SlotLedger::num_owned() const {
   return static_cast<size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Entry& e) { return e.owned; }));
-}
-
-size_t SlotLedger::owned_bytes() const { return owned_bytes_; }
-
-const Slot& SlotLedger::slot(int id) const {
-  if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
-    throw Error("slot ledger: slot " + std::to_string(id) + " does not exist, there are " +
-                std::to_string(slots_.size()));
-  }
-  return slots_[static_cast<size_t>(id)].slot;
 }
 
 std::string SlotLedger::owners() const {

@@ -37,9 +37,9 @@ class SlotLedger {
   size_t num_slots() const { return slots_.size(); }
   size_t arena_bytes() const { return arena_bytes_; }            // of slots that come and go
   size_t reserved_bytes() const { return end_ - arena_bytes_; }  // of the others, gaps before them among it
-  size_t owned_bytes() const;
+  size_t owned_bytes() const { return owned_bytes_; }
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
-  const Slot& slot(int id) const;
+  const Slot& slot(int id) const { return slots_[index_of(id)].slot; }
   // "slot 0 (4096 bytes): layers.0; slot 3 (8192 bytes): root" or "empty": for errors and tests.
   std::string owners() const;
 
@@ -52,7 +52,7 @@ class SlotLedger {
   };
   size_t whole_pages(size_t bytes, const std::string& owner) const;
   Entry& add(size_t bytes, const std::string& owner);
-  Entry& entry(int id);
+  size_t index_of(int id) const;  // throws when there is no such slot
   Entry& owned_entry(int id);
 
   size_t page_bytes_;
