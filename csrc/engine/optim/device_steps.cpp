@@ -26,26 +26,19 @@ bool has_same_bits(const Step& a, const Step& b) {
 
 // --- what an optimizer has of its own: hyperparameters of a launch's groups, how it stores, state -- -----------------
 
-bool is_group(const DeviceAdamWJob& job, const cuda::AdamWArgs& args, int group) {
+template <class Job>
+bool is_group(const Job& job, const typename Job::Args& args, int group) {
+  if constexpr (requires { job.momentum; }) {
+    if (args.momentum[group] != job.momentum) return false;
+  }
   return has_same_bits(args.steps[group], job.step);
 }
 
-bool is_group(const DeviceSgdJob& job, const cuda::SgdArgs& args, int group) {
-  return has_same_bits(args.steps[group], job.step) && args.momentum[group] == job.momentum;
-}
-
-bool is_group(const DeviceLionJob& job, const cuda::LionArgs& args, int group) {
-  return has_same_bits(args.steps[group], job.step);
-}
-
-void set_group(const DeviceAdamWJob& job, cuda::AdamWArgs& args, int group) { args.steps[group] = job.step; }
-
-void set_group(const DeviceSgdJob& job, cuda::SgdArgs& args, int group) {
+template <class Job>
+void set_group(const Job& job, typename Job::Args& args, int group) {
   args.steps[group] = job.step;
-  args.momentum[group] = job.momentum;
+  if constexpr (requires { job.momentum; }) args.momentum[group] = job.momentum;
 }
-
-void set_group(const DeviceLionJob& job, cuda::LionArgs& args, int group) { args.steps[group] = job.step; }
 
 bool is_coded(const DeviceAdamWJob& job) { return job.exp_avg_scales.defined(); }
 
@@ -54,9 +47,10 @@ bool stores_alike(const DeviceAdamWJob& job, const cuda::AdamWArgs& args) {
          (!job.is_stochastic || args.rounding.step == job.key.step);
 }
 
-bool stores_alike(const DeviceSgdJob&, const cuda::SgdArgs&) { return true; }
-
-bool stores_alike(const DeviceLionJob&, const cuda::LionArgs&) { return true; }
+template <class Job>
+bool stores_alike(const Job&, const typename Job::Args&) {
+  return true;
+}
 
 void set_storing(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
   args.coded = is_coded(job);
@@ -64,9 +58,8 @@ void set_storing(const DeviceAdamWJob& job, cuda::AdamWArgs& args) {
   args.rounding = job.key;
 }
 
-void set_storing(const DeviceSgdJob&, cuda::SgdArgs&) {}
-
-void set_storing(const DeviceLionJob&, cuda::LionArgs&) {}
+template <class Job>
+void set_storing(const Job&, typename Job::Args&) {}
 
 cuda::AdamWSegment segment_of(const DeviceAdamWJob& job) {
   cuda::AdamWSegment segment;
