@@ -83,11 +83,13 @@ void ProcessGroupTransport::open_slot(ParamGroup& group) {
 void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) { ++num_forwards_; }
 
 void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Staging& staging,
-                                  const at::Tensor& output, const at::Tensor& input, const char* operation) {
+                                  const at::Tensor& output, const at::Tensor& input, const char* operation,
+                                  PyObject* option) {
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  staging.work = PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), nullptr));
+  staging.work =
+      PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), option, nullptr));
   if (!staging.work) throw_collective_error(group, group.calls().explain, operation);
   ++group.counters().python_calls;
 }
@@ -274,15 +276,8 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, cpu::Forwards) {
   const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
   mine.reduced.memory = take(segment);
-  pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(typed(mine.reduced.memory, type, 0, segment)));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  const PyRef& reduce_scatter =
-      group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter;
-  mine.reduced.work = PyRef::steal(PyObject_CallFunctionObjArgs(reduce_scatter.get(), py_output.get(), py_input.get(),
-                                                                group.averages() ? Py_True : Py_False, nullptr));
-  if (!mine.reduced.work) throw_collective_error(group, group.calls().explain, "reduction");
-  ++group.counters().python_calls;
+  start(group, group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter, mine.reduced,
+        typed(mine.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
 }
 
 bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const { return group.reduces_unused(); }

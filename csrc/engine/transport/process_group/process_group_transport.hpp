@@ -74,9 +74,9 @@ class ProcessGroupTransport final : public Transport {
     bool gathers_coded = false;                     // of the running gather
     bool reduces_coded = false;                     // of the posted reduction
   };
-  // (output, input) of a collective, and the work it leaves in `staging`.
+  // (output, input, `option` unless it is null) of a collective, and the work it leaves in `staging`.
   void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
-             const at::Tensor& input, const char* operation);
+             const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
   bool begin_coded_reduce(ParamGroup& group);
   void open_slot(ParamGroup& group);
