@@ -1,5 +1,5 @@
 // Who gets which transient memory, and how large it is: the planner counts by the engine's own rules.
-#include "bind/accounting.hpp"
+#include "bind/parts.hpp"
 
 #include <optional>
 

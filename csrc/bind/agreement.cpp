@@ -3,8 +3,8 @@
 
 #include <optional>
 
-#include "bind/agreement.hpp"
 #include "bind/own.hpp"
+#include "bind/parts.hpp"
 #include "engine/memory/storage.hpp"
 
 namespace fsdp2x {

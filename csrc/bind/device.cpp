@@ -1,5 +1,5 @@
 // Names of device transports and layers in fsdp2x._C; no decisions.
-#include "bind/device.hpp"
+#include "bind/parts.hpp"
 
 #include "bind/own.hpp"
 #include "engine/memory/device_kernels.hpp"

@@ -2,13 +2,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "bind/accounting.hpp"
-#include "bind/agreement.hpp"
-#include "bind/device.hpp"
-#include "bind/optim.hpp"
 #include "bind/own.hpp"
-#include "bind/shared_memory.hpp"
-#include "bind/waiting.hpp"
+#include "bind/parts.hpp"
 #include "core/error.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"

@@ -1,5 +1,5 @@
 // Names of optimizer steps and gradient clipping in fsdp2x._C; no decisions.
-#include "bind/optim.hpp"
+#include "bind/parts.hpp"
 
 #include "bind/own.hpp"
 #include "engine/optim/clip.hpp"

@@ -1,5 +1,5 @@
 // Shared memory between the ranks of a host, and what a forked child may not do.
-#include "bind/shared_memory.hpp"
+#include "bind/parts.hpp"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

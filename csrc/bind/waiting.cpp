@@ -1,5 +1,5 @@
 // Binds what torch's zero_grad does to gradients that wait for a reduction.
-#include "bind/waiting.hpp"
+#include "bind/parts.hpp"
 
 #include <algorithm>
 #include <unordered_set>
