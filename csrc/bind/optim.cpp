@@ -17,6 +17,14 @@ using SgdTuple = std::tuple<py::list, double, double, double, double, bool, bool
 // (params, lr, beta1, beta2, 1 - lr * weight_decay, maximize)
 using LionTuple = std::tuple<py::list, double, double, double, double, bool>;
 
+template <class Group, class Tuple>
+std::vector<Group> groups_of(const std::vector<Tuple>& tuples) {
+  const auto make = [](const py::list& params, const auto&... settings) { return Group{own(params), settings...}; };
+  std::vector<Group> groups;
+  for (const Tuple& tuple : tuples) groups.push_back(std::apply(make, tuple));
+  return groups;
+}
+
 }  // namespace
 
 void bind_optim(py::module_& m) {
@@ -28,12 +36,9 @@ void bind_optim(py::module_& m) {
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
          bool narrow_moments, const py::object& stochastic, uint64_t seed, std::optional<DeviceSteps*> on_device,
          const std::optional<at::Tensor>& grad_scale) {
-        std::vector<AdamWGroup> groups;
-        for (const auto& [params, lr, single, beta1, beta2, eps, decay, amsgrad, maximize] : tuples) {
-          groups.push_back({own(params), lr, single, beta1, beta2, eps, decay, amsgrad, maximize});
-        }
-        return adamw_step(groups, state.ptr(), make_state.ptr(), {narrow_moments, own_unless_none(stochastic), seed},
-                          on_device.value_or(nullptr), grad_scale.value_or(at::Tensor()));
+        return adamw_step(groups_of<AdamWGroup>(tuples), state.ptr(), make_state.ptr(),
+                          {narrow_moments, own_unless_none(stochastic), seed}, on_device.value_or(nullptr),
+                          grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("narrow_moments"), py::arg("stochastic"),
       py::arg("seed"), py::arg("on_device"), py::arg("grad_scale"));
@@ -45,11 +50,7 @@ void bind_optim(py::module_& m) {
       "sgd_step",
       [](const std::vector<SgdTuple>& tuples, const py::dict& state, const py::function& make_buffer,
          std::optional<DeviceSteps*> on_device, const std::optional<at::Tensor>& grad_scale) {
-        std::vector<SgdGroup> groups;
-        for (const auto& [params, lr, momentum, dampening, weight_decay, nesterov, maximize] : tuples) {
-          groups.push_back({own(params), lr, momentum, dampening, weight_decay, nesterov, maximize});
-        }
-        return sgd_step(groups, state.ptr(), make_buffer.ptr(), on_device.value_or(nullptr),
+        return sgd_step(groups_of<SgdGroup>(tuples), state.ptr(), make_buffer.ptr(), on_device.value_or(nullptr),
                         grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_buffer"), py::arg("on_device"), py::arg("grad_scale"));
@@ -57,11 +58,7 @@ void bind_optim(py::module_& m) {
       "lion_step",
       [](const std::vector<LionTuple>& tuples, const py::dict& state, const py::function& make_state,
          std::optional<DeviceSteps*> on_device, const std::optional<at::Tensor>& grad_scale) {
-        std::vector<LionGroup> groups;
-        for (const auto& [params, lr, beta1, beta2, decay, maximize] : tuples) {
-          groups.push_back({own(params), lr, beta1, beta2, decay, maximize});
-        }
-        return lion_step(groups, state.ptr(), make_state.ptr(), on_device.value_or(nullptr),
+        return lion_step(groups_of<LionGroup>(tuples), state.ptr(), make_state.ptr(), on_device.value_or(nullptr),
                          grad_scale.value_or(at::Tensor()));
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("on_device"), py::arg("grad_scale"));
