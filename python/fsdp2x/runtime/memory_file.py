@@ -18,7 +18,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int]:
-    """Where each of some tensors of so many bytes starts, one behind the other from ``begin`` on, and the end."""
+    """Where each of some tensors of so many bytes, or elements, starts, from ``begin`` on, and where the last ends."""
     starts, end = [], begin
     for size in sizes:
         starts.append(end)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fsdp2x.runtime.collectives import wait
+from fsdp2x.runtime.memory_file import aligned_starts
 
-# Inputs of several dtypes travel as bytes, each from a multiple of this on.
-_ALIGN_BYTES = 16
-# What every backend transports by name; anything else (float8, int16) travels as bytes, too.
+# What every backend transports by name; inputs of several dtypes, and of any other (float8, int16), travel as bytes.
 _TRANSPORTED = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -35,11 +33,7 @@ def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch
     columns = [(output.reshape(-1).view(dtype), source.reshape(-1).view(dtype)) for output, source in pairs]
     if len(columns) == 1:
         return gather(*columns[0])
-    align = max(1, _ALIGN_BYTES // dtype.itemsize)
-    starts, width = [], 0
-    for _, source in columns:
-        starts.append(width)
-        width += math.ceil(source.numel() / align) * align
+    starts, width = aligned_starts(source.numel() for _, source in columns)
     staging = torch.empty(world, width, dtype=dtype, device=columns[0][0].device)
     for start, (_, source) in zip(starts, columns, strict=True):
         staging[rank, start : start + source.numel()].copy_(source)
