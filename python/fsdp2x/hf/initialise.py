@@ -7,7 +7,6 @@ and everything else marked as initialised; each rank then keeps its part. Ranks 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from fsdp2x.checkpoint.agree import CheckpointError, exchange, rank_and_size
 from fsdp2x.hf.names import hf_base, is_transformers, original_classes
 from fsdp2x.hf.targets import Target
+from fsdp2x.runtime.replicas import checksum
 
 _MARK = "_is_hf_initialized"
 
@@ -141,13 +141,7 @@ def check_buffers(model: nn.Module) -> None:
     """
     if rank_and_size()[1] == 1:
         return  # nobody to compare with
-    mine = {
-        name: hashlib.blake2b(
-            buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), digest_size=16
-        ).digest()
-        for name, buffer in model.named_buffers()
-        if not buffer.is_meta
-    }
+    mine = {name: checksum(buffer.detach()) for name, buffer in model.named_buffers() if not buffer.is_meta}
     everyone = exchange(mine)
     wrong = {
         name: [rank for rank, other in enumerate(everyone) if other.get(name) != digest]

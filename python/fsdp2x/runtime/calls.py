@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import itertools
 import weakref
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from torch import nn
 
+from fsdp2x.runtime.same_units import digest
 from fsdp2x.runtime.stale import original_number
 
 if TYPE_CHECKING:
@@ -71,10 +71,6 @@ def number_unit(state: UnitState, ranks: Iterable[int]) -> UnitNumber:
     return replace(like, number=_num_units[like] - 1)
 
 
-def _digest(facts: list) -> bytes:
-    return hashlib.sha256(repr(facts).encode()).digest()
-
-
 def _kind(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
@@ -101,8 +97,8 @@ def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, name
     shown = parts if len(parts) <= _NUM_SHOWN else [*parts[: _NUM_SHOWN - 1], "...", parts[-1]]
     ranks = set(itertools.chain.from_iterable(state.number.ranks for state in units))
     text = f"{_kind(model)} (unit{'s' * (len(parts) > 1)} {', '.join(shown)})"
-    shapes = _digest([state.number.shapes for state in units]) if names_shapes else b""
-    return Call(name, text, tuple(sorted(ranks)), _digest(parts), shapes)
+    shapes = digest([state.number.shapes for state in units]) if names_shapes else b""
+    return Call(name, text, tuple(sorted(ranks)), digest(parts), shapes)
 
 
 @contextlib.contextmanager

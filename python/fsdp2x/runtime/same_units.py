@@ -46,9 +46,9 @@ def facts_of_model(name: str) -> UnitParams:
     return UnitParams(f"model {name}", ())
 
 
-def digest(units: list[UnitParams]) -> bytes:
-    """Equal for equal units."""
-    return hashlib.sha256(repr(units).encode()).digest()
+def digest(facts: list) -> bytes:
+    """Equal for equal facts, such as ``UnitParams``."""
+    return hashlib.sha256(repr(facts).encode()).digest()
 
 
 def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:

@@ -30,8 +30,6 @@ from fsdp2x.runtime.sharing import Introductions, introduce
 if TYPE_CHECKING:
     from fsdp2x.runtime.params import GroupParams
 
-# Of one collective, or of several.
-
 
 class Transport(enum.StrEnum):
     """How the ranks of a group hand each other bytes, as the engine names it, and what follows from that."""
