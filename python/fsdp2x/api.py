@@ -30,7 +30,7 @@ _sharded_classes: dict[type, type] = {}
 _OTHERS = (FSDPModule.__mro__[1], FullyShardedDataParallel, DistributedDataParallel)
 
 
-@checked(own=("auto_wrap", "offload_policy", "reshard_after_forward"))
+@checked(own=("auto_wrap", "reshard_after_forward"))
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,

@@ -34,7 +34,7 @@ _EXAMPLES = {
 
 
 def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
-    """Decorates a function or method. Arguments named in ``own`` it checks by itself.
+    """Decorates a function, a method, or a dataclass. Arguments named in ``own`` it checks by itself.
 
     Raises:
         TypeError: at a call: an argument is not of the kind that its annotation says.
@@ -42,6 +42,9 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
     """
     if function is None:
         return functools.partial(checked, own=own)  # type: ignore[return-value]
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__, own=own)  # type: ignore[misc]
+        return function
     signature = inspect.signature(function)
     positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -261,9 +261,9 @@ def test_on_a_cpu_mesh_nothing_changes(ctx, transport):
 def test_policies(ctx):
     only_fsdp2x(ctx)
     streams.install()
-    with pytest.raises(ValueError, match="mode is 'half', expected one of none, optimizer, gradients, all"):
+    with pytest.raises(ValueError, match="mode must be 'none', 'optimizer', 'gradients' or 'all', got 'half'"):
         fsdp2x.HostOffloadPolicy("half")
-    with pytest.raises(TypeError, match="offload_policy is 'gradients', expected an OffloadPolicy"):
+    with pytest.raises(TypeError, match="offload_policy must be OffloadPolicy or None .*, got 'gradients'"):
         fsdp2x.fully_shard(wide(), offload_policy="gradients")
     assert isinstance(policy("none"), fsdp2x.OffloadPolicy) and fsdp2x.HostOffloadPolicy().mode == "all"
     if not torch.accelerator.is_available():

@@ -272,8 +272,8 @@ def test_gspo_by_hand(first, second, loss, clipped):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "ppo"}, "kind must be one of 'clip', 'cispo', 'reinforce'; got 'ppo'"),
-        ({"mean": "mean"}, "mean must be one of"),
+        ({"kind": "ppo"}, "kind must be 'clip', 'cispo' or 'reinforce', got 'ppo'"),
+        ({"mean": "mean"}, "mean must be 'tokens', 'samples' or 'constant'"),
         ({"clip": (1.2, 0.2)}, "clip must be"),
         ({"dual_clip": 1.0}, "dual_clip must be above 1, got 1.0"),
         ({"kl": "k3"}, "give both or neither"),

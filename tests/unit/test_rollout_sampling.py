@@ -101,13 +101,13 @@ def test_weights_that_change_between_two_tokens():
     ("settings", "error", "said"),
     [
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": 2.0}, TypeError, "max_tokens must be an int, got 2.0"),
-        ({"max_tokens": 2, "num_samples": True}, TypeError, "num_samples must be an int"),
+        ({"max_tokens": 2.0}, TypeError, "max_tokens must be int, got 2.0"),
+        ({"max_tokens": 2, "num_samples": True}, TypeError, "num_samples must be int"),
         ({"max_tokens": 2, "seed": -1}, ValueError, "seed must be at least 0"),
         ({"max_tokens": 2, "temperature": -0.5}, ValueError, "temperature must be finite and at least 0, got -0.5"),
         ({"max_tokens": 2, "temperature": float("nan")}, ValueError, "temperature must be finite"),
-        ({"max_tokens": 2, "temperature": "1"}, TypeError, "temperature must be a number"),
-        ({"max_tokens": 2, "stop_ids": ("2",)}, TypeError, "stop_ids must be ints"),
+        ({"max_tokens": 2, "temperature": "1"}, TypeError, "temperature must be float"),
+        ({"max_tokens": 2, "stop_ids": ("2",)}, TypeError, "stop_ids must be a collection of int"),
     ],
 )
 def test_settings_that_are_refused(settings, error, said):

@@ -70,9 +70,9 @@ def test_answers_are_those_of_sample():
         ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids"),
         ("sample", {"prompts": [["a"]], "max_tokens": 2}, "token ids must be ints"),
         ("sample", {"prompts": [[True]], "max_tokens": 2}, "token ids must be ints"),
-        ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be an int"),
+        ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be int"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "stop_ids": 4}, "stop_ids must be a list"),
-        ("sample", {"prompts": [[3]], "max_tokens": 2, "temperature": None}, "temperature must be a number"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "temperature": None}, "temperature must be float"),
         ("sample", {"prompts": [[10**6]], "max_tokens": 2}, "prompt 0 has the token 1000000"),
     ],
 )

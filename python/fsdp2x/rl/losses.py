@@ -25,20 +25,17 @@ times the number of ranks, which the mean over ranks that ``fully_shard`` makes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from fsdp2x.arguments import checked
 from fsdp2x.rl.corrections import LARGEST_LOG_RATIO
 from fsdp2x.rl.rows import RowTokens, StepCount
 from fsdp2x.rl.score import Scores
 
-_KINDS = ("clip", "cispo", "reinforce")
-_RATIOS = ("token", "sequence")
-_MEANS = ("tokens", "samples", "constant")
-_KLS = ("k1", "k2", "k3", "k3+")
 
-
+@checked
 @dataclass(frozen=True)
 class PolicySettings:
     """Which loss; ``dataclasses.replace(rl.GRPO, kl="k3+", kl_weight=1e-3)`` changes one.
@@ -54,13 +51,13 @@ class PolicySettings:
         entropy_weight: what the entropy is multiplied by, before it is subtracted.
     """
 
-    kind: str = "clip"
-    ratio: str = "token"
+    kind: Literal["clip", "cispo", "reinforce"] = "clip"
+    ratio: Literal["token", "sequence"] = "token"
     clip: tuple[float, float] = (0.2, 0.2)
     dual_clip: float | None = None
-    mean: str = "tokens"
+    mean: Literal["tokens", "samples", "constant"] = "tokens"
     max_tokens: int | None = None
-    kl: str | None = None
+    kl: Literal["k1", "k2", "k3", "k3+"] | None = None
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
 
@@ -68,12 +65,8 @@ class PolicySettings:
         """Refuses settings that mean nothing.
 
         Raises:
-            ValueError: an unknown word, or a number outside of its range.
+            ValueError: a number outside of its range.
         """
-        for name, known in (("kind", _KINDS), ("ratio", _RATIOS), ("mean", _MEANS), ("kl", (*_KLS, None))):
-            if getattr(self, name) not in known:
-                words = ", ".join(map(repr, known))
-                raise ValueError(f"PolicySettings: {name} must be one of {words}; got {getattr(self, name)!r}")
         low, high = self.clip
         if not (0 <= low <= 1 and high >= 0):
             raise ValueError(f"PolicySettings: clip must be (0 to 1, at least 0), got {self.clip}")

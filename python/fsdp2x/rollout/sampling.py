@@ -19,9 +19,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
+from fsdp2x.arguments import checked
+
 Version = int | str | None
 
 
+@checked
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn.
@@ -45,20 +48,14 @@ class Sampling:
         """Refuses what cannot be drawn.
 
         Raises:
-            ValueError: names the value. TypeError: it is of another kind.
+            ValueError: names the value.
         """
         for name, least in (("max_tokens", 1), ("num_samples", 1), ("seed", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"Sampling: {name} must be an int, got {value!r}")
             if value < least:
                 raise ValueError(f"Sampling: {name} must be at least {least}, got {value}")
-        if not isinstance(self.temperature, (int, float)) or isinstance(self.temperature, bool):
-            raise TypeError(f"Sampling: temperature must be a number, got {self.temperature!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"Sampling: temperature must be finite and at least 0, got {self.temperature}")
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_ids):
-            raise TypeError(f"Sampling: stop_ids must be ints, got {self.stop_ids!r}")
 
 
 FIELDS = tuple(field.name for field in fields(Sampling))

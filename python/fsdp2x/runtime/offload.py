@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp2x.arguments import checked
+
 OFFLOAD_MODES = ("none", "optimizer", "gradients", "all")
 
 
+@checked
 @dataclass
 class HostOffloadPolicy(OffloadPolicy):
     """What ``fully_shard`` keeps in host memory on an accelerator; on a CPU mesh nothing changes but pinning.
@@ -56,16 +59,8 @@ class HostOffloadPolicy(OffloadPolicy):
         TypeError: ``pin_memory`` is no bool.
     """
 
-    mode: str = "all"
+    mode: Literal["none", "optimizer", "gradients", "all"] = "all"
     pin_memory: bool = True
-
-    def __post_init__(self) -> None:
-        if self.mode not in OFFLOAD_MODES:
-            raise ValueError(
-                f"fsdp2x.HostOffloadPolicy: mode is {self.mode!r}, expected one of {', '.join(OFFLOAD_MODES)}"
-            )
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(f"fsdp2x.HostOffloadPolicy: pin_memory must be a bool, got {self.pin_memory!r}")
 
 
 class Offload(NamedTuple):
@@ -84,14 +79,8 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
     """Reads an ``offload_policy``.
 
     Raises:
-        TypeError: it is no policy.
         RuntimeError: it pins memory, and there is no accelerator to pin it for.
     """
-    if policy is not None and not isinstance(policy, OffloadPolicy):
-        raise TypeError(
-            f"fully_shard: offload_policy is {policy!r}, expected an OffloadPolicy, such as "
-            "fsdp2x.HostOffloadPolicy(mode='gradients')"
-        )
     if isinstance(policy, CPUOffloadPolicy):
         offload = Offload("all", policy.pin_memory)
     elif isinstance(policy, HostOffloadPolicy) and policy.mode != "none":
