@@ -64,9 +64,10 @@ class MemoryReport:
     share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
     has them already.
 
-    Not in it: activations, what tensor subclasses with an all-gather of their own hold, pages of shared memory that a
-    rank wrote to in place, the control page of shared memory, and slots that a device keeps from one step to the next
-    while ``set_post_optim_event`` is in use.
+    Not in it: activations, what tensor subclasses with an all-gather of their own hold, what a quantizer keeps outside
+    of parameters and buffers (bitsandbytes' ``quant_state``), pages of shared memory that a rank wrote to in place, the
+    control page of shared memory, and slots that a device keeps from one step to the next while
+    ``set_post_optim_event`` is in use.
 
     ``advice``: sentences about parameters whose padding takes much more than their bytes, and how to do without.
     ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
