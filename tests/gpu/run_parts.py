@@ -11,6 +11,7 @@ again behind each part, has a line for each and the errors of those that failed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import signal
@@ -51,13 +52,15 @@ def parts_of(which: str, num_ranks: int, dry_run: bool) -> list[Part]:
     facts = Part("first minute", 60, [str(gpu / "first_minute.py")])
     doctor = Part("doctor", 40, ["-m", "fsdp2x", "doctor"])
     step, units = str(benchmarks / "bench_step.py"), str(benchmarks / "bench_units.py")
+    # Worlds of one rank have little to do for a device; where memory is measured, nobody else may use it.
+    at_once = ["-n", "4"] if importlib.util.find_spec("xdist") and not dry_run else []
     if which == "one":
         return [
             facts,
             doctor,
             tests("kernels", 60, "kernels"),
             tests("steps", 110, "test_step.py", "test_optimizers.py", "test_graphs.py"),
-            tests("collectives", 110, "test_nccl_collectives.py", "test_worlds.py", "test_failures.py"),
+            tests("collectives", 110, "test_nccl_collectives.py", "test_worlds.py", "test_failures.py", *at_once),
             tests(
                 "memory", 110, "test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_handed_memory.py"
             ),

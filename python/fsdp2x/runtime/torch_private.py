@@ -256,8 +256,11 @@ def stop_memory_history(path: str) -> None:
 
 def _allocator_settings() -> str:
     """What PYTORCH_CUDA_ALLOC_CONF said, or whoever has changed it since."""
-    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
-    return torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] if tell is None else tell()
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if tell is not None:
+        return tell()
+    snapshot: dict = dict(torch.cuda.memory._snapshot())  # of torch 2.11
+    return snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
 
 
 @contextlib.contextmanager

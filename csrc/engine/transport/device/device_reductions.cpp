@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/error.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/memory/uploaded_plan.hpp"
 #include "engine/transport/agreement.hpp"
