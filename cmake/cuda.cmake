@@ -21,7 +21,11 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+# CMake reads the variable in an empty build folder alone.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+  set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
+endif()
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   include("${CMAKE_CURRENT_LIST_DIR}/cuda_architectures.cmake")
   fsdp2x_choose_cuda_architectures("${CMAKE_CUDA_COMPILER}" CMAKE_CUDA_ARCHITECTURES fsdp2x_why_not)
   if(fsdp2x_why_not)

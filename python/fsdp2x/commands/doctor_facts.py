@@ -159,7 +159,6 @@ def _choices() -> Iterator[Finding]:
         return
     if has_gpu:
         yield _nccl(topic)
-        yield from _registered(topic)
     elif name == Transport.PROCESS_GROUP:
         yield Finding(topic, "transport", "process group: FSDP2X_TRANSPORT says so")
     else:
@@ -186,18 +185,9 @@ def _nccl(topic: str) -> Finding:
         return Finding(topic, "transport", "none: this torch has no NCCL", "wrong", "install a torch built for CUDA")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     how = {"grouped": "many gathers in one launch", "in turn": "a launch for each gather, so small ones are packed"}
-    return Finding(topic, "transport", f"process group: NCCL {version}; {how[gathers_of_nccl()]}")
-
-
-def _registered(topic: str) -> Iterator[Finding]:
-    """What would leave more of several GPUs to compute, and is not the default."""
-    import torch
-
-    if torch.cuda.device_count() > 1:
-        advice = (
-            "model.set_allocate_memory_from_process_group_for_comm(True) may be faster; see the guide on several hosts"
-        )
-        yield Finding(topic, "memory of collectives", "torch's allocator", "ok", advice)
+    faster = "registered memory may be faster: model.set_allocate_memory_from_process_group_for_comm(True)"
+    advice = faster if torch.cuda.device_count() > 1 else ""
+    return Finding(topic, "transport", f"process group: NCCL {version}; {how[gathers_of_nccl()]}", "ok", advice)
 
 
 def _kernels(has_gpu: bool) -> str:
