@@ -292,8 +292,8 @@ class FSDPModule(_TorchFSDPModule):
         """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
 
         For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Memory is exchanged between
-        the ranks when a slot is first used, and taken from all of them when it is freed: with torch 2.15
-        ``fsdp2x.sleep`` and :meth:`reset_iter_state` of such a model are collective.
+        the ranks when a slot is first used. Torch 2.15 frees it on all ranks together, so that ``fsdp2x.sleep`` and
+        the end of a block of ``rl.Reference`` are collective then.
 
         Args:
             backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
