@@ -17,7 +17,7 @@ endforeach()
 message(STATUS "fsdp2x: torch ${torch_version} in ${torch_dir}")
 if(torch_cuda AND FSDP2X_CUDA STREQUAL AUTO AND NOT CMAKE_CUDA_COMPILER_LOADED)
   message(WARNING "fsdp2x: torch is built for CUDA ${torch_cuda}, and no nvcc was found: on a GPU torch's operations will "
-                  "run in place of fsdp2x's kernels, many times slower for the host. Put nvcc on PATH, set CUDACXX to "
+                  "run in place of fsdp2x's kernels, a launch or more for each parameter. Put nvcc on PATH, set CUDACXX to "
                   "it, or take it from packages (make build CUDA=wheels, or cmake/cuda_wheels.py).")
 endif()
 
