@@ -98,5 +98,5 @@ def check(units, ties, world, replicas, place, mp_policy, reshard, optimizer):
     above = report.peak_bytes - report.after_forward_bytes - report.replica_bytes - bound.peak_bytes
     in_flight = NUM_FULL * largest(set(model.parameters())) + NUM_REDUCED * largest(reduced)
     assert above <= 5 * slack + PAGES_BYTES + in_flight, said
-    waiting = sum(4 * param.numel() / world for param in reduced)
+    waiting = sum(4 * param.numel() / world for param in model.parameters() if param.requires_grad)
     assert report.replica_bytes <= waiting + 4 * slack + PAGES_BYTES + 2 * largest(reduced), said

@@ -136,8 +136,6 @@ def _count(
     training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
     gradients = [shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained]  # autograd's, in bytes
-    # Over shared memory a frozen parameter keeps its place in the scratch: who trains may differ between ranks.
-    staged = training if ranks.transport.is_collective else layout
     owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
     offloads = offload.of_shards and ranks.has_streams
     averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
@@ -158,7 +156,7 @@ def _count(
         coded_reduce_bytes=coded_bytes,
         wire_bytes=wire_bytes,
         reduce_segment_bytes=plan.segment_bytes,
-        replica_segment_bytes=staged.flagged_segment_bytes,
+        replica_segment_bytes=training.flagged_segment_bytes,
         row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
         packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *gradients]),

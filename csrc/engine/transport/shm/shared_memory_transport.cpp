@@ -408,12 +408,13 @@ std::unique_ptr<ReducedRows> SharedMemoryTransport::sum_into_segment(ParamGroup&
   const Sources sources = sources_of(group);
   const DType type = group.reduce_type();
   const double divisor = group.averages() ? 1.0 : group.divisor() / before_sum(group);
-  auto segment = SegmentRows::zeros(segment_layout(group), type, divisor);
+  const std::shared_ptr<const Layout> layout = segment_layout(group);
+  auto segment = SegmentRows::zeros(layout, type, divisor);
   auto* const data = static_cast<std::byte*>(segment->values().data_ptr());
-  auto* flags = data + group.layout().reduce_segment_bytes();
+  auto* flags = data + layout->reduce_segment_bytes();
   begin_rows(group, sources);
   for (size_t i = 0; i < group.params().size(); ++i, flags += dtype_bytes(type)) {
-    const ParamPlace& place = group.layout().params()[i];
+    const ParamPlace& place = layout->params()[i];
     if (!place.shape.trainable) continue;
     const float flag = sources.any_filled(i) ? 1.0F : 0.0F;
     cpu::cast_copy(type, flags, DType::f32, &flag, 1);
@@ -447,10 +448,6 @@ void SummedRows::write(const GradientTargets& targets) {
   transport_.sum_into(group_, sources_, targets);
   is_read_ = true;  // before users' hooks, which may raise
   transport_.close_scratch(group_);
-}
-
-std::shared_ptr<const Layout> SharedMemoryTransport::segment_layout(ParamGroup& group) {
-  return {std::shared_ptr<const Layout>(), &group.layout()};  // lives as long as the group
 }
 
 void SharedMemoryTransport::close_scratch(ParamGroup& group) {

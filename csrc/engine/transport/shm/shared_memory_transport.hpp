@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/shm_group.hpp"
+#include "engine/transport/segment_plans.hpp"
 #include "engine/transport/shm/resting_slot.hpp"
 #include "engine/transport/transport.hpp"
 
@@ -36,7 +37,9 @@ class SharedMemoryTransport final : public Transport {
   void begin_reduce(ParamGroup& group, cpu::Forwards forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
   Finished finish_reduce(ParamGroup& group, bool flush) override;
-  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
+  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override {
+    return scratch_of(group).plans.of(group).layout;
+  }
   bool abandon_reduce(ParamGroup& group) override;
   void publish_progress(uint64_t position) override;
   void skip_reduce(ParamGroup& group) override;
@@ -53,6 +56,7 @@ class SharedMemoryTransport final : public Transport {
     std::vector<uint8_t> filled;  // by parameter, see Packed
     bool wide = false;            // everything is in the reduce dtype
     uint64_t epoch = 0;           // of the last reduction that was posted
+    SegmentPlans plans;           // of sums for replicas
   };
   struct Closing {  // a scratch some peer may still read
     uint32_t group;
