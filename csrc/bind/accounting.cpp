@@ -5,7 +5,6 @@
 
 #include "core/buffers.hpp"
 #include "core/layout.hpp"
-#include "core/prefetch_budget.hpp"
 #include "core/reduction_queue.hpp"
 #include "core/slots.hpp"
 #include "core/wire_layout.hpp"
@@ -75,11 +74,6 @@ void bind_accounting(py::module_& m) {
       .def("__len__", &ReductionQueue::size)
       .def_property_readonly("allowed_beside", &ReductionQueue::allowed_beside)
       .def_property_readonly("max_buffers", &ReductionQueue::max_buffers);
-  py::class_<PrefetchBudget>(m, "PrefetchBudget")
-      .def(py::init<size_t>(), py::arg("num_bytes"))
-      .def("allows", &PrefetchBudget::allows, py::arg("num_bytes"), py::arg("is_next"))
-      .def("add", &PrefetchBudget::add, py::arg("num_bytes"))
-      .def_property_readonly("is_spent", &PrefetchBudget::is_spent);
   py::class_<SlotLedger>(m, "SlotLedger")
       .def(py::init<size_t>(), py::arg("page_bytes"))
       .def(

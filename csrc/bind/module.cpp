@@ -217,7 +217,6 @@ void bind_root(py::module_& m) {
       .def_property_readonly("in_backward", &Root::in_backward)
       .def_readwrite("is_last_backward", &Root::is_last_backward)
       .def_readwrite("manual_finalization", &Root::manual_finalization)
-      .def_readwrite("prefetch_bytes", &Root::prefetch_bytes)
       .def("set_max_reduce_buffers",
            [](Root& self, size_t num) {
              for (const auto& transport : self.transports()) transport->set_max_reduce_buffers(num);

@@ -334,26 +334,6 @@ class FSDPModule(_TorchFSDPModule):
             state.apply_reduce_buffers()
 
     @checked
-    def set_backward_prefetch_bytes(self, num_bytes: int) -> None:
-        """Backward gathers ahead, in the recorded order, up to ``num_bytes`` of gathered and unused parameters.
-
-        One unit is gathered ahead in any case (upstream's behaviour, and the default, 0). More helps where units are
-        so small that a gather's latency is longer than a unit's backward. Root only.
-
-        Raises:
-            ValueError: a negative number.
-            RuntimeError: not the root.
-        """
-        state = self._get_fsdp_state()
-        if num_bytes < 0:
-            raise ValueError(f"set_backward_prefetch_bytes: num_bytes must not be negative, got {num_bytes}")
-        if state.is_root is False:
-            raise RuntimeError("set_backward_prefetch_bytes must be called on the root FSDP module")
-        state.prefetch_bytes = num_bytes
-        if state.root is not None:
-            state.root.prefetch_bytes = num_bytes
-
-    @checked
     def set_wire_dtype(self, *, weights: str | None = None, gradients: str | None = None, recurse: bool = True) -> None:
         """In how few bits weights are gathered and gradients reduced over a process group.
 

@@ -11,7 +11,6 @@
 #include "core/buffers.hpp"
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "core/prefetch_budget.hpp"
 #include "core/reduction_queue.hpp"
 
 namespace fsdp2x {
@@ -135,18 +134,6 @@ TEST(ReductionQueue, SegmentsGoWithTheirBuffer) {
   EXPECT_FALSE(queue.add_segment(first, 4)) << "it is the caller's to give back";
   EXPECT_EQ(queue.pop().segments, std::vector<int>{3});
   EXPECT_EQ(queue.size(), 0u);
-}
-
-TEST(PrefetchBudget, TheNextUnitAlways) {
-  PrefetchBudget budget(100);
-  EXPECT_TRUE(budget.allows(200, /*is_next=*/true));
-  EXPECT_FALSE(budget.allows(101, /*is_next=*/false));
-  budget.add(60);
-  EXPECT_FALSE(budget.is_spent());
-  EXPECT_TRUE(budget.allows(40, false));
-  EXPECT_FALSE(budget.allows(41, false));
-  budget.add(40);
-  EXPECT_TRUE(budget.is_spent());
 }
 
 }  // namespace

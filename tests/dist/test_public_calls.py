@@ -223,7 +223,6 @@ NEEDS = {
     "fsdp2x.train.train": lambda w: {"config": fsdp2x.train.parse_config(w.config())},
     "FSDPModule.set_all_reduce_hook": lambda w: {"hook": lambda rows: None},
     "FSDPModule.set_allocate_memory_from_process_group_for_comm": lambda w: {"enable": True},
-    "FSDPModule.set_backward_prefetch_bytes": lambda w: {"num_bytes": 1},
     "FSDPModule.set_custom_all_gather": lambda w: {"comm": None},
     "FSDPModule.set_custom_reduce_scatter": lambda w: {"comm": None},
     "FSDPModule.set_force_sum_reduction_for_comms": lambda w: {"enable": True},

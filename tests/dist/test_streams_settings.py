@@ -15,33 +15,6 @@ from streams import WIDTH, record_of_steps, step, wide
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_backward_gathers_ahead_within_its_budget(ctx, ahead):
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    names = [f"blocks.{i}" for i in range(6)]
-    model = shard(ctx, wide(6), names, transport="streams")
-    model.set_backward_prefetch_bytes(0)
-    step(model, ctx)
-    num_bytes = model.blocks[0]._get_fsdp_state().groups[0].engine.slot_bytes
-    model.set_backward_prefetch_bytes(ahead * num_bytes + num_bytes // 2)
-    recorder.clear()
-    step(model, ctx, 1)
-    entries = [(e[0], e[2]) for e in recorder.entries if e[0] in ("all_gather", "use") and e[2].startswith("blocks")]
-    backward = entries[[i for i, e in enumerate(entries) if e == ("all_gather", "blocks.5")][1] :]
-    gathered = [name for operation, name in backward if operation == "all_gather"]
-    assert gathered == list(reversed(names)), "the recorded order"
-    for number, name in enumerate(reversed(names)):
-        second_use = [i for i, e in enumerate(backward) if e == ("use", name)][1]
-        begun = sum(operation == "all_gather" for operation, _ in backward[:second_use])
-        assert begun == min(number + 1 + max(ahead, 1), len(names)), (name, begun)
-    with pytest.raises(ValueError, match="negative"):
-        model.set_backward_prefetch_bytes(-1)
-    with pytest.raises(RuntimeError, match="root"):
-        model.blocks[0].set_backward_prefetch_bytes(1)
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("num", [1, 3])
 def test_number_of_reduce_buffers(ctx, num):
     only_fsdp2x(ctx)

@@ -217,7 +217,7 @@ class Scatter(Custom):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor", "prefetch"])
+@pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor"])
 def test_settings_that_move_memory(ctx, setting):
     only_fsdp2x(ctx)
     offload = fsdp2x.CPUOffloadPolicy(pin_memory=False) if setting == "divisor" else fsdp2x.OffloadPolicy()
@@ -233,8 +233,6 @@ def test_settings_that_move_memory(ctx, setting):
             module.set_all_reduce_hook(lambda rows: None)
     elif setting == "buffers":
         model.set_reduce_scatter_max_input_buffers(3)
-    elif setting == "prefetch":
-        model.set_backward_prefetch_bytes(40000)
     else:
         model.set_gradient_divide_factor(3.0)
     assert fsdp2x.memory_report(model).to_dict() != plain

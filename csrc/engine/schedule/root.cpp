@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "core/error.hpp"
-#include "core/prefetch_budget.hpp"
 #include "engine/params/gradient_stream.hpp"
 #include "engine/torch/profile_range.hpp"
 #include "engine/torch/transforms.hpp"
@@ -373,22 +372,12 @@ void Root::prefetch_backward(Unit& unit) {
     }
     return;
   }
-  PrefetchBudget budget(prefetch_bytes);
-  for (size_t next = index; next > 0; --next) {
-    const std::shared_ptr<Unit> before = forward_order_[next - 1].lock();
-    if (before && before.get() != &unit && before->has_params() && before->options.unshard_in_backward &&
-        before->phase() != Phase::reduced) {
-      const size_t bytes = before->slot_bytes();
-      if (before->param_state() == ParamState::sharded) {
-        if (!budget.allows(bytes, /*is_next=*/next == index)) return;
-        const ProfileRange range(before->ranges.backward_prefetch);
-        prefetch(*before);
-        budget.add(bytes);
-      } else if (before->param_state() == ParamState::gathering) {
-        budget.add(bytes);
-      }
-    }
-    if (budget.is_spent()) return;
+  if (index == 0) return;
+  const std::shared_ptr<Unit> before = forward_order_[index - 1].lock();
+  if (before && before.get() != &unit && before->has_params() && before->options.unshard_in_backward &&
+      before->phase() != Phase::reduced && before->param_state() == ParamState::sharded) {
+    const ProfileRange range(before->ranges.backward_prefetch);
+    prefetch(*before);
   }
 }
 

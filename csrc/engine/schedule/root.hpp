@@ -110,9 +110,6 @@ class Root : public std::enable_shared_from_this<Root> {
 
   bool is_last_backward = true;
   bool manual_finalization = false;
-  // Backward gathers ahead, in the recorded order, while the units that are gathered and not yet used take no more than
-  // these bytes; always the next one.
-  size_t prefetch_bytes = 0;
   PyRef post_optimizer_event;  // what the next forward's gathers wait for, once; null: everything enqueued before it
 
  private:

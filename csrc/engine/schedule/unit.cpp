@@ -182,12 +182,6 @@ void Unit::cancel_unshard() {
   set_params(ParamState::gathering, ParamState::sharded);
 }
 
-size_t Unit::slot_bytes() const {
-  size_t bytes = 0;
-  for (const auto& group : groups) bytes += group->layout().slot_bytes();
-  return bytes;
-}
-
 bool Unit::has_open_gradients() const {
   return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->is_open(); });
 }

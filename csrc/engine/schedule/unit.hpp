@@ -80,8 +80,6 @@ class Unit : public UnitFacts, public std::enable_shared_from_this<Unit> {
   bool has_outstanding_calls() const { return call_token_.use_count() > 1; }
 
   bool has_params() const { return !groups.empty(); }
-  // What the unit takes while it is gathered.
-  size_t slot_bytes() const;
 
   // All units that live, and their groups. Need the GIL.
   static std::vector<std::shared_ptr<Unit>> live();

@@ -89,7 +89,6 @@ class UnitFacts:
     num_elements: int
     reshards_after_forward: bool
     reshards_after_backward: bool = True
-    prefetch_bytes: int = 0  # what backward may gather ahead; the root's counts
     expert_parallel: int = 1  # ranks over which its parameters are spread before they are sharded
 
 

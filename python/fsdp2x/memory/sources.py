@@ -63,7 +63,6 @@ def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, An
         num_elements=sum(param.local_size.numel() for param in state.params),
         reshards_after_forward=reshards,
         reshards_after_backward=options.reshard_after_backward,
-        prefetch_bytes=state.prefetch_bytes,
     )
 
 

@@ -101,7 +101,6 @@ class Replay:
     ) -> None:
         self._micro_batches = micro_batches.played
         self._units = [_Unit(facts) for facts in units]
-        self._prefetch_bytes = units[0].prefetch_bytes  # of the root, which comes first
         self._ledgers: dict[Hashable, Ledger] = {}
         # What a device holds at once: slots, buffers, gradients of autograd and reduced ones.
         self._whole = _C.MemoryTally(None)
@@ -248,21 +247,9 @@ class Replay:
     # --- parameters ---
 
     def _prefetch_backward(self, unit: _Unit) -> None:
-        """The unit before, and those before it while what is gathered and not used yet stays within the budget."""
-        budget = _C.PrefetchBudget(self._prefetch_bytes)
-        for position in range(unit.index, 0, -1):
-            before = self._order[position - 1]
-            if before is not unit and before.has_params and not before.is_reduced:
-                num_bytes = sum(group.slot_bytes for group in before.facts.groups)
-                if before.state == "sharded":
-                    if not budget.allows(num_bytes, is_next=position == unit.index):
-                        return
-                    self._begin_unshard(before)
-                    budget.add(num_bytes)
-                elif before.state == "gathering":
-                    budget.add(num_bytes)
-            if budget.is_spent:
-                return
+        before = self._order[unit.index - 1] if unit.index > 0 else unit
+        if before is not unit and not before.is_reduced:
+            self._begin_unshard(before)
 
     def _sources(self, unit: _Unit) -> list[GroupFacts]:
         return [group.small if unit.keeps_rows and group.small else group for group in unit.facts.groups]

@@ -74,7 +74,6 @@ class UnitState(StateNames, torch_private.State):
         self.manual_finalization = False
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
         self.generation = 0  # counts resets, which invalidate handles
-        self.prefetch_bytes = 0  # what backward may gather ahead
         self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
         self.max_reduce_buffers: int | None = None  # None: the engine's default
         self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
@@ -277,7 +276,6 @@ class UnitState(StateNames, torch_private.State):
         root.is_last_backward = self.is_last_backward
         root.set_post_optimizer_event(self.post_optimizer_event)
         root.manual_finalization = self.manual_finalization
-        root.prefetch_bytes = self.prefetch_bytes
         choice = TransportChoice(
             self.transport,
             self.timeout,
