@@ -119,7 +119,10 @@ void Gradients::open_block(std::shared_ptr<const Layout> places) {
     if (!entry.tensor.defined() || (entry.in_block ? places_->params()[i].shape.trainable : has_own_gradient(i))) {
       continue;
     }
-    if (!entry.in_block) commons_->blocks.retire(entry.local);
+    if (!entry.in_block) {
+      if (entry.alone.tensor == 0) continue;  // of this reduction, for a parameter that other ranks train
+      commons_->blocks.retire(entry.local);
+    }
     entry = Entry();
   }
   size_t bytes = places_->gradient_pool_bytes();
