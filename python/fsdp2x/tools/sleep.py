@@ -220,7 +220,7 @@ def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: 
 
 
 def _give_to_driver(device: torch.device) -> None:
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()  # what pushes handed to engines
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
