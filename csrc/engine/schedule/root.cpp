@@ -73,6 +73,7 @@ void Root::add_agreement(const std::shared_ptr<Agreement>& agreement) {
 void Root::begin_pass(PassKind kind) {
   Commons& commons = *reductions_.commons();
   commons.pass = {kind, this, ++num_passes_, commons.has_stepped.exchange(false)};
+  if (kind != PassKind::backward) forward_follows_step_ = commons.pass.follows_step;
 }
 
 void Root::end_pass() {
@@ -191,7 +192,7 @@ bool Root::is_forward_thread() const { return forward_thread_ == std::this_threa
 void Root::abandon_forward(bool interrupted, const std::string& why) {
   if (!why.empty()) leave_pass(why);
   end_pass();
-  reductions_.commons()->has_stepped = true;  // as on peers that have raised in another pass
+  repeat_step_flag();
   // A backward that comes all the same waits for ranks that left this forward, too.
   forward_is_alone_ = false;
   if (forward_has_grad_) ++forwards_.num_raised;
@@ -331,7 +332,11 @@ void Root::drop_raised_reductions() {
 
 void Root::leave_backward() noexcept {
   leave_pass("left its backward, which raised: its own output says why");
-  reductions_.commons()->has_stepped = true;  // see abandon_forward
+  repeat_step_flag();
+}
+
+void Root::repeat_step_flag() {
+  if (forward_follows_step_) reductions_.commons()->has_stepped = true;
 }
 
 void Root::abandon_backward() {
