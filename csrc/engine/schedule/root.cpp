@@ -74,6 +74,7 @@ void Root::begin_pass(PassKind kind) {
   Commons& commons = *reductions_.commons();
   commons.pass = {kind, this, ++num_passes_, commons.has_stepped.exchange(false)};
   if (kind != PassKind::backward) forward_follows_step_ = commons.pass.follows_step;
+  has_ever_stepped_ = has_ever_stepped_ || commons.pass.follows_step;
 }
 
 void Root::end_pass() {
@@ -336,7 +337,8 @@ void Root::leave_backward() noexcept {
 }
 
 void Root::repeat_step_flag() {
-  if (forward_follows_step_) reductions_.commons()->has_stepped = true;
+  // Ranks that agree all raise, maybe after different numbers of forwards. Others may raise alone and go on.
+  if (agreements_.empty() ? forward_follows_step_ : has_ever_stepped_) reductions_.commons()->has_stepped = true;
 }
 
 void Root::abandon_backward() {

@@ -152,6 +152,7 @@ class Root : public std::enable_shared_from_this<Root> {
   uint64_t num_passes_ = 0;  // forwards and backwards
   std::thread::id forward_thread_;
   bool forward_has_grad_ = false;
+  bool has_ever_stepped_ = false;
   bool forward_follows_step_ = false;  // see Pass; of the last one
   bool forward_is_alone_ = false;      // the last forward, under grad, began when no graph waited for its backward
   cpu::Forwards forwards_;  // those under grad: on ranks that raised alone and went on, they tell steps apart
