@@ -28,7 +28,7 @@ struct Pass {
   PassKind kind = PassKind::outside;
   const void* root = nullptr;  // told apart by identity only
   uint64_t number = 0;         // of the passes of that root
-  bool follows_step = false;   // an optimizer has stepped since its last pass
+  bool odd_steps = false;      // of optimizers of that root
   bool operator==(const Pass&) const = default;
 };
 

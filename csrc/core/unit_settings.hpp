@@ -11,7 +11,7 @@ namespace fsdp2x {
 inline constexpr std::array kUnitFlagNames{
     "reshard_after_forward",  "reshard_after_forward=None",    "reshard_after_backward",
     "requires_gradient_sync", "requires_all_reduce",           "reduce_scatter_unused_params",
-    "unshard_in_backward",    "force_sum_reduction_for_comms", "optimizer.step() before this pass",
+    "unshard_in_backward",    "force_sum_reduction_for_comms", "odd number of optimizer steps",
 };
 
 struct UnitSettings {

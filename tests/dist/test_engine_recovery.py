@@ -462,14 +462,19 @@ class Rootless(Stack):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("agreed", [True, False])
-def test_one_rank_fails_and_goes_on(ctx, agreed):
+@pytest.mark.parametrize(("agreed", "transport"), [(True, "shm"), (True, "process_group"), (False, "shm")])
+def test_one_rank_fails_and_goes_on(ctx, agreed, transport):
     """Its next collectives fit the others', and gradients of two steps would be mixed.
 
     Not when it fails behind all gathers, and all ranks leave out the batch.
     """
     only_fsdp2x(ctx)
-    model = shard(ctx, Rootless(), STACK_UNITS, transport="shm")
+    model, twin = (shard(ctx, Rootless(), STACK_UNITS, transport=transport) for _ in range(2))
+    if agreed:  # optimizers have stepped before
+        for one in (model, twin):
+            loss_of(ctx, one, 2).backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
     register = model.register_forward_hook if agreed else model.register_forward_pre_hook
     handle = register(fail)
     if ctx.rank == 0:
@@ -479,7 +484,6 @@ def test_one_rank_fails_and_goes_on(ctx, agreed):
     loss = loss_of(ctx, model, 0) if ctx.rank == 1 else None
     if agreed:
         del loss
-        twin = shard(ctx, Rootless(), STACK_UNITS, transport="shm")
         for one in (model, twin):
             loss_of(ctx, one, 1).backward()
         return same(grads(model), grads(twin))

@@ -34,15 +34,15 @@ struct UnitOptions {
   WireFormat wire_gradients = WireFormat::plain;
 };
 
-// See UnitSettings::flags. `follows_step`: an optimizer has stepped since the last pass.
-inline uint32_t flags_of(const UnitOptions& options, bool follows_step) {
+// See UnitSettings::flags. `odd_steps`: optimizers have stepped between passes an odd number of times.
+inline uint32_t flags_of(const UnitOptions& options, bool odd_steps) {
   constexpr std::array kFlags{
       &UnitOptions::reshard_after_forward,  &UnitOptions::reshard_without_grad, &UnitOptions::reshard_after_backward,
       &UnitOptions::requires_gradient_sync, &UnitOptions::requires_all_reduce,  &UnitOptions::reduce_unused_params,
       &UnitOptions::unshard_in_backward,    &UnitOptions::force_sum_reduction,
   };
   static_assert(kFlags.size() + 1 == kUnitFlagNames.size());
-  uint32_t flags = static_cast<uint32_t>(follows_step) << kFlags.size();
+  uint32_t flags = static_cast<uint32_t>(odd_steps) << kFlags.size();
   for (size_t i = 0; i < kFlags.size(); ++i) {
     if (options.*kFlags[i]) flags |= uint32_t{1} << i;
   }

@@ -72,9 +72,8 @@ void Root::add_agreement(const std::shared_ptr<Agreement>& agreement) {
 
 void Root::begin_pass(PassKind kind) {
   Commons& commons = *reductions_.commons();
-  commons.pass = {kind, this, ++num_passes_, commons.has_stepped.exchange(false)};
-  if (kind != PassKind::backward) forward_follows_step_ = commons.pass.follows_step;
-  has_ever_stepped_ = has_ever_stepped_ || commons.pass.follows_step;
+  if (commons.has_stepped.exchange(false)) odd_steps_ = !odd_steps_;
+  commons.pass = {kind, this, ++num_passes_, odd_steps_};
 }
 
 void Root::end_pass() {
@@ -193,7 +192,6 @@ bool Root::is_forward_thread() const { return forward_thread_ == std::this_threa
 void Root::abandon_forward(bool interrupted, const std::string& why) {
   if (!why.empty()) leave_pass(why);
   end_pass();
-  repeat_step_flag();
   // A backward that comes all the same waits for ranks that left this forward, too.
   forward_is_alone_ = false;
   if (forward_has_grad_) ++forwards_.num_raised;
@@ -331,15 +329,7 @@ void Root::drop_raised_reductions() {
   if (backward_has_raised()) reductions_.forget_pending();
 }
 
-void Root::leave_backward() noexcept {
-  leave_pass("left its backward, which raised: its own output says why");
-  repeat_step_flag();
-}
-
-void Root::repeat_step_flag() {
-  // Ranks that agree all raise, maybe after different numbers of forwards. Others may raise alone and go on.
-  if (agreements_.empty() ? forward_follows_step_ : has_ever_stepped_) reductions_.commons()->has_stepped = true;
-}
+void Root::leave_backward() noexcept { leave_pass("left its backward, which raised: its own output says why"); }
 
 void Root::abandon_backward() {
   drop_raised_reductions();

@@ -116,8 +116,6 @@ class Root : public std::enable_shared_from_this<Root> {
   void add_transport(const std::shared_ptr<Transport>& transport);
   void begin_pass(PassKind kind);
   void end_pass();
-  // The step is tried again: its next forward follows what its last one followed.
-  void repeat_step_flag();
   // Tells the peers that this rank's pass has raised.
   void leave_pass(const std::string& why) noexcept;
   void prefetch(Unit& target);
@@ -152,11 +150,10 @@ class Root : public std::enable_shared_from_this<Root> {
   uint64_t num_passes_ = 0;  // forwards and backwards
   std::thread::id forward_thread_;
   bool forward_has_grad_ = false;
-  bool has_ever_stepped_ = false;
-  bool forward_follows_step_ = false;  // see Pass; of the last one
-  bool forward_is_alone_ = false;      // the last forward, under grad, began when no graph waited for its backward
-  cpu::Forwards forwards_;  // those under grad: on ranks that raised alone and went on, they tell steps apart
-  bool is_frugal_ = false;  // some transport is
+  bool odd_steps_ = false;         // ranks that tried passes again or left them out have stepped as often as others
+  bool forward_is_alone_ = false;  // the last forward, under grad, began when no graph waited for its backward
+  cpu::Forwards forwards_;         // those under grad: on ranks that raised alone and went on, they tell steps apart
+  bool is_frugal_ = false;         // some transport is
   bool callback_queued_ = false;
   std::weak_ptr<const Backward> callback_;  // lives as long as the graph task that the callback was queued in
   uint64_t num_entries_ = 0;

@@ -19,7 +19,7 @@ bool is_trained(const ParamGroup& group, size_t param) {
 CollectiveSettings settings_of(const ParamGroup& group) {
   const UnitOptions& options = group.options();
   CollectiveSettings settings;
-  settings.unit = {flags_of(options, group.pass().follows_step), group.divisor()};
+  settings.unit = {flags_of(options, group.pass().odd_steps), group.divisor()};
   settings.wire_weights = options.wire_weights;
   settings.wire_gradients = options.wire_gradients;
   for (size_t i = 0; i < group.params().size(); ++i) {

@@ -28,7 +28,7 @@ std::vector<cpu::SlotRows> rows_in_slot(const Layout& layout) {
 
 cpu::GatherPost post_of(const ParamGroup& group) {
   const UnitOptions& options = group.unit().options;
-  const UnitSettings settings{flags_of(options, group.pass().follows_step), options.divide_factor.value_or(0.0)};
+  const UnitSettings settings{flags_of(options, group.pass().odd_steps), options.divide_factor.value_or(0.0)};
   return {group.gather().sequence,
           group.index(),
           static_cast<uint32_t>(group.gather().slot.id),
