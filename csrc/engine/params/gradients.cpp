@@ -106,7 +106,7 @@ std::shared_ptr<const Layout> Gradients::current_layout() const {
   std::vector<bool> trains(params_.size());
   bool is_same = places_ != nullptr;
   for (size_t i = 0; i < params_.size(); ++i) {
-    trains[i] = layout_.params()[i].shape.trainable && params_[i].sharded().requires_grad();
+    trains[i] = params_[i].trains(layout_.params()[i]);
     is_same = is_same && trains[i] == places_->params()[i].shape.trainable;
   }
   return is_same ? places_ : std::make_shared<const Layout>(layout_.training(trains));

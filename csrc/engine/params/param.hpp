@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layout.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/py_ref.hpp"
 #include "engine/torch/torch_compat.hpp"
@@ -51,6 +52,8 @@ class Param {
   // Takes the memory away; a later access throws a message that names the parameter. Other memory that somebody gave to
   // the unsharded parameter goes.
   void empty();
+  // Whether it trains now; `place`: its own in the group's layout.
+  bool trains(const ParamPlace& place) const { return place.shape.trainable && sharded().requires_grad(); }
   // `registered`, which modules register instead of the sharded parameter, trains as that does.
   void give_requires_grad(const at::Tensor& registered);
   // Whether it trains has been changed on `registered` since: the sharded parameter follows.

@@ -344,7 +344,7 @@ bool ParamGroup::reduces_unused() const { return options().reduce_unused_params 
 
 bool ParamGroup::has_trainable() const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (layout_.params()[i].shape.trainable && params_[i].sharded().requires_grad()) return true;
+    if (params_[i].trains(layout_.params()[i])) return true;
   }
   return false;
 }

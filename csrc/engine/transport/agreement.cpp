@@ -13,7 +13,7 @@ namespace fsdp2x {
 namespace {
 
 bool is_trained(const ParamGroup& group, size_t param) {
-  return group.layout().params()[param].shape.trainable && group.params()[param].sharded().requires_grad();
+  return group.params()[param].trains(group.layout().params()[param]);
 }
 
 CollectiveSettings settings_of(const ParamGroup& group) {

@@ -33,7 +33,7 @@ at::Tensor SegmentPlan::unpacked(size_t param, DType type, const at::Tensor& seg
 SegmentPlan& SegmentPlans::of(const ParamGroup& group) {
   std::vector<bool> trainable(group.params().size());
   for (size_t i = 0; i < trainable.size(); ++i) {
-    trainable[i] = group.layout().params()[i].shape.trainable && group.params()[i].sharded().requires_grad();
+    trainable[i] = group.params()[i].trains(group.layout().params()[i]);
   }
   auto found = plans_.find(trainable);
   if (found == plans_.end()) {

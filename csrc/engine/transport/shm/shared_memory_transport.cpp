@@ -305,7 +305,7 @@ void SharedMemoryTransport::fill_unused(ParamGroup& group) {
   Scratch& scratch = scratch_of(group);
   for (size_t i = 0; i < group.params().size(); ++i) {
     const ParamPlace& place = group.layout().params()[i];
-    if (scratch.filled[i] || !place.shape.trainable || !group.params()[i].sharded().requires_grad()) continue;
+    if (scratch.filled[i] || !group.params()[i].trains(place)) continue;
     scratch.filled[i] = scratch.wide ? kPackedWide : kPacked;
     const PackedGradient packed = packed_gradient(group, i, scratch.data, scratch.filled[i]);
     std::memset(packed.data, 0, static_cast<size_t>(place.shape.numel()) * dtype_bytes(packed.type));
