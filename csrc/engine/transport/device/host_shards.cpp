@@ -66,8 +66,6 @@ void HostRows::write(const GradientTargets& targets) {
     // A recorder's device is the CPU, where new memory of the host may just have been a gradient of the device.
     if (is_new) written.clear();
     const LaneScope scope(layer_, Lane::host);
-    const at::Tensor& pool = group_.gradients().pool();
-    if (is_new && pool.defined()) layer_.note("take", group_.name(), {}, ranges_of({pool}));
     layer_.note(in_pool ? "land in place" : "land by copy", group_.name(), ranges_of({memory}), written);
   }
   give_back();
