@@ -135,8 +135,11 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
 
     Else a shard that comes back to its place would overwrite them.
     """
-    owners = {sharded.storage._cdata: sharded for sharded in places if sharded.storage is not None}
-    for state in all_units:
+    moved = (
+        one for one in places if one.storage is not None and not one.was_moved(torch_private.local_tensor(one.param))
+    )
+    owners = {one.storage._cdata: one for one in moved}
+    for state in all_units if owners else ():
         for guest in state.params:
             local = torch_private.local_tensor(guest.param)
             if guest.is_wrapper or guest.is_alias or local.is_meta:
