@@ -1,16 +1,11 @@
-"""Runs of benchmarks, one after the other, and what their medians are worth: ranges over processes, days and machines.
+"""Repeated runs of the benchmarks that the project's README quotes: their ratios, with the range over all runs.
 
-    python benchmarks/history.py record [--runs 5] [--only step_cpu_2ranks ...]    appends to benchmarks/history.jsonl
-    python benchmarks/history.py show                                              ratios of every row, with their range
-    python benchmarks/history.py check out/bench                                   results of a run against that range
-    python benchmarks/history.py write                                             README.md: its table and its picture
+    python benchmarks/history.py record [--runs 5]    runs them and appends a line for each to benchmarks/history.jsonl
+    python benchmarks/history.py check out/bench      compares the results of a run with the recorded range
+    python benchmarks/history.py write                writes the table and the picture of the project's README
 
-A line of the history is one run in processes of its own: when, where, of which commit, what ours took, and for each row
-the ratio of the other side's median to ours; the last run's result itself stays in results/. `check` names rows below
-the range of at least five runs, and fails then. The file tells of one engine: a change of its speed begins it anew.
-
-A machine is a processor and a boot: a virtual machine that is started anew may stand on another host, with other
-neighbours, and what it is called or which processor it sees says nothing of that.
+A line is one run in its own processes: day, machine, load before the run, commit, what fsdp2x took, and the ratio of
+each other side to it. ``check`` fails if a row is below at least five recorded runs.
 """
 
 from __future__ import annotations
@@ -28,89 +23,101 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import plots
 import run_all
 from step_cases import CASES
 
 HERE = Path(__file__).parent
 HISTORY = HERE / "history.jsonl"
 README = HERE.parent / "README.md"
-# Fewer say nothing of a range.
-LEAST_RUNS = 5
+RECORDED = ("step_cpu_2ranks", "optimizer_cpu_2ranks", "memory_cpu_2ranks")
+LEAST_RUNS = 5  # fewer do not give a range
+# Sides of a result as rows call them.
+SIDES = {
+    "one step": "fsdp2x, one step",
+    "fsdp2x_torch_adamw": "with torch's AdamW",
+    "stock": "FSDP2",
+    "torch": "torch on FSDP2",
+    "fsdp1": "FSDP1",
+    "zero3": "ZeRO-3",
+    "ddp": "DDP, unsharded",
+    "unsharded": "unsharded, foreach",
+}
+# Columns of README.md and the sides behind them.
+PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
+# Panels of the picture of README.md: result, row, title, unit.
+PANELS = (
+    ("step_cpu_2ranks", "comm", f"Step: {CASES['comm'].title}", "ms"),
+    ("step_cpu_2ranks", "compute", f"Step: {CASES['compute'].title}", "ms"),
+    ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks, 16 tokens", "MiB"),
+)
 
 
-def ratios(record: Mapping) -> dict[str, float]:
-    """Row -> how many times ours the other side takes, of one result; rows are those of its bars."""
+def measured(record: Mapping) -> dict[str, dict[str, float]]:
+    """Row -> side -> milliseconds of a step, or MiB at the peak, of one result."""
+    results = record["results"]
+    if record["benchmark"] == "memory":
+        return {
+            f"{case['case']}: peak of all ranks": {
+                side: case[side]["peak"] / 2**20 for side in ("fsdp2x", *SIDES) if side in case
+            }
+            for case in results
+        }
     return {
-        f"{panel.title}: {bar.label}": bar.value / panel.bars[0].value
-        for panel in plots.panels_of(record)
-        if isinstance(panel, plots.Bars) and panel.bars[0].value
-        for bar in panel.bars[1:]
+        case: {side: phases["step"]["median_ms"] for side, phases in sides.items() if "step" in phases}
+        for case, sides in results.items()
     }
 
 
-def details(record: Mapping) -> dict[str, float]:
-    """The same of the phases that bars of others have, and of the points of curves."""
-    found: dict[str, float] = {}
-    for panel in plots.panels_of(record):
-        if isinstance(panel, plots.Bars):
-            base = panel.bars[0].parts
-            for bar in (bar for bar in panel.bars[1:] if bar.color != plots.OURS_TOO):
-                shared = [part for part in bar.parts if base.get(part)]
-                found |= {f"{panel.title}: {bar.label}, {part}": bar.parts[part] / base[part] for part in shared}
-        elif panel.is_logarithmic:
-            (_, (_, base)), *others = panel.lines.items()
-            for label, (_, points) in others:
-                for (x, value), (_, least) in zip(points, base, strict=True):
-                    found[f"{panel.title}, {x:,} {panel.xlabel}: {label}"] = value / least
-    return found
-
-
-def ours(record: Mapping) -> dict[str, float]:
-    """Title -> what ours takes, in the panel's unit."""
-    return {panel.title: panel.bars[0].value for panel in plots.panels_of(record) if isinstance(panel, plots.Bars)}
+def ratios(record: Mapping) -> dict[str, float]:
+    """Row and side -> how many times as much as fsdp2x the side takes."""
+    return {
+        f"{row}: {SIDES[side]}": round(value / sides["fsdp2x"], 3)
+        for row, sides in measured(record).items()
+        for side, value in sides.items()
+        if side in SIDES
+    }
 
 
 def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def machine() -> str:
-    """What tells machines apart in a history, without their names."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-
-
-def boot() -> str:
-    """The same for all runs of a machine until it is started anew; says nothing of what it is called."""
-    return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:8]
+def machine() -> dict[str, str]:
+    """The processor and the boot, because a virtual machine that restarts may be on another host."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    boot = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:8]
+    return {"machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores", "boot": boot}
 
 
 def entry(name: str, record: Mapping, load: float) -> dict:
-    """One line of the history. ``load``: of the machine before the run, without which a ratio cannot be judged."""
+    """One line of the history."""
     return {
         "name": name,
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "boot": boot(),
+        **machine(),
         "load": round(load, 2),
         "commit": record["environment"]["commit"],
         "torch": record["environment"]["torch"],
-        "ours": {title: round(value, 3) for title, value in ours(record).items()},
-        "ratios": {row: round(value, 3) for row, value in (ratios(record) | details(record)).items()},
+        "ours": {row: round(sides["fsdp2x"], 3) for row, sides in measured(record).items()},
+        "ratios": ratios(record),
     }
 
 
-def runs_of(name: str, lines: Iterable[Mapping]) -> list[Mapping]:
-    """The lines of one result."""
-    return [line for line in lines if line["name"] == name]
+def record(names: Iterable[str], num_runs: int, path: Path) -> int:
+    """Runs each benchmark so often and appends what came out; returns 1 if one failed."""
+    status = 0
+    for name in [name for _ in range(num_runs) for name in names]:
+        script, *options = run_all.FULL[name]
+        load = Path("/proc/loadavg").read_text().split()[0]
+        out = path.parent / "results" / f"{name}.json"
+        command = [sys.executable, str(HERE / script), *options, "--json", str(out)]
+        if subprocess.run(command, check=False).returncode != 0:
+            status = 1
+            continue
+        with path.open("a") as file:
+            file.write(json.dumps(entry(name, json.loads(out.read_text()), float(load))) + "\n")
+    return status
 
 
 def ranges(lines: Iterable[Mapping]) -> dict[tuple[str, str], list[float]]:
@@ -122,145 +129,87 @@ def ranges(lines: Iterable[Mapping]) -> dict[tuple[str, str], list[float]]:
     return found
 
 
-def days_and_machines(lines: Iterable[Mapping]) -> tuple[int, int]:
-    """On how many days, and on how many machines. The oldest lines do not know their boot: they count as one."""
-    days, machines = zip(*((line["day"], (line["machine"], line.get("boot"))) for line in lines), strict=True)
-    return len(set(days)), len(set(machines))
+def regressions(lines: list[Mapping], results: Mapping[str, Mapping]) -> list[str]:
+    """Rows of results that are below every recorded run, if there are enough of them."""
+    known = ranges(lines)
+    return [
+        f"{name}, {row}: {value:.2f}x, the {len(values)} runs before had {min(values):.2f}x and more"
+        for name, result in results.items()
+        if name in RECORDED
+        for row, value in ratios(result).items()
+        if len(values := known.get((name, row), [])) >= LEAST_RUNS and value < min(values)
+    ]
 
 
-def table(lines: list[Mapping]) -> list[str]:
-    """Rows of Markdown: how many times ours the other side takes, median and range of all runs, bold where it is ahead.
-
-    A phase is a row where the other side is ahead in it.
-    """
-    rows = ["| row | median | range | runs | days | machines |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
-    for (name, row), values in ranges(lines).items():
-        middle = statistics.median(values)
-        is_ahead = round(middle, 2) < 1
-        if row.rpartition(", ")[2] in plots.PHASES and not is_ahead:
-            continue
-        days, machines = days_and_machines(line for line in lines if line["name"] == name and row in line["ratios"])
-        mark = "**" if is_ahead else ""
-        spread = f"{min(values):.2f}x to {max(values):.2f}x"
-        rows.append(f"| {row} | {mark}{middle:.2f}x{mark} | {spread} | {len(values)} | {days} | {machines} |")
-    return rows
-
-
-def shown(lines: list[Mapping]) -> str:
-    """The table of each result, under its name."""
-    names = sorted({line["name"] for line in lines})
-    return "\n\n".join("\n".join([name, "", *table(runs_of(name, lines))]) for name in names)
-
-
-# What the columns of README.md are called, and the bars behind them.
-PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
-
-# Panels of the picture at the top of README.md: result, its row, title, unit.
-OVERVIEW = (
-    ("step_cpu_2ranks", "comm", f"Step: {CASES['comm'].title}", "ms"),
-    ("step_cpu_2ranks", "compute", f"Step: {CASES['compute'].title}", "ms"),
-    ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks, 16 tokens", "MiB"),
-)
-
-
-def steps_table(lines: list[Mapping]) -> str:
-    """Markdown for README.md: a row for each model of bench_step, and how many times our step each peer takes."""
-    of = runs_of("step_cpu_2ranks", lines)
-    found = ranges(of)
-    models = list(dict.fromkeys(row.partition(": ")[0] for _, row in found))
-    days, machines = days_and_machines(of)
-    head = f"| runs: {len(of)}, days: {days}, machines: {machines} | {' | '.join(PEERS)} |"
-    rows = [head, f"| --- |{' ---: |' * len(PEERS)}"]
-    for model in models:
-        cells = []
-        for peer in PEERS.values():
-            values = found.get(("step_cpu_2ranks", f"{model}: {peer}"), [])
-            cells.append(
-                f"{statistics.median(values):.1f}x ({min(values):.1f} to {max(values):.1f})" if values else "–"
-            )
+def steps_table(lines: Iterable[Mapping]) -> str:
+    """The Markdown table of README.md: a row for each model of bench_step.py, a column for each peer."""
+    runs = [line for line in lines if line["name"] == "step_cpu_2ranks"]
+    days = {line["day"] for line in runs}
+    machines = {(line["machine"], line.get("boot")) for line in runs}  # the first lines have no boot
+    rows = [
+        f"| runs: {len(runs)}, days: {len(days)}, machines: {len(machines)} | {' | '.join(PEERS)} |",
+        f"| --- |{' ---: |' * len(PEERS)}",
+    ]
+    found = {row: values for (_, row), values in ranges(runs).items()}
+    for model in dict.fromkeys(row.partition(":")[0] for row in found):
+        of_peers = [found.get(f"{model}: {peer}") for peer in PEERS.values()]
+        cells = [f"{statistics.median(v):.1f}x ({min(v):.1f} to {max(v):.1f})" if v else "–" for v in of_peers]
         rows.append(f"| {model}: {CASES[model].title} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def overview(lines: list[Mapping]) -> list[plots.Panel]:
-    """The picture of README.md, of the runs of its table: medians and ranges of ratios, times the median of ours."""
-    panels: list[plots.Panel] = []
-    for name, row, title, unit in OVERVIEW:
-        of = runs_of(name, lines)
-        own = [line["ours"][row] for line in of if "ours" in line]
-        bars = [plots.Bar("fsdp2x", plots.OURS, statistics.median(own), min(own), max(own))]
-        found = ranges(of)
-        for label, color in plots.SIDES.values():
-            values = found.get((name, f"{row}: {label}"), [])
-            if values and label in PEERS.values():
-                bounds = (bars[0].value * value for value in (statistics.median(values), min(values), max(values)))
-                bars.append(plots.Bar(label, color, *bounds))
-        panels.append(plots.Bars(title, unit, tuple(bars)))
-    return panels
+def bars(lines: list[Mapping], name: str, row: str) -> dict[str, tuple[float, float, float]]:
+    """Side -> median, least and most over all runs, in the row's unit."""
+    own = [line["ours"][row] for line in lines if line["name"] == name and "ours" in line]
+    sides = {"fsdp2x": (statistics.median(own), min(own), max(own))}
+    for side in PEERS.values():
+        values = ranges(lines).get((name, f"{row}: {side}"))
+        if values:
+            sides[side] = tuple(sides["fsdp2x"][0] * v for v in (statistics.median(values), min(values), max(values)))
+    return sides
 
 
-def written(text: str, lines: list[Mapping]) -> str:
-    """README.md with that table in the place of its first one."""
-    return re.sub(r"(^\|.*\n)+", lambda _: steps_table(lines) + "\n", text, count=1, flags=re.MULTILINE)
+def draw(lines: list[Mapping], path: Path) -> None:
+    """Writes the picture of README.md: horizontal bars, fsdp2x first, with a line for the range."""
+    from matplotlib.figure import Figure
 
-
-def regressions(lines: list[Mapping], results: Mapping[str, Mapping]) -> list[str]:
-    """Rows of results that are below every run of the history, where it has enough of them."""
-    known, found = ranges(lines), []
-    for name, record in results.items():
-        for row, value in ratios(record).items():
-            value = round(value, 3)  # as the history has it
-            values = known.get((name, row), [])
-            if len(values) >= LEAST_RUNS and value < min(values):
-                found.append(
-                    f"{name}, {row}: {value:.2f}x, the {len(values)} runs before had {min(values):.2f}x and more"
-                )
-    return found
-
-
-def record(names: Iterable[str], num_runs: int, path: Path) -> int:
-    """Runs each benchmark so often, each time in processes of its own, and appends what came out; 1 if one failed."""
-    status = 0
-    for _ in range(num_runs):
-        for name in names:
-            script, *options = run_all.FULL[name]
-            load = Path("/proc/loadavg").read_text().split()[0]
-            out = path.parent / "results" / f"{name}.json"
-            command = [sys.executable, str(HERE / script), *options, "--json", str(out)]
-            if subprocess.run(command, check=False).returncode != 0:
-                status = 1
-                continue
-            line = entry(name, json.loads(out.read_text()), float(load))
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    return status
+    figure = Figure(figsize=(4.1 * len(PANELS), 2.7), layout="constrained")
+    for axes, (name, row, title, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+        sides = bars(lines, name, row)
+        for place, (side, (middle, low, high)) in zip(range(len(sides), 0, -1), sides.items(), strict=True):
+            axes.barh(place, middle, 0.66, color={"fsdp2x": "#1f77b4", "FSDP2": "#ff7f0e"}.get(side, "#8c8c8c"))
+            axes.plot([low, high], [place, place], color="black", linewidth=1)
+            ratio = "" if side == "fsdp2x" else f", {middle / sides['fsdp2x'][0]:.2g}x"
+            axes.text(max(middle, high), place, f" {middle:,.0f} {unit}{ratio}", va="center", fontsize=8)
+        axes.set_yticks(range(len(sides), 0, -1), sides, fontsize=8)
+        axes.set_xlim(0, 1.6 * max(high for _, _, high in sides.values()))
+        axes.set_xticks([])
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    # Without matplotlib's version in it, equal numbers give an equal file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "show", "check", "write"))
-    parser.add_argument("folder", nargs="?", type=Path, help="of results, for check")
+    parser.add_argument("action", choices=("record", "check", "write"))
+    parser.add_argument("folder", nargs="?", type=Path, help="folder of the results, for check")
     parser.add_argument("--runs", type=int, default=LEAST_RUNS)
-    parser.add_argument("--only", nargs="+", choices=sorted(run_all.FULL), help="default: steps, optimizers and memory")
-    parser.add_argument("--history", type=Path, default=HISTORY)
     args = parser.parse_args()
     if args.action == "record":
-        return record(
-            args.only or ["step_cpu_2ranks", "optimizer_cpu_2ranks", "memory_cpu_2ranks"], args.runs, args.history
-        )
-    lines = read(args.history)
-    if args.action == "show":
-        print(shown(lines) or "no runs are recorded yet: python benchmarks/history.py record")
-        return 0
+        return record(RECORDED, args.runs, HISTORY)
+    lines = read(HISTORY)
     if args.action == "write":
-        README.write_text(written(README.read_text(), lines))
-        plots.draw(overview(lines), HERE / "plots/overview.png")
+        table = steps_table(lines) + "\n"
+        text = re.sub(r"(^\|.*\n)+", lambda _: table, README.read_text(), count=1, flags=re.MULTILINE)
+        README.write_text(text)
+        draw(lines, HERE / "plots/overview.png")
         return 0
     if args.folder is None:
         parser.error("check: name the folder of the results")
     results = {file.stem: json.loads(file.read_text()) for file in sorted(args.folder.glob("*.json"))}
     found = regressions(lines, results)
-    print("\n".join(found) if found else f"nothing is below the range of {len(lines)} recorded runs")
+    print("\n".join(found) if found else f"no row is below the range of {len(lines)} recorded runs")
     return int(bool(found))
 
 

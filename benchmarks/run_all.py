@@ -1,4 +1,4 @@
-"""Runs every benchmark one after the other and writes their tables and plots.
+"""Runs every benchmark one after the other and writes their tables.
 
     python benchmarks/run_all.py [--quick] [--results DIR] [--out DIR]
 

@@ -17,8 +17,8 @@ def on_files(files: Files, config) -> Files:
     for page, source in (("benchmarks.md", "benchmarks/README.md"), ("changelog.md", "CHANGELOG.md")):
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "messages.md", content=messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")))
-    for picture in sorted((ROOT / "benchmarks/plots").glob("*.png")):
-        files.append(File.generated(config, f"plots/{picture.name}", abs_src_path=str(picture)))
+    picture = ROOT / "benchmarks/plots/overview.png"
+    files.append(File.generated(config, "plots/overview.png", abs_src_path=str(picture)))
     return files
 
 

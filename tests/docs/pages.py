@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +64,6 @@ def tables(text: str) -> dict[str, list[list[str]]]:
         elif set(cells[0]) != {"-"}:
             rows.append(cells)
     return found
-
-
-def code_in(cells: Iterable[str]) -> set[str]:
-    """What stands between backticks."""
-    return {code for cell in cells for code in CODE.findall(cell)}
 
 
 def commands(block: str) -> list[str]:

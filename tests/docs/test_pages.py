@@ -2,7 +2,7 @@
 
 import pytest
 
-from pages import ROOT, fences, name_of, pages, run_page, unseen
+from pages import fences, name_of, pages, run_page, unseen
 
 # The others take longer than everyone should wait.
 SHORT = {"README.md"}
@@ -55,7 +55,3 @@ def test_a_page_that_does_not_hold_is_found(tmp_path):
 def test_lines_are_compared_in_their_order():
     assert unseen("a 1.5\nb\n", "x\na 2.25\nb\n") == []
     assert unseen("b\na\n", "a\nb\n") == ["a"]
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

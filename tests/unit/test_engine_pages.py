@@ -1,4 +1,4 @@
-"""The pages of docs/engine: their examples hold, they are short, and the files that they name are there."""
+"""The pages of docs/engine: their examples hold, and the files that they name are there."""
 
 import doctest
 import re
@@ -8,7 +8,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/engine").glob("*.md"))
-MOST_WORDS = 1300
 PATHS = re.compile(r"`((?:csrc|python|tests|docs|benchmarks|cmake)/[\w/.*{},]+)`")
 
 
@@ -27,16 +26,9 @@ def test_examples_hold(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "csrc/README.md"], ids=lambda page: page.stem)
-def test_pages_are_short_and_name_files_that_are_there(page):
-    text = page.read_text()
-    assert len(text.split()) <= MOST_WORDS
-    assert missing(text) == []
+def test_pages_name_files_that_are_there(page):
+    assert missing(page.read_text()) == []
 
 
 def test_a_file_that_is_not_there_is_found():
     assert missing("see `csrc/core/layout.{hpp,cu}` and `tests/cpp/test_*.cpp`") == ["csrc/core/layout.cu"]
-
-
-def test_every_page_is_in_the_table():
-    table = (ROOT / "csrc/README.md").read_text()
-    assert [page.name for page in PAGES if f"`docs/engine/{page.name}`" not in table] == []
