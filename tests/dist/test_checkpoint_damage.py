@@ -39,7 +39,7 @@ def shorten(path):
 def test_an_older_whole_one_is_taken_and_said(ctx, form):
     from fsdp2x import checkpoint
 
-    agreed = mock.patch("fsdp2x.checkpoint.agree.name_ended", side_effect=AssertionError("no rank is lost"))
+    agreed = mock.patch("fsdp2x.runtime.failures.name_ended", side_effect=AssertionError("no rank is lost"))
     for hurt, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, got"), (os.unlink, "missing")):
         with shared_folder() as folder:
             training = Training()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import checkpoints
 import fsdp2x
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.files import Checkpoint
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, tiny_lora, tiny_vlm

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from fsdp2x.runtime.sharing import all_gather_object
+from fsdp2x.runtime.failures import exchange
 from reference import full
 
 WIDTH = 6
@@ -265,7 +265,7 @@ def meet_again() -> None:
     """Returns when all ranks have been told of the last failure."""
     while True:
         try:
-            all_gather_object(None, None)
+            exchange(None, None)
             return
         except RuntimeError:
             continue

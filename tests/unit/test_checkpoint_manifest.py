@@ -19,7 +19,7 @@ from fsdp2x.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from fsdp2x.reading.errors import Damaged
+from fsdp2x.errors import CorruptFile
 
 
 class Tied(torch.nn.Module):
@@ -93,7 +93,7 @@ def test_a_name_that_no_file_could_have_is_missing(folder):
     manifest = json.loads(path.read_text())
     manifest["files"]["x" * 5000] = {"bytes": 1, "crc32": 1}
     path.write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match="xxx: missing, the manifest lists it with 1 bytes") as error:
+    with pytest.raises(CorruptFile, match="xxx: missing, the manifest lists it with 1 bytes") as error:
         read_manifest(folder)
     assert len(str(error.value)) < 1000
 
@@ -126,7 +126,7 @@ def test_a_manifest_that_says_what_none_can_say(folder, change, reason):
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match=f"manifest.json: .*{reason}"):
+    with pytest.raises(CorruptFile, match=f"manifest.json: .*{reason}"):
         read_manifest(folder)
 
 
@@ -144,9 +144,9 @@ def test_entries_are_counted_and_compared(folder):
         ({**whole, "model.embed.weight": None}, "is a value, the manifest says"),
         ({**whole, "optimizer.param_groups.0.lr": ((), torch.float32)}, "the manifest says a value"),
     ):
-        with pytest.raises(Damaged, match=reason):
+        with pytest.raises(CorruptFile, match=reason):
             check_entries(folder, manifest, wrong)
-    with pytest.raises(Damaged, match="it lacks model.embed.weight"):
+    with pytest.raises(CorruptFile, match="it lacks model.embed.weight"):
         check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=0)
 
 

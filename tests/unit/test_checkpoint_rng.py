@@ -11,7 +11,7 @@ import torch
 import damage
 from fsdp2x.checkpoint.directory import rng_file
 from fsdp2x.checkpoint.rng import check_rng, read_rng, rng_state, save_rng, seed_all, set_rng
-from fsdp2x.reading.errors import Damaged
+from fsdp2x.errors import CorruptFile
 
 CPU = torch.device("cpu")
 
@@ -64,16 +64,16 @@ def test_seeds_differ_by_rank_and_repeat():
 
 
 def test_states_of_others_and_of_nobody_are_named(tmp_path):
-    with pytest.raises(Damaged, match=r"rng-00000\.json: No such file"):
+    with pytest.raises(CorruptFile, match=r"rng-00000\.json: No such file"):
         read_rng(tmp_path, 0, 7)
     save_rng(tmp_path, 0, 7, rng_state(CPU))
     for rank, step in ((1, 7), (0, 8)):
         (tmp_path / rng_file(1)).write_bytes((tmp_path / rng_file(0)).read_bytes())
-        with pytest.raises(Damaged, match=f"not the random generators of rank {rank} at step {step}"):
+        with pytest.raises(CorruptFile, match=f"not the random generators of rank {rank} at step {step}"):
             read_rng(tmp_path, rank, step)
     for text in ("{", "[]", "{}"):
         (tmp_path / rng_file(0)).write_text(text)
-        with pytest.raises(Damaged, match=r"rng-00000\.json: "):
+        with pytest.raises(CorruptFile, match=r"rng-00000\.json: "):
             read_rng(tmp_path, 0, 7)
 
 
@@ -100,7 +100,7 @@ def test_states_of_others_and_of_nobody_are_named(tmp_path):
 )
 def test_states_that_no_generator_has(part, state):
     """numpy would read from behind its words, and Python keeps any next Gaussian."""
-    with pytest.raises(Damaged, match="here: not a state of random generators"):
+    with pytest.raises(CorruptFile, match="here: not a state of random generators"):
         check_rng({**rng_state(CPU), part: state}, CPU, "here")
 
 
@@ -111,7 +111,7 @@ def test_a_changed_state_is_refused_or_can_be_set():
         state, change = damage.change(random.Random(seed), json.loads(json.dumps(rng_state(CPU))), json_only=True)
         try:
             check_rng(state, CPU, "here")
-        except Damaged:
+        except CorruptFile:
             assert draw_state() == before, change.what
             continue
         set_rng(state, CPU)

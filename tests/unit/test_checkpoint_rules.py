@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fsdp2x
-from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.optimizer import Restore, named_state
+from fsdp2x.errors import CheckpointError
 
 KINDS = {
     "Adam": torch.optim.Adam,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.files import Checkpoint, weight_files
 from fsdp2x.hf.sources import Joined, Piece, Stacked, Turned, differ
 from fsdp2x.reading.tensors import LoadedTensor

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import damage
-from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading.json_file import parse_json, read_json
 from fsdp2x.reading.plain import check_plain
 from fsdp2x.reading.regular import OpenFiles, open_regular
@@ -31,7 +31,7 @@ from fsdp2x.reading.safetensors_file import read_safetensors
 def test_json(tmp_path, content, reason):
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(Damaged, match=f"x.json: .*{reason}"):
+    with pytest.raises(CorruptFile, match=f"x.json: .*{reason}"):
         read_json(path)
 
 
@@ -49,7 +49,7 @@ def test_json_that_is_right_is_read():
     ],
 )
 def test_trees_without_an_end(tree, reason):
-    with pytest.raises(Damaged, match=f"where: damaged, .*{reason}"):
+    with pytest.raises(CorruptFile, match=f"where: damaged, .*{reason}"):
         check_plain({"x": (tree,)}, "where")
     shared = list(range(100))
     check_plain({"x": [shared] * 1000, "y": {"z": (shared, {1, 2})}}, "where")
@@ -64,7 +64,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
         path.mkdir()
     elif kind != "gone":
         path.symlink_to("x" if kind == "loop" else "y")
-    with pytest.raises(Damaged, match=f"{path}: "):
+    with pytest.raises(CorruptFile, match=f"{path}: "):
         open_regular(path)
 
 
@@ -78,7 +78,7 @@ def test_many_files_are_not_open_at_once(tmp_path):
             files.fill(tmp_path / str(index), 1, memoryview(target))
             assert target == bytes([index] * 2)
             assert len(os.listdir("/proc/self/fd")) <= before + 3
-        with pytest.raises(Damaged, match="ends 3 bytes before a tensor does"):
+        with pytest.raises(CorruptFile, match="ends 3 bytes before a tensor does"):
             files.fill(tmp_path / "0", 3, memoryview(bytearray(4)))
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import damage
-from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.reading.records import Placement, read_records
 from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.reading.tensors import FileTensor, LoadedTensor

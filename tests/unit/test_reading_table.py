@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading.dcp import DcpTensors
-from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.reading.table import read_table
 
@@ -70,7 +70,7 @@ def test_what_dcp_writes_is_read(saved):
 def test_a_pickle_that_calls_is_refused_unexecuted(saved, tmp_path):
     target = tmp_path / "made"
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(target)))
-    with pytest.raises(Damaged, match=r"\.metadata: .* it refers to (posix|nt)\.mkdir, which no checkpoint needs"):
+    with pytest.raises(CorruptFile, match=r"\.metadata: .* it refers to (posix|nt)\.mkdir, which no checkpoint needs"):
         read_table(saved)
     assert not target.exists()
     pickle.loads((saved / ".metadata").read_bytes())  # the attack itself works: plain pickle would have run it
@@ -89,7 +89,7 @@ def test_classes_are_not_touched(saved):
     """A pickle may set attributes of what it names: not of torch's own classes."""
     attack = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}(S'__init__'\nI1\nutb."
     (saved / ".metadata").write_bytes(attack)
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptFile):
         read_table(saved)
     assert dcp.metadata.Metadata({}).state_dict_metadata == {}
 
@@ -165,13 +165,13 @@ def _move_beside(metadata):
 )
 def test_contradictions_are_named(saved, change, reason):
     edit(saved, change)
-    with pytest.raises(Damaged, match=reason):
+    with pytest.raises(CorruptFile, match=reason):
         read_table(saved)
 
 
 def test_a_dtype_that_is_not_that_of_the_bytes(saved):
     edit(saved, lambda m: setattr(m.state_dict_metadata["model.w"].properties, "dtype", torch.int32))
-    with pytest.raises(Damaged, match=r"holds \[3, 4\] of torch.float32 where .metadata describes .*torch.int32"):
+    with pytest.raises(CorruptFile, match=r"holds \[3, 4\] of torch.float32 where .metadata describes .*torch.int32"):
         load(saved)
 
 
@@ -184,14 +184,14 @@ def test_names_that_may_share_bytes(saved):
     edit(saved, tie)
     assert torch.equal(load(saved)["model.v"], torch.arange(12.0).view(3, 4))
     read_table(saved, tied=[{"model.v", "model.w"}])
-    with pytest.raises(Damaged, match="model.v and model.w have one place"):
+    with pytest.raises(CorruptFile, match="model.v and model.w have one place"):
         read_table(saved, tied=[])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense", pickle.dumps({"a": 1}), pickle.dumps(None)])
 def test_tables_that_are_none_are_named(saved, content):
     (saved / ".metadata").write_bytes(content)
-    with pytest.raises(Damaged, match=r"\.metadata: .*not the metadata of a checkpoint"):
+    with pytest.raises(CorruptFile, match=r"\.metadata: .*not the metadata of a checkpoint"):
         read_table(saved)
 
 
@@ -199,10 +199,10 @@ def test_missing_and_cut_files_are_named(saved):
     (data,) = saved.glob("*.distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(Damaged, match=rf"would lie at .* of {data.name}, which has"):
+    with pytest.raises(CorruptFile, match=rf"would lie at .* of {data.name}, which has"):
         load(saved)
     data.unlink()
-    with pytest.raises(Damaged, match=f"{data.name}: No such file"):
+    with pytest.raises(CorruptFile, match=f"{data.name}: No such file"):
         load(saved)
     with pytest.raises(CheckpointError, match=r"\.metadata: No such file"):
         read_table(Path("/no/such"))

@@ -1,6 +1,7 @@
 """Checkpoints in three forms: atomic, for other world sizes too, in the background, and executing nothing they hold."""
 
-from .agree import CheckpointError
+from fsdp2x.errors import CheckpointError
+
 from .background import Saved
 from .directory import mark, resolve
 from .loading import Loaded, load

@@ -22,10 +22,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2x.errors import CheckpointError
+from fsdp2x.runtime.failures import LostRanks, rank_and_size
 from fsdp2x.runtime.memory_file import whole_pages
 from fsdp2x.runtime.native import _C
 
-from .agree import CheckpointError, LostRanks, rank_and_size
 from .disk import page_aligned
 from .forms import Form
 from .plan import Plan

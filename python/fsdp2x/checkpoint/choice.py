@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading.table import METADATA
+from fsdp2x.runtime.failures import gather_all, join_failures, rank_and_size, run_on_all_ranks
 
 from . import directory
-from .agree import gather_all, join_failures, rank_and_size, together
 from .directory import MANIFEST, PARTS_FILE
 from .manifest import read_manifest, verify_files
 from .sources import verify_archive
@@ -35,14 +35,14 @@ def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: 
     Args:
         verify: its files are compared with their checksums.
         look_into: called on every rank with a checkpoint whose files are those that were written. When it raises
-            `Damaged` anywhere, the next checkpoint is tried.
+            `CorruptFile` anywhere, the next checkpoint is tried.
 
     Raises:
         CheckpointError: on every rank, naming all that were refused; or what `look_into` raised.
     """
     rank, world_size = rank_and_size()
     refused = []
-    for option in together(lambda: _options(path), what=what):
+    for option in run_on_all_ranks(lambda: _options(path), what=what):
         found: list[Choice] = []
         failures = _failures(lambda found=found, option=option: found.append(_examine(option, verify)), what)
         if not failures:
@@ -61,7 +61,7 @@ def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
     def attempt() -> str | None:
         try:
             work()
-        except Damaged as error:
+        except CorruptFile as error:
             return str(error)
         return None
 
@@ -87,7 +87,7 @@ def _examine(option: Path, verify: bool) -> Choice:
         return Choice(option, "full", None)
     if not (option / MANIFEST).is_file() and (option / METADATA).is_file():
         if (option / PARTS_FILE).is_file():
-            raise Damaged(f"{option}: damaged, {MANIFEST} is missing")
+            raise CorruptFile(f"{option}: damaged, {MANIFEST} is missing")
         return Choice(option, "sharded", None)
     manifest = read_manifest(option)
     if verify:

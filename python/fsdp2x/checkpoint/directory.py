@@ -18,7 +18,7 @@ import re
 import shutil
 from pathlib import Path
 
-from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.reading.table import METADATA
 
 from ..arguments import checked

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .agree import CheckpointError, on_rank_0
+from fsdp2x.errors import CheckpointError
+from fsdp2x.runtime.failures import on_rank_0
+
 from .archive import ALIGN_BYTES, Archive, Record, Stored
 from .crc import combine
 from .directory import FULL_FILE

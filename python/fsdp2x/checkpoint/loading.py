@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.hf.names import clean_name
-from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.regular import OpenFiles
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.failures import rank_and_size, run_on_all_ranks
 from fsdp2x.runtime.replicas import check_again
 from fsdp2x.runtime.swapped import why_swapped
 from fsdp2x.runtime.tree import unit_states
 
 from ..arguments import checked
-from .agree import rank_and_size, together
 from .background import Saver
 from .choice import Choice, choose
 from .directory import rng_file
@@ -187,16 +187,16 @@ def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
     What others may refuse comes first and is taken back when any rank fails. The model is filled in place, last: only
     its files can still fail, such as by a disk, and have been read once.
     """
-    together(lambda: run(match.state_copies), what=what)
+    run_on_all_ranks(lambda: run(match.state_copies), what=what)
     undo: list[Callable[[], None]] = []
     try:
-        said = together(lambda: match.hand_over(wanted, undo), what=what)
+        said = run_on_all_ranks(lambda: match.hand_over(wanted, undo), what=what)
     except CheckpointError:
         for give_back in reversed(undo):
             give_back()
         raise
     try:
-        together(match.fill, what=what)
+        run_on_all_ranks(match.fill, what=what)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; a part of it is in the model: load again before it is used") from (
             error.__cause__
@@ -216,7 +216,7 @@ def _match(
     """Opens the checkpoint and compares it with itself and with what is here.
 
     Raises:
-        Damaged: it contradicts itself.
+        CorruptFile: it contradicts itself.
         CheckpointError: it does not fit, or needs to be trusted.
     """
     rank, world_size = rank_and_size()
@@ -236,7 +236,7 @@ def _match(
         _check_parts(choice.path, parts, manifest)
         rng = _rng_of(choice, parts, manifest, rank, device_of(model))
     elif isinstance(parts.get("rng"), list):
-        raise Damaged(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
+        raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
     tensors, aliases = model_layout(model)
     nodes = find_parts(source.tree, {**tensors, **aliases})
     found = match_model(nodes, tensors, aliases, strict)
@@ -266,26 +266,26 @@ def _match(
 
 
 def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Raises `Damaged` unless the small parts are those that the manifest names."""
+    """Raises `CorruptFile` unless the small parts are those that the manifest names."""
     names = sorted(parts.keys() - {"step", "rng", "manifest", "chunks", "owner"})
     if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
-        raise Damaged(
+        raise CorruptFile(
             f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, the manifest lists "
             f"{', '.join(manifest['parts'])} of step {manifest['step']}"
         )
     positions = parts.get("data_of_ranks")
     if positions is not None and (not isinstance(positions, list) or len(positions) != manifest["world_size"]):
-        raise Damaged(f"{path}: damaged, it has no data position of each of {manifest['world_size']} ranks")
+        raise CorruptFile(f"{path}: damaged, it has no data position of each of {manifest['world_size']} ranks")
 
 
 def _rng_of(
     choice: Choice, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
 ) -> dict[str, Any] | None:
-    """The random generators of this rank, None where there was no such rank; raises `Damaged`."""
+    """The random generators of this rank, None where there was no such rank; raises `CorruptFile`."""
     if choice.form == "full":
         states = parts.get("rng")
         if not isinstance(states, list) or len(states) != manifest["world_size"]:
-            raise Damaged(f"{choice.path}: damaged, it has no random generators of {manifest['world_size']} ranks")
+            raise CorruptFile(f"{choice.path}: damaged, it has no random generators of {manifest['world_size']} ranks")
         for other, state in enumerate(states):
             check_rng(state, device, f"{choice.path}: rank {other}")
         return states[rank] if rank < len(states) else None

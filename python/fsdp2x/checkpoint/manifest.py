@@ -18,8 +18,8 @@ from typing import Any, Literal, assert_never, get_args
 
 import torch
 
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.hf.names import clean_name
-from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.regular import open_regular
 from fsdp2x.reading.table import METADATA
@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, after checking what it says and that every file is there with its size.
 
     Raises:
-        Damaged: naming the file.
+        CorruptFile: naming the file.
         CheckpointError: of another format.
     """
     path = folder / MANIFEST
@@ -131,16 +131,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     check_manifest(manifest, str(path))
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(map(_is_file, files, files.values())):
-        raise Damaged(f"{path}: not the manifest of a checkpoint: its files are not described")
+        raise CorruptFile(f"{path}: not the manifest of a checkpoint: its files are not described")
     lost = sorted(_needed_files(manifest) - files.keys())
     if lost:
-        raise Damaged(f"{path}: damaged, it does not list {', '.join(lost[:5])}")
+        raise CorruptFile(f"{path}: damaged, it does not list {', '.join(lost[:5])}")
     for name, described in files.items():
         file = folder / name
         if not os.path.isfile(file):  # nor a name that no file could have
-            raise Damaged(f"{folder / name[:200]}: missing, the manifest lists it with {described['bytes']} bytes")
+            raise CorruptFile(f"{folder / name[:200]}: missing, the manifest lists it with {described['bytes']} bytes")
         if file.stat().st_size != described["bytes"]:
-            raise Damaged(f"{file}: damaged, got {file.stat().st_size} bytes, the manifest says {described['bytes']}")
+            raise CorruptFile(
+                f"{file}: damaged, got {file.stat().st_size} bytes, the manifest says {described['bytes']}"
+            )
     return manifest
 
 
@@ -151,7 +153,7 @@ def manifest_in(file: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
-    """Raises `CheckpointError` for a manifest of another format, `Damaged` for one that says what none can say."""
+    """Raises `CheckpointError` for a manifest of another format, `CorruptFile` for one that says what none can say."""
     number = manifest.get("format")
     if type(number) is int and number != FORMAT:
         raise CheckpointError(
@@ -174,7 +176,7 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
         ("num_entries", _are_counts(manifest.get("num_entries")) and len(manifest["num_entries"]) == world_size),
     ):
         if not is_right:
-            raise Damaged(f"{where}: not the manifest of a checkpoint: {key} is {str(manifest.get(key))[:100]}")
+            raise CorruptFile(f"{where}: not the manifest of a checkpoint: {key} is {str(manifest.get(key))[:100]}")
 
 
 def _is_count(value: Any) -> bool:
@@ -228,7 +230,7 @@ def tied_names(manifest: Mapping[str, Any]) -> list[set[str]]:
 
 
 def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries, rank: int | None = None) -> None:
-    """Raises `Damaged` unless the entries of a checkpoint are those that its manifest names.
+    """Raises `CorruptFile` unless the entries of a checkpoint are those that its manifest names.
 
     Args:
         rank: whose file has them, in the form per_rank; a rank may hold a part of all.
@@ -241,16 +243,18 @@ def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries
     if wrong:
         name = wrong[0]
         said = "nothing" if name not in expected else expected[name] or "a value"
-        raise Damaged(f"{where}: damaged, {name} is {got[name] or 'a value'}, the manifest says {said}")
+        raise CorruptFile(f"{where}: damaged, {name} is {got[name] or 'a value'}, the manifest says {said}")
     lost = [name for name in expected if name not in got]
     if rank is not None:
         lost = lost[:1] if len(got) != manifest["num_entries"][rank] else []
     if lost:
-        raise Damaged(f"{where}: damaged, it lacks {', '.join(lost[:5])}, which the manifest lists")
+        raise CorruptFile(f"{where}: damaged, it lacks {', '.join(lost[:5])}, which the manifest lists")
 
 
 def verify_files(folder: Path, manifest: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
-    """Reads this rank's part of the files and raises `Damaged` naming the first whose contents changed."""
+    """Reads this rank's part of the files and raises `CorruptFile` naming the first whose contents changed."""
     for name in list(manifest["files"])[rank::world_size]:
         if checksum(folder / name) != manifest["files"][name]["crc32"]:
-            raise Damaged(f"{folder / name}: damaged, its contents are not those that were written (CRC-32 differs)")
+            raise CorruptFile(
+                f"{folder / name}: damaged, its contents are not those that were written (CRC-32 differs)"
+            )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
 
 from .optimizer import Restore, own_form
 from .sources import Leaf
@@ -159,18 +159,18 @@ def _described(item: Any) -> Any:
 
 
 def _check_form(saved: Mapping[str, Any]) -> None:
-    """Raises `Damaged` for what is no optimizer's state: names to states by key, groups of settings with names."""
+    """Raises `CorruptFile` for what is no optimizer's state: names to states by key, groups of settings with names."""
     state, groups = saved["state"], saved["param_groups"]
     if not all(isinstance(name, str) and isinstance(one, Mapping) for name, one in state.items()):
-        raise Damaged("the optimizer's state is not kept by the names of parameters")
+        raise CorruptFile("the optimizer's state is not kept by the names of parameters")
     members: set[str] = set()
     for index, group in enumerate(groups):
         names = group.get("params")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise Damaged(f"group {index} of the optimizer does not name its parameters: {str(names)[:100]}")
+            raise CorruptFile(f"group {index} of the optimizer does not name its parameters: {str(names)[:100]}")
         twice = sorted(members.intersection(names)) or [name for name in names if names.count(name) > 1][:1]
         if twice:
-            raise Damaged(f"{twice[0]} is in the optimizer's groups twice")
+            raise CorruptFile(f"{twice[0]} is in the optimizer's groups twice")
         members.update(names)
 
 
@@ -179,7 +179,7 @@ def _by_group(node: Mapping[str, Any], restore: Restore) -> dict[str, Any]:
     if "param_groups" in node:
         groups = node["param_groups"]
         if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
-            raise Damaged(f"the optimizer's groups are {str(groups)[:100]}")
+            raise CorruptFile(f"the optimizer's groups are {str(groups)[:100]}")
         return {"state": dict(node.get("state", {})), "param_groups": [dict(group) for group in groups]}
     names = sorted(restore.params, key=len, reverse=True)
     state: dict[str, dict[str, Any]] = {}

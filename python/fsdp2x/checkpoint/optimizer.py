@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import clean_name
 from fsdp2x.optim.coded_moments import widened
-from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.reading.table import KeyPath
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state

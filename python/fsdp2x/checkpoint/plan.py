@@ -18,7 +18,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from .agree import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
+from fsdp2x.errors import CheckpointError
+from fsdp2x.runtime.failures import gather_on_rank_0, on_rank_0, rank_and_size
+
 from .manifest import Entries
 from .state import State
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.reading.errors import Damaged, first_line
+from fsdp2x.errors import CorruptFile, first_line
 from fsdp2x.reading.json_file import read_json
 
 from .directory import rng_file, write_file
@@ -53,18 +53,18 @@ def save_rng(folder: Path, rank: int, step: int, state: Mapping[str, Any]) -> No
 
 
 def read_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
-    """The state that this rank saved with that step; raises `Damaged`."""
+    """The state that this rank saved with that step; raises `CorruptFile`."""
     path = folder / rng_file(rank)
     state = read_json(path)
     if (state.pop("rank", None), state.pop("step", None)) != (rank, step):
-        raise Damaged(f"{path}: damaged, not the random generators of rank {rank} at step {step}")
+        raise CorruptFile(f"{path}: damaged, not the random generators of rank {rank} at step {step}")
     return state
 
 
 def check_rng(state: Any, device: torch.device, where: str) -> None:
-    """Raises `Damaged` for what `set_rng` could not take. Changes nothing."""
+    """Raises `CorruptFile` for what `set_rng` could not take. Changes nothing."""
     if not isinstance(state, dict) or not state.keys() >= {"python", "torch"}:
-        raise Damaged(f"{where}: not a state of random generators")
+        raise CorruptFile(f"{where}: not a state of random generators")
     try:
         random.Random().setstate(_python_state(state["python"]))
         torch.Generator().set_state(_tensor(state["torch"]))
@@ -76,7 +76,7 @@ def check_rng(state: Any, device: torch.device, where: str) -> None:
             if device.type == name:
                 torch.Generator(device).set_state(words)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise Damaged(f"{where}: not a state of random generators: {first_line(error)}") from None
+        raise CorruptFile(f"{where}: not a state of random generators: {first_line(error)}") from None
 
 
 def set_rng(state: Mapping[str, Any], device: torch.device) -> None:

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.errors import CheckpointError
 from fsdp2x.runtime.calls import calling, current_call, named_call
+from fsdp2x.runtime.failures import gather_all, gather_on_rank_0, on_rank_0, rank_and_size, run_on_all_ranks
 
 from ..arguments import checked
 from . import directory
-from .agree import CheckpointError, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, together
 from .background import Saved, Saver
 from .directory import ASSETS_FOLDER, PARTS_FILE
 from .disk import bytes_of
@@ -358,7 +359,7 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
     if not all(known):
         require_same_cut(plain, what)
         saver.plan = plan = make_plan(state, None)
-        sources = together(lambda: data_of(plan), what=what)
+        sources = run_on_all_ranks(lambda: data_of(plan), what=what)
     assert state is not None and saver.plan is not None
     return state, saver.plan, sources
 

@@ -15,10 +15,10 @@ from typing import Any, assert_never
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading import tensors
 from fsdp2x.reading.archives import detached, open_archive
 from fsdp2x.reading.dcp import DcpTensors, Ours
-from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.records import Shard
 from fsdp2x.reading.regular import OpenFiles, open_regular
 
@@ -119,13 +119,13 @@ class PerRankSource(CheckpointSource):
         values, records = open_archive(files, path, trusted)
         world_size, step = manifest["world_size"], manifest["step"]
         if values.get("owner") != {"rank": rank, "world_size": world_size, "step": step}:
-            raise Damaged(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
+            raise CorruptFile(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
         tree, held, self._sources = _matched(path, values, records)
         _check_records(path, self._sources, [])
         self._chunks = values.get("chunks")
         stored = {name for name, entry in held.items() if entry is not None}
         if not isinstance(self._chunks, dict) or self._chunks.keys() != stored:
-            raise Damaged(f"{path}: damaged, its chunks are not those of its tensors")
+            raise CorruptFile(f"{path}: damaged, its chunks are not those of its tensors")
         leaves, paths = flatten(tree)
         for name in stored:
             shape = _whole_shape(f"{path}: damaged, {name}", self._chunks[name], held[name][0])
@@ -180,7 +180,7 @@ def verify_archive(path: Path, rank: int, world_size: int) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
-        raise error if isinstance(error, CheckpointError) else Damaged(f"{path}: damaged, {error}") from None
+        raise error if isinstance(error, CheckpointError) else CorruptFile(f"{path}: damaged, {error}") from None
 
 
 def _matched(
@@ -201,22 +201,22 @@ def _matched(
         if isinstance(source, Shard) or isinstance(value, DTensor):
             raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor; save whole tensors")
         if not isinstance(source, tensors.Source) or (source.shape, source.dtype) != (tuple(value.shape), value.dtype):
-            raise Damaged(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
+            raise CorruptFile(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
         sources[name] = source
         leaves[name], entries[name] = Leaf(name, source.shape, source.dtype), (source.shape, source.dtype)
     return nest(paths, leaves), entries, sources
 
 
 def _check_records(path: Path, sources: Mapping[str, tensors.Source], tied: Collection[Collection[str]]) -> None:
-    """Raises `Damaged` unless every tensor of a file of ours is all of a record of its own; tied ones share it."""
+    """Raises `CorruptFile` unless every tensor of a file of ours is all of a record of its own; tied ones share it."""
     kept = {name: min(names) for names in tied for name in names}
     owners: dict[int, str] = {}
     for name, source in sources.items():
         if not isinstance(source, tensors.FileTensor) or not source.is_whole:
-            raise Damaged(f"{path}: damaged, {name} is not all of its record")
+            raise CorruptFile(f"{path}: damaged, {name} is not all of its record")
         owner = owners.setdefault(source.offset, name)
         if kept.get(owner, owner) != kept.get(name, name):
-            raise Damaged(f"{path}: damaged, {owner} and {name} have one record")
+            raise CorruptFile(f"{path}: damaged, {owner} and {name} have one record")
 
 
 def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...
     fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
     fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
     if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
-        raise Damaged(f"{what} has shape {list(held)} and is said to be the chunk {str(chunk)[:200]}")
+        raise CorruptFile(f"{what} has shape {list(held)} and is said to be the chunk {str(chunk)[:200]}")
     return tuple(shape)
 
 

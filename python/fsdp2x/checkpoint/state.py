@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.reading.errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading.records import Shard
 from fsdp2x.reading.table import KeyPath
 from fsdp2x.reading.tensors import Source
@@ -109,7 +109,7 @@ def _opens(value: Any) -> bool:
 
 
 def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree again; what was a list becomes one. Raises `Damaged` for paths that no tree has together."""
+    """The tree again; what was a list becomes one. Raises `CorruptFile` for paths that no tree has together."""
     tree = _Node()
     for name, value in leaves.items():
         *outer, last = paths[name]
@@ -117,9 +117,9 @@ def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, A
         for key in outer:
             node = node.setdefault(key, _Node())
             if type(node) is not _Node:
-                raise Damaged(f"the path of {name} leads through another entry")
+                raise CorruptFile(f"the path of {name} leads through another entry")
         if last in node:
-            raise Damaged(f"the path of {name} is that of another entry, too")
+            raise CorruptFile(f"the path of {name} is that of another entry, too")
         node[last] = value
     return _with_lists(tree, "")
 
@@ -135,5 +135,5 @@ def _with_lists(node: Any, where: str) -> Any:
     if not any(isinstance(key, int) for key in inner):
         return inner
     if not all(isinstance(key, int) for key in inner) or sorted(inner) != list(range(len(inner))):
-        raise Damaged(f"the list {where[1:]} has the places {sorted(map(str, inner))[:20]}")
+        raise CorruptFile(f"the list {where[1:]} has the places {sorted(map(str, inner))[:20]}")
     return [inner[index] for index in range(len(inner))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.errors import CheckpointError
 
 
 def same(one: Any, other: Any) -> bool:

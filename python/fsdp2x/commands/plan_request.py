@@ -211,8 +211,8 @@ def parse_bytes(text: str) -> int:
 
 def _build(path: Path, dtype: str | None) -> nn.Module:
     """The model of a config.json without weights, in the dtype that is asked for or that it says."""
+    from fsdp2x.errors import CheckpointError
     from fsdp2x.hf.empty import build_empty, read_hf_config, told_of
-    from fsdp2x.reading.errors import CheckpointError
 
     try:
         with told_of(path):

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.directory import ASSETS_FOLDER, resolve
 from fsdp2x.convert.inverse import undo_loading, values_of
 from fsdp2x.convert.stored import open_dcp
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.hf.layout import plan_layout

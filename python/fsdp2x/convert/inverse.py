@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import Family, source_families
 from fsdp2x.hf.recipes import make_recipes
 from fsdp2x.hf.sources import Computed, Joined, differ

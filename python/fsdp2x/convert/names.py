@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import clean_name
 from fsdp2x.hf.sources import Piece
 from fsdp2x.reading.tensors import Source

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fsdp2x.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
+from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading.dcp import DcpTensors, Ours
-from fsdp2x.reading.errors import CheckpointError, Damaged
 from fsdp2x.reading.json_file import read_text
 from fsdp2x.reading.records import Placement, Shard, read_records
 from fsdp2x.reading.regular import OpenFiles
@@ -111,7 +111,7 @@ def _rank_files(folder: Path) -> list[Path]:
 def _joined(name: str, ranks: list[Source | Shard]) -> Source:
     kinds = {(type(one) is Shard, one.shape, one.dtype) for one in ranks}
     if len(kinds) > 1:
-        raise Damaged(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
+        raise CorruptFile(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
     if isinstance(ranks[0], Source):
         return ranks[0]
     _check_shards(name, ranks)
@@ -120,7 +120,7 @@ def _joined(name: str, ranks: list[Source | Shard]) -> Source:
     for rank, shard in enumerate(ranks):
         start, shape = box_of(shard.shape, sizes, shard.coordinate, shard.placements)
         if shard.local.shape != shape:
-            raise Damaged(
+            raise CorruptFile(
                 f"{name}: rank {rank} holds {list(shard.local.shape)}, but {list(shape)} follows from its placements"
             )
         tiles.append(Tile(start, shard.local))
@@ -128,7 +128,7 @@ def _joined(name: str, ranks: list[Source | Shard]) -> Source:
 
 
 def _check_shards(name: str, shards: list[Shard]) -> None:
-    """Raises `Damaged` for what no DTensor can be."""
+    """Raises `CorruptFile` for what no DTensor can be."""
     placements = [(one.kind, one.dim) for one in shards[0].placements]
     for rank, shard in enumerate(shards):
         fits = all(type(size) is int and size >= 0 for size in shard.shape)
@@ -136,7 +136,7 @@ def _check_shards(name: str, shards: list[Shard]) -> None:
         fits = fits and len(shard.coordinate) == len(placements)
         fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
         if not fits or not all(_is_placement(one, len(shard.shape)) for one in shard.placements):
-            raise Damaged(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
+            raise CorruptFile(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
 
 
 def _is_placement(one: Placement, num_dims: int) -> bool:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.checkpoint.directory import ASSETS_FOLDER
 from fsdp2x.convert.to_hf import copy_assets
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.folder import refuse_existing, refuse_inside, written

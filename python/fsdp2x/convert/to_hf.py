@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError
 from fsdp2x.convert.inverse import Undone, undo_loading, values_of
 from fsdp2x.convert.names import match, without_groups
 from fsdp2x.convert.stored import open_dcp, open_ranks
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.config import read_config
 from fsdp2x.hf.empty import empty_model
 from fsdp2x.hf.files import Checkpoint

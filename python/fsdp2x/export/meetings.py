@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime.calls import Call, calling, current_call
-from fsdp2x.runtime.sharing import all_gather_object
+from fsdp2x.runtime.failures import exchange
 
 
 class Meetings:
@@ -31,7 +31,7 @@ class Meetings:
         self.num += 1
         if device.type == "cpu":
             with calling(self.call):
-                said = all_gather_object(self._group, (self._token, self.num, changed))
+                said = exchange((self._token, self.num, changed), self._group)
         else:
             mine = torch.tensor([self._token, self.num, bool(changed)], device=device)
             everyone = mine.new_empty(dist.get_world_size(self._group) * 3)

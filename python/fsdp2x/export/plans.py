@@ -15,8 +15,8 @@ from fsdp2x.export.meetings import raise_changed
 from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.runtime.calls import current_call
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.sharing import all_gather_object
 from fsdp2x.units.lookup import named_params
 
 Choice = Callable[[str, nn.Parameter], bool]
@@ -157,7 +157,7 @@ def make_rings(
     problem = ""
     for group in {id(group): group for group in groups}.values():
         try:
-            told = all_gather_object(group, (receive, problem), "export of weights")
+            told = exchange((receive, problem), group, "export of weights")
             receivers[id(group)] = [receives for receives, _ in told]
             problem = problem or next((text for _, text in told if text), "")
         except ValueError as error:  # of this group alone: those of the next one are to hear of it
@@ -182,7 +182,7 @@ def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, 
     whole: dict[str, torch.Tensor] = {}
     changed = plan.changed
     for group in plan.alone_groups:
-        changed = next(filter(None, all_gather_object(group, changed, "export of weights")), "")
+        changed = next(filter(None, exchange(changed, group, "export of weights")), "")
     if plan.gathered:
         gathered = ring_of(rings, plan).finish(plan.gathered, changed)
         if receive:

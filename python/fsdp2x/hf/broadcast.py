@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.checkpoint.agree import exchange, rank_and_size, together
 from fsdp2x.hf.layout import in_runs
 from fsdp2x.hf.targets import Target
 from fsdp2x.reading.tensors import Source
+from fsdp2x.runtime.failures import exchange, rank_and_size, run_on_all_ranks
 from fsdp2x.runtime.memory_file import aligned_starts
 from fsdp2x.runtime.native import _C
 
@@ -65,7 +65,7 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
         if error is not None:
             raise error
 
-    together(tell, what=what)
+    run_on_all_ranks(tell, what=what)
 
 
 def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import unsharded_class
-from fsdp2x.reading.errors import CheckpointError
 from fsdp2x.reading.json_file import read_json
 
 # Of what is made one by one, more than any model has.

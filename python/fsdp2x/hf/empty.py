@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.errors import CheckpointError, first_line
 from fsdp2x.hf.config import read_config
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.reading.errors import CheckpointError, first_line
 
 
 def empty_model(folder: Path) -> nn.Module:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2x.reading.errors import CheckpointError, Damaged, first_line
+from fsdp2x.errors import CheckpointError, CorruptFile, first_line
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.records import read_records
 from fsdp2x.reading.regular import OpenFiles
@@ -65,10 +65,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Name of a tensor -> name of its file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise Damaged(f"{index}: not an index of weight files: no weight_map")
+        raise CorruptFile(f"{index}: not an index of weight files: no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise Damaged(f"{index}: {name} would be in {str(file)[:200]!r}, which is no file of the folder")
+            raise CorruptFile(f"{index}: {name} would be in {str(file)[:200]!r}, which is no file of the folder")
     return weight_map
 
 
@@ -120,7 +120,7 @@ class Checkpoint:
         self.close()
 
     def _compare_with_index(self, path: Path) -> None:
-        """Raises `Damaged` where files lack what their index says."""
+        """Raises `CorruptFile` where files lack what their index says."""
         index = path if path.is_file() else index_of(path)
         if index is None or not index.name.endswith(".index.json"):
             return
@@ -130,7 +130,7 @@ class Checkpoint:
         for file, names in said.items():
             lost = sorted(names - set(self.names_in[file]))
             if lost:
-                raise Damaged(
+                raise CorruptFile(
                     f"{file}: damaged, it lacks {len(lost)} tensors that {index.name} says are in it: "
                     f"{', '.join(lost[:5])}"
                 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp2x.checkpoint.directory import remove, sync_file, sync_folder
-from fsdp2x.reading.errors import CheckpointError
+from fsdp2x.errors import CheckpointError
 
 
 def refuse_existing(out: Path, force: bool) -> None:

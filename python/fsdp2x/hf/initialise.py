@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from fsdp2x.checkpoint.agree import CheckpointError, exchange, rank_and_size
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import hf_base, is_transformers, original_classes
 from fsdp2x.hf.targets import Target
+from fsdp2x.runtime.failures import exchange, rank_and_size
 from fsdp2x.runtime.replicas import checksum
 
 _MARK = "_is_hf_initialized"

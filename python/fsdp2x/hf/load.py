@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError, on_rank_0, rank_and_size, together
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
@@ -39,6 +39,7 @@ from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.failures import on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.runtime.replicas import check_again
 from fsdp2x.runtime.swapped import why_swapped
 from fsdp2x.runtime.tree import unit_states
@@ -108,19 +109,19 @@ def load_hf(
                 "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them "
                 "with transformers and shard the result"
             )
-        plan = together(lambda: _plan(model, base, targets, tensors), what=what)
+        plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
         reads = mode == "each" or rank_and_size()[0] == 0
-        together(lambda: _check(plan.steps, mode) if reads else None, what=what)
+        run_on_all_ranks(lambda: _check(plan.steps, mode) if reads else None, what=what)
         bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
-        together(lambda: materialize(model, targets), what=what)
-        place_initial = together(lambda: initial_values(model, targets, plan.missing, seed), what=what)
+        run_on_all_ranks(lambda: materialize(model, targets), what=what)
+        place_initial = run_on_all_ranks(lambda: initial_values(model, targets, plan.missing, seed), what=what)
         with _partly_filled():
             if mode == "each":
-                together(lambda: _read(plan.steps, bar), what=what)
+                run_on_all_ranks(lambda: _read(plan.steps, bar), what=what)
             else:
                 send_from_rank_0(plan.steps, bar, what)
-            together(place_initial, what=what)
+            run_on_all_ranks(place_initial, what=what)
         bar.close()
         for state in unit_states(model):
             check_again(state)
@@ -177,7 +178,7 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[s
                     f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
                 )
 
-        together(on_each, what=what)
+        run_on_all_ranks(on_each, what=what)
         assert opened is not None
         return opened, opened.tensors, mode, seed, classes
     except BaseException:

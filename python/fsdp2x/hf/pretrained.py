@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import on_rank_0, together
 from fsdp2x.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.hf.load import load_hf
 from fsdp2x.reading.json_file import read_json
+from fsdp2x.runtime.failures import on_rank_0, run_on_all_ranks
 
 
 @checked
@@ -77,7 +77,7 @@ def from_pretrained(
     # Rank 0 alone may see the folder.
     described = on_rank_0(describe, what=what)
     generation = described[2]
-    model = together(build, what=what)
+    model = run_on_all_ranks(build, what=what)
     if generation is not None and model.can_generate():
         model.generation_config = generation
     model.name_or_path = model.config.name_or_path = str(folder)

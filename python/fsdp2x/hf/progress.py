@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp2x.checkpoint.agree import rank_and_size
+from fsdp2x.runtime.failures import rank_and_size
 
 
 class ProgressBar:

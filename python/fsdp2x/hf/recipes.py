@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.errors import CheckpointError, first_line
 from fsdp2x.hf.names import is_transformers, original_classes, run_converter
 from fsdp2x.hf.sources import Computed, Joined, Piece, Stacked, Turned
-from fsdp2x.reading.errors import CheckpointError, first_line
 from fsdp2x.reading.tensors import Source
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import CheckpointError, exchange, on_rank_0, rank_and_size, together
+from fsdp2x.errors import CheckpointError
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
 from fsdp2x.hf.config import plain_config
@@ -30,6 +30,7 @@ from fsdp2x.hf.layout import Layout, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.runtime.calls import named_call
+from fsdp2x.runtime.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.units.lookup import named_params
 
 # A folder has a tokenizer when it has one of these.
@@ -97,7 +98,7 @@ def save_hf(
     folder = temporary(out, "save")
     try:
         on_rank_0(start, what=what)
-        sees = together(lambda: (folder / job.layout.files[0].name).is_file(), what=what)
+        sees = run_on_all_ranks(lambda: (folder / job.layout.files[0].name).is_file(), what=what)
         everyone = exchange(sees)
         if writers == "all" and not all(everyone):
             blind = [rank for rank, one in enumerate(everyone) if not one]
@@ -196,7 +197,7 @@ class _Job:
         rank, world = rank_and_size()
         num_writers = world if by_rows else 1
         with Writer(folder, self.layout, num_writers=num_writers) as writer:
-            together(lambda: self._write_rows(rows, writer), what=what)
+            run_on_all_ranks(lambda: self._write_rows(rows, writer), what=what)
             rest = {name for name in self.entries if name not in done}
             buckets = stream_as(
                 "fsdp2x.save_hf",
@@ -225,7 +226,7 @@ class _Job:
                         writer.write(name, buffer)
                 writer.sync()
 
-            together(finish, what=what)
+            run_on_all_ranks(finish, what=what)
 
     def _is_rows(self, family: Family) -> bool:
         """Whether the weight is written as it is, and a rank's shard is a run of its bytes."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2x.checkpoint.agree import CheckpointError
+from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.names import hf_base
 from fsdp2x.hf.sources import differ
 from fsdp2x.reading.tensors import Source

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.optim.dealing import Deal, Extent, MatrixJob, blocks_of, deal
 from fsdp2x.optim.matrix_exchange import Round
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.runtime.mesh import covering_group
-from fsdp2x.runtime.sharing import all_gather_object
 
 # What an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
 ROUND_BYTES = 64 * 2**20
@@ -71,7 +71,7 @@ def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype) -> Muo
 
 
 def _exchange(group: dist.ProcessGroup, shapes: list[Extent], pieces: list, names: list[str]) -> list[list]:
-    told = all_gather_object(group, (shapes, pieces))
+    told = exchange((shapes, pieces), group)
     for rank, (other, _) in enumerate(told):
         if other != shapes:
             differs = next(

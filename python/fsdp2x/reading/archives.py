@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError, Damaged, first_line
+from fsdp2x.errors import CheckpointError, CorruptFile, first_line
+
 from .plain import check_plain
 from .records import read_records
 from .regular import OpenFiles
@@ -26,14 +27,14 @@ def open_archive(files: OpenFiles, path: Path, trusted: bool) -> tuple[dict[str,
         trusted: classes are looked up and called, which may execute code. Otherwise what needs that is refused.
 
     Raises:
-        Damaged: it is missing, no such file, or contradicts itself.
+        CorruptFile: it is missing, no such file, or contradicts itself.
         CheckpointError: it needs to be trusted.
     """
     records = read_records(files, path, inert=True)
     values = _load(path, str(path), trusted, mmap=True)
     for one in (values, records):
         if not isinstance(one, dict):
-            raise Damaged(f"{path}: got {type(one).__name__}, expected a mapping of parts")
+            raise CorruptFile(f"{path}: got {type(one).__name__}, expected a mapping of parts")
     return values, records
 
 
@@ -68,7 +69,7 @@ def _load(source: Any, where: str, trusted: bool, **options: Any) -> Any:
             raise CheckpointError(
                 f"{where}: reading it would execute {call}; pass trusted=True if you know who wrote it"
             ) from None
-        raise Damaged(f"{where}: damaged, its contents cannot be read: {first_line(error)}") from None
+        raise CorruptFile(f"{where}: damaged, its contents cannot be read: {first_line(error)}") from None
     check_plain(loaded, where)
     return loaded
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp2x.errors import CorruptFile
+
 from .archives import load_run
-from .errors import Damaged
 from .records import read_records
 from .regular import OpenFiles
 from .table import METADATA, read_table
@@ -70,12 +71,12 @@ class DcpTensors(Mapping):
             found = read_records(self._files, path, run.offset, run.num_bytes, inert=inert, labels=labels)
             if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
                 got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
-                raise Damaged(
+                raise CorruptFile(
                     f"{path}: damaged, it holds {got} where {METADATA} describes a part of {key}, {list(sizes)} of "
                     f"{entry.dtype}"
                 )
             if self._ours is not None and not (isinstance(found, FileTensor) and found.is_whole):
-                raise Damaged(f"{path}: damaged, {key} at {list(offsets)} is not all of its record")
+                raise CorruptFile(f"{path}: damaged, {key} at {list(offsets)} is not all of its record")
             tiles.append(Tile(offsets, found))
         return Tiled(entry.shape, entry.dtype, tiles)
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, Damaged, first_line
+from fsdp2x.errors import CheckpointError, CorruptFile, first_line
+
 from .plain import check_plain
 from .regular import open_regular
 
@@ -14,18 +15,18 @@ MOST_BYTES = 1 << 30
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = False) -> str:
-    """A UTF-8 file of at most so many bytes; raises `CheckpointError`, or `Damaged` for what is no such text."""
+    """A UTF-8 file of at most so many bytes; raises `CheckpointError`, or `CorruptFile` for what is no such text."""
     try:
         with open(path if may_be_pipe else open_regular(path), "rb") as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     if len(content) > most_bytes:
-        raise Damaged(f"{path}: damaged, it has more than {most_bytes} bytes")
+        raise CorruptFile(f"{path}: damaged, it has more than {most_bytes} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path}: damaged, not UTF-8 text: {error}") from None
+        raise CorruptFile(f"{path}: damaged, not UTF-8 text: {error}") from None
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file cannot be opened.
-        Damaged: not JSON, no mapping, nested too deep.
+        CorruptFile: not JSON, no mapping, nested too deep.
     """
     return parse_json(read_text(path), str(path), unique=unique)
 
@@ -46,11 +47,11 @@ def parse_json(text: str | bytes, where: str, *, unique: bool = True) -> dict[st
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
-        raise Damaged(f"{where}: damaged, its values are nested too deep") from None
+        raise CorruptFile(f"{where}: damaged, its values are nested too deep") from None
     except ValueError as error:
-        raise Damaged(f"{where}: damaged, not valid JSON: {first_line(error)}") from None
+        raise CorruptFile(f"{where}: damaged, not valid JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise Damaged(f"{where}: got {type(value).__name__}, expected a mapping")
+        raise CorruptFile(f"{where}: got {type(value).__name__}, expected a mapping")
     check_plain(value, where)
     return value
 

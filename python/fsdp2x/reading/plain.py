@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import Damaged
+from fsdp2x.errors import CorruptFile
 
 DEEPEST = 100
 MOST_VALUES = 20_000_000
 
 
 def check_plain(tree: Any, where: str) -> None:
-    """Raises `Damaged` for mappings and sequences that hold themselves, are nested too deep, or become too many.
+    """Raises `CorruptFile` for mappings and sequences that hold themselves, are nested too deep, or become too many.
 
     A file names what it has said before, so that a few bytes may stand for a tree that no memory holds.
     """
@@ -28,10 +28,10 @@ def check_plain(tree: Any, where: str) -> None:
         else:
             return 1, 0
         if id(node) in open_:
-            raise Damaged(f"{where}: damaged, a value in it holds itself")
+            raise CorruptFile(f"{where}: damaged, a value in it holds itself")
         if id(node) not in known:
             if depth == DEEPEST:
-                raise Damaged(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
+                raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
             open_.add(id(node))
             num = levels = 0
             for child in children:
@@ -41,9 +41,9 @@ def check_plain(tree: Any, where: str) -> None:
             known[id(node)] = num + 1, levels + 1
         num, levels = known[id(node)]
         if depth + levels > DEEPEST:
-            raise Damaged(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
+            raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
         if num > MOST_VALUES:
-            raise Damaged(f"{where}: damaged, references make more than {MOST_VALUES} values of it")
+            raise CorruptFile(f"{where}: damaged, references make more than {MOST_VALUES} values of it")
         return num, levels
 
     measure(tree, 0)

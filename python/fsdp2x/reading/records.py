@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError, Damaged, first_line
+from fsdp2x.errors import CheckpointError, CorruptFile, first_line
+
 from .plain import check_plain
 from .regular import OpenFiles
 from .tensors import FileTensor, LoadedTensor, Source, is_shape
@@ -117,7 +118,7 @@ def read_records(
         labels: one of which the record `LABEL` has to be.
 
     Raises:
-        Damaged: not a whole file of ``torch.save``, or one that contradicts itself.
+        CorruptFile: not a whole file of ``torch.save``, or one that contradicts itself.
         CheckpointError: it cannot be opened, or holds what is neither a tensor nor plain data.
     """
     if length is None:
@@ -130,15 +131,15 @@ def read_records(
                 raise CheckpointError(f"byte order {order!r} is not supported")
             said = archive.read(members[LABEL]) if LABEL in members else b""
             if labels is not None and said not in labels:
-                raise Damaged(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
+                raise CorruptFile(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
             pickled = archive.read(members["data.pkl"])
         found = _Records(io.BytesIO(pickled), files, path, places, inert).load()
-    except Damaged as error:
-        raise Damaged(f"{path}: damaged, {error}") from None
+    except CorruptFile as error:
+        raise CorruptFile(f"{path}: damaged, {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except Exception as error:
-        raise Damaged(
+        raise CorruptFile(
             f"{path}: damaged or not written by torch.save in its zip format "
             f"({type(error).__name__}: {first_line(error)})"
         ) from None
@@ -151,28 +152,28 @@ def _places(
 ) -> tuple[dict[str, zipfile.ZipInfo], dict]:
     """Records of an archive: by name without the folder, and (offset in the file, bytes) of each.
 
-    Raises `Damaged` when they are not what torch writes: plain, of one folder, each in a place of its own.
+    Raises `CorruptFile` when they are not what torch writes: plain, of one folder, each in a place of its own.
     """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     members = {info.filename.partition("/")[2]: info for info in infos}
     if len(members) != len(infos) or len({info.filename.partition("/")[0] for info in infos}) > 1:
-        raise Damaged("its records are not those of one archive")
+        raise CorruptFile("its records are not those of one archive")
     data = {}
     followers = [info.header_offset for info in infos[1:]] + [archive.start_dir]
     if infos and infos[0].header_offset != 0:
-        raise Damaged("its first record does not begin it")
+        raise CorruptFile("its first record does not begin it")
     for name, info, follower in zip(members, infos, followers, strict=True):
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-            raise Damaged(f"{info.filename} is compressed or encrypted")
+            raise CorruptFile(f"{info.filename} is compressed or encrypted")
         header = files.read(path, base + info.header_offset, _LOCAL_HEADER_BYTES + len(info.filename.encode()))
         if header[:4] != b"PK\x03\x04" or header[_LOCAL_HEADER_BYTES:] != info.filename.encode():
-            raise Damaged(f"{info.filename} does not lie where the directory says")
+            raise CorruptFile(f"{info.filename} does not lie where the directory says")
         skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = info.header_offset + _LOCAL_HEADER_BYTES + skip
         end = start + info.file_size
         tail = b"" if end >= follower else files.read(path, base + end, min(follower - end, 25))
         if end > follower or info.file_size != info.compress_size or tail not in _tails(info):
-            raise Damaged(f"{info.filename} does not end where the next record begins")
+            raise CorruptFile(f"{info.filename} does not end where the next record begins")
         data[name] = base + start, info.file_size
     return members, data
 
@@ -263,10 +264,10 @@ class _Records(pickle.Unpickler):
         """Dtype of a storage, offset in the file and bytes."""
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise Damaged(f"it holds a persistent reference of kind {kind!r}")
+            raise CorruptFile(f"it holds a persistent reference of kind {kind!r}")
         offset, num_bytes = self._places.get(f"data/{key}", (0, -1))
         if type(numel) is not int or numel * dtype.itemsize != num_bytes:
-            raise Damaged(f"its storage {key} has {num_bytes} bytes, {numel} elements of {dtype} are said")
+            raise CorruptFile(f"its storage {key} has {num_bytes} bytes, {numel} elements of {dtype} are said")
         return dtype, offset, num_bytes
 
     def _tensor(
@@ -281,12 +282,12 @@ class _Records(pickle.Unpickler):
         shape, stride = tuple(shape), tuple(stride)
         fits = is_shape(shape) and len(shape) == len(stride)
         if not fits or any(type(one) is not int or one < 0 for one in (first, *stride)):
-            raise Damaged(f"a tensor has shape {shape}, strides {stride} and first element {first}")
+            raise CorruptFile(f"a tensor has shape {shape}, strides {stride} and first element {first}")
         if more:
             raise CheckpointError(f"it holds a tensor with {more}, which is not supported")
         last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if 0 not in shape and (last + 1) * dtype.itemsize > num_bytes:
-            raise Damaged(f"a tensor of shape {list(shape)} exceeds its storage of {num_bytes} bytes")
+            raise CorruptFile(f"a tensor of shape {list(shape)} exceeds its storage of {num_bytes} bytes")
         if is_row_major(shape, stride):
             begin = offset + first * dtype.itemsize
             is_whole = math.prod(shape) * dtype.itemsize == num_bytes

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from .errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
 
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
 
@@ -17,11 +17,11 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        kind = Damaged if error.errno in _DAMAGE else CheckpointError
+        kind = CorruptFile if error.errno in _DAMAGE else CheckpointError
         raise kind(f"{path}: {error.strerror or error}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise Damaged(f"{path}: not a regular file")
+        raise CorruptFile(f"{path}: not a regular file")
     return fd
 
 
@@ -52,12 +52,12 @@ class OpenFiles:
         return os.pread(self._fd(path), num_bytes, offset)
 
     def fill(self, path: Path, offset: int, target: memoryview) -> None:
-        """Reads into memory until it is full; raises `Damaged` when the file ends before."""
+        """Reads into memory until it is full; raises `CorruptFile` when the file ends before."""
         self.read_bytes += len(target)
         while len(target):
             count = os.preadv(self._fd(path), [target], offset)
             if count == 0:
-                raise Damaged(f"{path}: ends {len(target)} bytes before a tensor does: the file is truncated")
+                raise CorruptFile(f"{path}: ends {len(target)} bytes before a tensor does: the file is truncated")
             target, offset = target[count:], offset + count
 
     def num_bytes(self, path: Path) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
+
 from .json_file import parse_json
 from .regular import OpenFiles
 from .tensors import FileTensor, is_shape
@@ -37,13 +38,13 @@ def read_safetensors(files: OpenFiles, path: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name.
 
     Raises:
-        Damaged: the header and the file contradict each other.
+        CorruptFile: the header and the file contradict each other.
         CheckpointError: a file that cannot be opened, or a dtype that cannot be loaded.
     """
     num_bytes = files.num_bytes(path)
     header_bytes = int.from_bytes(files.read(path, 0, 8), "little")
     if num_bytes < 8 or header_bytes > min(num_bytes - 8, MOST_HEADER_BYTES):
-        raise Damaged(f"{path}: not a whole safetensors file: {num_bytes} bytes, a header of {header_bytes}")
+        raise CorruptFile(f"{path}: not a whole safetensors file: {num_bytes} bytes, a header of {header_bytes}")
     header = parse_json(files.read(path, 8, header_bytes), f"{path}: the header")
     header.pop("__metadata__", None)
     begin = 8 + header_bytes
@@ -56,23 +57,25 @@ def read_safetensors(files: OpenFiles, path: Path) -> dict[str, FileTensor]:
     reached = 0
     for start, end, name in sorted(ends):
         if start != reached:
-            raise Damaged(f"{path}: damaged, {name} begins at {start}, the tensor before it ends at {reached}")
+            raise CorruptFile(f"{path}: damaged, {name} begins at {start}, the tensor before it ends at {reached}")
         reached = end
     if begin + reached != num_bytes:
-        raise Damaged(f"{path}: not a whole safetensors file: {num_bytes} bytes, its tensors end at {begin + reached}")
+        raise CorruptFile(
+            f"{path}: not a whole safetensors file: {num_bytes} bytes, its tensors end at {begin + reached}"
+        )
     return found
 
 
 def _entry(entry: Any, what: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Dtype, shape, first and last byte of a tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise Damaged(f"{what} is not described by dtype, shape and data_offsets")
+        raise CorruptFile(f"{what} is not described by dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not is_shape(shape) or not isinstance(offsets, list) or not all(type(n) is int and n >= 0 for n in offsets):
-        raise Damaged(f"{what} has the shape {shape} and the place {offsets}"[:1000])
+        raise CorruptFile(f"{what} has the shape {shape} and the place {offsets}"[:1000])
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(f"{what} is of type {kind}, which cannot be loaded; known are {', '.join(DTYPES)}")
     num_bytes = math.prod(shape) * DTYPES[kind].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise Damaged(f"{what} of shape {shape} and type {kind} has {num_bytes} bytes, its place is {offsets}")
+        raise CorruptFile(f"{what} of shape {shape} and type {kind} has {num_bytes} bytes, its place is {offsets}")
     return DTYPES[kind], tuple(shape), *offsets

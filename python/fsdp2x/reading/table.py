@@ -16,7 +16,8 @@ from typing import IO, Any
 
 import torch
 
-from .errors import CheckpointError, Damaged, first_line
+from fsdp2x.errors import CheckpointError, CorruptFile, first_line
+
 from .regular import open_regular
 from .tensors import is_shape
 from .tiles import covers
@@ -81,7 +82,7 @@ def read_table(folder: Path, tied: Collection[Collection[str]] | None = None) ->
         tied: the names that may share their bytes. None: any.
 
     Raises:
-        Damaged: it is none, contradicts itself or the files, or refers to more than a table needs.
+        CorruptFile: it is none, contradicts itself or the files, or refers to more than a table needs.
         CheckpointError: it cannot be opened, or was written through a transform.
     """
     path = folder / METADATA
@@ -96,12 +97,12 @@ def _unpickled(path: Path, file: IO[bytes]) -> Table:
         return _table(_Unpickler(file).load())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except Damaged as error:
-        raise Damaged(f"{path}: damaged, {error}") from None
+    except CorruptFile as error:
+        raise CorruptFile(f"{path}: damaged, {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: not the metadata of a checkpoint: {error}") from None
     except Exception as error:
-        raise Damaged(f"{path}: not the metadata of a checkpoint: {first_line(error)}") from None
+        raise CorruptFile(f"{path}: not the metadata of a checkpoint: {first_line(error)}") from None
 
 
 class _Kind:
@@ -137,10 +138,10 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return type(name, (_Kind,), {})  # the folder it was written to: never used, and of any system
-        raise Damaged(f"it refers to {module}.{name}, which no checkpoint needs")
+        raise CorruptFile(f"it refers to {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise Damaged("it holds a persistent reference, which no checkpoint needs")
+        raise CorruptFile("it holds a persistent reference, which no checkpoint needs")
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -149,12 +150,12 @@ def _is(value: Any, kind: str) -> bool:
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
-        raise Damaged(sentence)
+        raise CorruptFile(sentence)
 
 
 def _table(found: Any) -> Table:
     if not _is(found, "Metadata"):
-        raise Damaged(f"not the metadata of a checkpoint: got {type(found).__name__}")
+        raise CorruptFile(f"not the metadata of a checkpoint: got {type(found).__name__}")
     described, stored = found.get("state_dict_metadata"), found.get("storage_data")
     for what, value in (("entries", described), ("places", stored)):
         _require(isinstance(value, dict), f"its {what} are a {type(value).__name__}")
@@ -175,7 +176,7 @@ def _table(found: Any) -> Table:
         elif _is(entry, "TensorStorageMetadata"):
             tensors[name] = _tensor(name, entry, runs, used)
         else:
-            raise Damaged(f"{name} is a {type(entry).__name__}, neither a tensor nor a value")
+            raise CorruptFile(f"{name} is a {type(entry).__name__}, neither a tensor nor a value")
     lost = sorted(f"{name} at {offsets}" for name, offsets in runs.keys() - used)
     _require(not lost, f"it says where {lost[:1]} is, but not what" if lost else "")
     return Table(tensors, objects, _paths(found.get("planner_data"), {*tensors, *objects}))
@@ -184,7 +185,7 @@ def _table(found: Any) -> Table:
 def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
     name, offset = (index.get("fqn"), index.get("offset")) if _is(index, "MetadataIndex") else (None, None)
     if not isinstance(name, str):
-        raise Damaged("a place belongs to no entry")
+        raise CorruptFile("a place belongs to no entry")
     return name, None if offset is None else _sizes(offset, f"the place of {name}")
 
 
@@ -192,7 +193,7 @@ def _run(info: Any, name: str) -> Run:
     _require(_is(info, "_StorageInfo"), f"the place of {name} is a {type(info).__name__}")
     file, offset, num_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
-        raise Damaged(f"it points to the file {str(file)[:200]!r}, which is not inside the checkpoint")
+        raise CorruptFile(f"it points to the file {str(file)[:200]!r}, which is not inside the checkpoint")
     _require(type(offset) is int and type(num_bytes) is int, f"the place of {name} is {offset!r}, {num_bytes!r}"[:200])
     if transforms := info.get("transform_descriptors"):
         raise CheckpointError(f"{file} was written through {transforms}, which is not supported")
@@ -215,7 +216,7 @@ def _tensor(name: str, entry: _Kind, runs: Mapping, used: set) -> StoredTensor:
         if 0 not in sizes:
             chunks[offsets, sizes] = (offsets, sizes, runs[name, offsets])  # one that is there twice is a replica
     if wrong := covers(shape, [(offsets, sizes) for offsets, sizes, _ in chunks.values()]):
-        raise Damaged(f"the chunks of {name} {wrong}")
+        raise CorruptFile(f"the chunks of {name} {wrong}")
     return StoredTensor(dtype, shape, tuple(chunks.values()))
 
 
@@ -250,15 +251,15 @@ def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | 
         try:
             size = os.stat(folder / file).st_size
         except OSError as error:
-            raise Damaged(f"{folder / file}: {error.strerror or error}") from None
+            raise CorruptFile(f"{folder / file}: {error.strerror or error}") from None
         end, before = 0, ""
         for run, names in sorted(places.items(), key=lambda item: (item[0].offset, item[0].num_bytes)):
             first, reach = min(names), run.offset + run.num_bytes
             if run.offset < end or run.num_bytes <= 0 or reach > size:
-                raise Damaged(
+                raise CorruptFile(
                     f"{folder / METADATA}: damaged, {first} would lie at {run.offset} to {reach} of {file}, which has "
                     f"{size} bytes; before it lies {before or 'nothing'}, up to {end}"
                 )
             if tied is not None and len(names) > 1:
-                raise Damaged(f"{folder / METADATA}: damaged, {first} and {max(names)} have one place in {file}")
+                raise CorruptFile(f"{folder / METADATA}: damaged, {first} and {max(names)} have one place in {file}")
             end, before = reach, first

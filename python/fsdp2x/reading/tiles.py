@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import CheckpointError, Damaged
+from fsdp2x.errors import CheckpointError, CorruptFile
+
 from .records import Placement
 from .tensors import Source
 
@@ -44,14 +45,14 @@ def tiled(name: str, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[T
     """The tensor that ``tiles`` make up; those at one place are replicas, of which the first counts.
 
     Raises:
-        Damaged: the tiles leave a part out, overlap, or have another dtype.
+        CorruptFile: the tiles leave a part out, overlap, or have another dtype.
     """
     boxes = {(tile.start, tile.source.shape): tile for tile in reversed(tiles) if 0 not in tile.source.shape}
     for tile in boxes.values():
         if tile.source.dtype != dtype:
-            raise Damaged(f"{name}: a shard has dtype {tile.source.dtype}, the tensor {dtype}")
+            raise CorruptFile(f"{name}: a shard has dtype {tile.source.dtype}, the tensor {dtype}")
     if wrong := covers(shape, list(boxes)):
-        raise Damaged(f"{name}: the shards {wrong}")
+        raise CorruptFile(f"{name}: the shards {wrong}")
     return Tiled(shape, dtype, list(boxes.values()))
 
 

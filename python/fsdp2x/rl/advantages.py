@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.arguments import checked
-from fsdp2x.runtime.sharing import all_gather_object
+from fsdp2x.runtime.failures import exchange
 
 
 @checked(own=("rewards", "group_ids"))
@@ -46,7 +46,7 @@ def group_advantages(
     mine = problem, rewards.detach().double().cpu(), ids.cpu()
     first, everyone = 0, [mine]
     if not is_whole and dist.is_initialized():
-        everyone = all_gather_object(group, mine, "group_advantages")
+        everyone = exchange(mine, group, "group_advantages")
         first = sum(len(others) for _, others, _ in everyone[: dist.get_rank(group)])
         told = zip(dist.get_process_group_ranks(group), everyone, strict=True)
         problem = "; ".join(f"rank {rank}: {said}" for rank, (said, _, _) in told if said is not None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp2x.arguments import checked
 from fsdp2x.rollout.sampling import Completion, Sampling
 from fsdp2x.rollout.server import ANSWER, weights_address
-from fsdp2x.runtime.sharing import problems_of_all
+from fsdp2x.runtime.failures import problems_of_all
 from fsdp2x.sync.engine import WireError, receive_frame, send_frame
 from fsdp2x.sync.targets.base import EngineTarget
 from fsdp2x.sync.targets.carriers import connected
@@ -151,7 +151,7 @@ class RolloutClient:
         """Every rank learns what failed on any; all raise it."""
         said = "" if problem is None else f"rank 0: {problem}"
         if dist.is_initialized():
-            said = problems_of_all(self._group, problem, f"rollout ({phase})")
+            said = problems_of_all(problem, self._group, f"rollout ({phase})")
         if said:
             if phase == "connect":
                 self.close()

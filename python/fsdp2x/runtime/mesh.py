@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.sharing import all_gather_object
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _group_of_members(
     def told_along_axes(own: str) -> dict[int, str]:
         told = {dist.get_rank(): own}
         for group in axes:
-            for others in all_gather_object(group, told):
+            for others in exchange(told, group):
                 told.update(others)
         return told
 

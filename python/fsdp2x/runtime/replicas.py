@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.sharing import all_gather_object
+from fsdp2x.runtime.failures import exchange
 
 if TYPE_CHECKING:
     from fsdp2x.runtime.state import UnitState
@@ -77,10 +77,10 @@ def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGrou
     """
     problem = ""
     for group, tensors in copies.items():
-        sums = all_gather_object(group, [checksum(tensor) for tensor in tensors.values()], "comparison of replicas")
+        sums = exchange([checksum(tensor) for tensor in tensors.values()], group, "comparison of replicas")
         problem = problem or _difference(dist.get_process_group_ranks(group), list(tensors), sums)
     for group in [*copies, *others] if copies else ():
-        problem = next(filter(None, all_gather_object(group, problem, "comparison of replicas")), "")
+        problem = next(filter(None, exchange(problem, group, "comparison of replicas")), "")
     if problem:
         raise ValueError(
             f"{caller}: {problem}. Build or load every replica with the same values, or call "

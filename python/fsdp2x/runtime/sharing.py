@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.agreement import agreement_of
-from fsdp2x.runtime.calls import current_call, require_same_call
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.processes import Process, boot_id, introduced, remember
@@ -91,7 +89,7 @@ class Introductions:
         return None
 
     def _exchange(self, mine: str) -> list[str]:
-        return all_gather_object(self.group, mine)
+        return exchange(mine, self.group)
 
     def shm_group(self, timeout: timedelta):
         """(the engine's group, "") or (None, why a rank could not enter it). Collective."""
@@ -131,7 +129,7 @@ class Introductions:
 
     def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
         if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
-            difference = disagreement(dict(zip(self.ranks, all_gather_object(self.group, units), strict=True)))
+            difference = disagreement(dict(zip(self.ranks, exchange(units, self.group), strict=True)))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
 
     @property
@@ -173,35 +171,11 @@ def introduce(
         digest(trained),
         {} if dist.get_world_size(group) == dist.get_world_size() else introduced(),
     )
-    greetings = all_gather_object(group, mine)
+    greetings = exchange(mine, group)
     for greeting in greetings:
         remember(greeting.others)
     remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in greetings), strict=True)))
     return Introductions(group, greetings, units, trained)
-
-
-def all_gather_object(group: dist.ProcessGroup | None, mine, what: str = "meeting of the ranks") -> list:
-    """What each rank says, in rank order. Errors name the public call that this rank is in; ``what`` outside of any.
-
-    Raises:
-        ValueError, Diverged: on every rank, where the ranks are in different calls.
-    """
-    everyone: list = [None] * dist.get_world_size(group)
-    call = current_call(what)
-    if (agreement := agreement_of(group or dist.group.WORLD)) is not None:
-        agreement.meet(str(call))
-    with torch_private.unobserved(), explained(group, str(call)):
-        dist.all_gather_object(everyone, (call, mine), group=group)
-    ranks = dist.get_process_group_ranks(group)
-    require_same_call({rank: call for rank, (call, _) in zip(ranks, everyone, strict=True)})
-    return [said for _, said in everyone]
-
-
-def problems_of_all(group: dist.ProcessGroup | None, problem: str | None, what: str = "meeting of the ranks") -> str:
-    """The problems of all ranks in a sentence, the same on each; empty where none has any. Collective."""
-    ranks = dist.get_process_group_ranks(group)
-    told = zip(ranks, all_gather_object(group, problem, what), strict=True)
-    return "; ".join(f"rank {rank}: {said}" for rank, said in told if said is not None)
 
 
 def _host_identity() -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fsdp2x
 from fsdp2x.arguments import checked
-from fsdp2x.checkpoint.agree import exchange
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.selftest.checks import CHECKS, CheckFailed, Setting, print_on_first
 
 _LINE = "=" * 60

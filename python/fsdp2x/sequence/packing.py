@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.arguments import checked
-from fsdp2x.runtime.sharing import problems_of_all
+from fsdp2x.runtime.failures import problems_of_all
 from fsdp2x.sequence.layout import KEYWORD, SequenceLayout
 
 IGNORE = -100
@@ -83,7 +83,7 @@ def _agree(need: int, problem: str | None, group: dist.ProcessGroup) -> int:
     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
     most, failed = mine.tolist()
     if failed:
-        raise ValueError(problems_of_all(group, problem))
+        raise ValueError(problems_of_all(problem, group))
     return most
 
 

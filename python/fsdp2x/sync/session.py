@@ -28,8 +28,8 @@ from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan, check_bucket_bytes, chosen_params, finish, make_rings, ring_of
 from fsdp2x.export.stream import BUCKET_BYTES
 from fsdp2x.runtime.calls import call_of, calling
+from fsdp2x.runtime.failures import exchange
 from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.sharing import all_gather_object
 from fsdp2x.runtime.transport import check_transport
 from fsdp2x.runtime.tree import running_step
 from fsdp2x.sync.delta import (
@@ -281,7 +281,7 @@ class Session:
 
     def _exchange(self, mine: Any) -> list:
         with calling(self._call):
-            return all_gather_object(self._group, mine)
+            return exchange(mine, self._group)
 
     # ---- what must be so before a push
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.agree import rank_and_size
+from fsdp2x.runtime.failures import rank_and_size
+
 from .config import ConfigError, DataConfig
 from .text_files import find_files
 from .tokenizer import Tokenizer

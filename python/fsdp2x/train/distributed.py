@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.agree import LostRanks
+from fsdp2x.runtime.failures import LostRanks
+
 from .config import ConfigError
 
 logger = logging.getLogger(__name__)

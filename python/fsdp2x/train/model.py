@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp2x
+from fsdp2x.errors import CheckpointError
 
 from ..hf.config import plain_config, read_config
 from ..hf.empty import build_empty, read_hf_config
@@ -24,7 +25,6 @@ from ..models.freeze import freeze_module_prefix
 from ..models.lora import add_lora
 from ..models.tiled_mlp import apply_tiled_mlp
 from ..moe import apply_expert_patch, expert_parallel, find_experts, use_grouped_gemm
-from ..reading.errors import CheckpointError
 from ..units.wrap import AutoWrap, plan_units
 from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, said_of
 from .schedule import decay_groups

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.agree import exchange
+from fsdp2x.runtime.failures import exchange
+
 from ..memory import memory_report
 from ..optim.local import local_tensor
 from ..runtime import torch_private

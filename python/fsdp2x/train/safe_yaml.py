@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..reading.errors import CheckpointError
+from fsdp2x.errors import CheckpointError
+
 from ..reading.json_file import read_text
 from .config import ConfigError
 

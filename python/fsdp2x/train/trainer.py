@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import fsdp2x
+from fsdp2x.runtime.failures import on_rank_0, run_on_all_ranks
 
 from .. import checkpoint
 from ..arguments import checked
 from ..checkpoint import CheckpointError
-from ..checkpoint.agree import on_rank_0, together
 from ..checkpoint.background import Saver
 from ..checkpoint.directory import find, repair
 from ..checkpoint.rng import seed_all
@@ -82,14 +82,14 @@ class Trainer:
         self.output = Path(config.logging.output).expanduser()
         folder = config.checkpoint.folder
         self.checkpoints = Path(folder).expanduser() if folder else self.output / "checkpoints"
-        together(self._claim_folders, raising=ConfigError)
-        together(self._check_paths, raising=ConfigError)
+        run_on_all_ranks(self._claim_folders, raising=ConfigError)
+        run_on_all_ranks(self._check_paths, raising=ConfigError)
         if config.checkpoint.resume_from is not None:
-            together(lambda: find(config.checkpoint.resume_from))
+            run_on_all_ranks(lambda: find(config.checkpoint.resume_from))
         # A mistake in the files of one host must not leave the other ranks waiting in the first collective.
-        self.tokenizer, self.blocks, model = together(self._read_inputs, raising=ConfigError)
+        self.tokenizer, self.blocks, model = run_on_all_ranks(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
-        together(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
+        run_on_all_ranks(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
         self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
         made = make_sharded(config, model, self.tokenizer, self.plan, world.device, param_dtype)
         self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
@@ -158,7 +158,7 @@ class Trainer:
             # Rank 0 alone has the run, but all must hear when it cannot begin.
             options = {"dir": str(self.output), **logging_.wandb_options}
             begin = lambda: WandbLogger(options, dataclasses.asdict(self.config)) if self.world.is_main else None  # noqa: E731
-            loggers += filter(None, [together(begin, raising=ConfigError)])
+            loggers += filter(None, [run_on_all_ranks(begin, raising=ConfigError)])
         self.metrics = Metrics(
             self.output,
             main=self.world.is_main,
@@ -404,7 +404,7 @@ class Trainer:
             seed=self.config.train.seed,
         )
         # What a rank cannot go on with must not leave the others waiting in the first collective.
-        together(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
+        run_on_all_ranks(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
         return loaded.path
 
     def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
