@@ -34,7 +34,7 @@ def snapshot(training):
     """What a load may change on this rank, by name; of tensors copies of the local part."""
     from fsdp2x.checkpoint.optimizer import named_state
     from fsdp2x.checkpoint.rng import rng_state
-    from fsdp2x.checkpoint.state import flatten
+    from fsdp2x.checkpoint.trees import flatten
 
     tree = {
         "model": dict(training.model.state_dict()),
@@ -153,7 +153,7 @@ def hurt(rng, path, form, other):
 
 
 def _lie(rng, tree):
-    from fsdp2x.checkpoint.state import flatten, nest
+    from fsdp2x.checkpoint.trees import flatten, nest
 
     flat, paths = flatten(tree)
     tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}

@@ -33,7 +33,7 @@ def doubled():
 def save(ctx, folder):
     """Of the doubled model: a DCP directory, a file of each rank, and one of our checkpoints with its config."""
     import fsdp2x
-    from fsdp2x.hf.config import plain_config
+    from fsdp2x.hf.empty import plain_config
 
     model = fsdp2x.fully_shard(doubled())
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")

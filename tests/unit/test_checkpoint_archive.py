@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from fsdp2x.checkpoint.archive import Archive, Stored
-from fsdp2x.checkpoint.crc import combine
-from fsdp2x.checkpoint.disk import BLOCK_BYTES, StagedSink, StreamedSink, bytes_of, page_aligned
-from fsdp2x.checkpoint.full import runs
+from fsdp2x.checkpoint.disk import BLOCK_BYTES, StagedSink, StreamedSink, bytes_of, combine, page_aligned
+from fsdp2x.checkpoint.forms import runs
 from fsdp2x.checkpoint.plan import Chunk
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import tensors
 from fsdp2x.cli import main
 from fsdp2x.convert import dcp_to_hf, ranks_to_hf
-from fsdp2x.convert.names import match
+from fsdp2x.convert.stored import match
 from fsdp2x.errors import CheckpointError
 from harness import programs
 from models import build

@@ -3,10 +3,9 @@
 import torch
 import tqdm.auto
 
-from fsdp2x.hf.layout import plan_layout
+from fsdp2x.hf.layout import Writer, make_files, plan_layout
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.hf.progress import ProgressBar
-from fsdp2x.hf.writer import Writer, make_files
 
 
 def test_a_bar_counts_what_is_written(tmp_path, monkeypatch):

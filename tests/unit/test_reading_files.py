@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import damage
 from fsdp2x.errors import CheckpointError, CorruptFile
-from fsdp2x.reading.json_file import parse_json, read_json
-from fsdp2x.reading.plain import check_plain
-from fsdp2x.reading.regular import OpenFiles, open_regular
+from fsdp2x.reading.safe_files import OpenFiles, check_plain, open_regular, parse_json, read_json
 from fsdp2x.reading.safetensors_file import read_safetensors
 
 

@@ -13,10 +13,9 @@ from torch import nn
 
 import damage
 from fsdp2x.errors import CheckpointError
-from fsdp2x.reading.records import Placement, read_records
-from fsdp2x.reading.regular import OpenFiles
-from fsdp2x.reading.tensors import FileTensor, LoadedTensor
-from fsdp2x.reading.tiles import Tile, box_of, covers, tiled
+from fsdp2x.reading.records import Placement, box_of, read_records
+from fsdp2x.reading.safe_files import OpenFiles
+from fsdp2x.reading.tensors import FileTensor, LoadedTensor, Tile, covers, tiled
 
 
 def refuses(pattern):

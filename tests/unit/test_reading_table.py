@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from fsdp2x.errors import CheckpointError, CorruptFile
-from fsdp2x.reading.dcp import DcpTensors
-from fsdp2x.reading.regular import OpenFiles
-from fsdp2x.reading.table import read_table
+from fsdp2x.reading.dcp import DcpTensors, read_table
+from fsdp2x.reading.safe_files import OpenFiles
 
 
 class Evil:

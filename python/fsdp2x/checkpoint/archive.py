@@ -5,8 +5,7 @@
 
 A ZIP archive of stored records, always with 64-bit fields. The place of each tensor follows from dtypes and shapes
 alone: checksums stand behind the data, in the descriptors and in the directory, and the pickled tree comes last.
-`torch.load` reads it, with `weights_only=True` and with `mmap=True`, and so does any ZIP program.
-"""
+`torch.load` reads it, with `weights_only=True` and with `mmap=True`, and so does any ZIP program."""
 
 from __future__ import annotations
 

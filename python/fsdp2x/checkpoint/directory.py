@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 from fsdp2x.errors import CheckpointError
-from fsdp2x.reading.table import METADATA
+from fsdp2x.reading.dcp import METADATA
 
 from ..arguments import checked
 

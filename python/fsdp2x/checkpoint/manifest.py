@@ -20,9 +20,8 @@ import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.hf.names import clean_name
-from fsdp2x.reading.json_file import read_json
-from fsdp2x.reading.regular import open_regular
-from fsdp2x.reading.table import METADATA
+from fsdp2x.reading.dcp import METADATA
+from fsdp2x.reading.safe_files import open_regular, read_json
 
 from .directory import FULL_FILE, MANIFEST, MARKED, PARTS_FILE, rank_file, rng_file, sync_file, write_file
 

@@ -16,7 +16,7 @@ from fsdp2x.errors import CheckpointError, CorruptFile
 
 from .optimizer import Restore, own_form
 from .sources import Leaf
-from .values import mismatch
+from .trees import mismatch
 
 _DEPTH = 4
 

@@ -1,12 +1,16 @@
-"""Who writes what: the chunks of all tensors, each written by exactly one rank, agreed once per layout.
+"""What belongs to a checkpoint, and who writes what: exactly one rank writes each chunk, agreed once per layout.
+
+`tree` holds model and optimizer as nested dicts, `flat` the same leaves by dotted name, as DCP names them. Small parts
+(schedule, scaler, data position, extra) are kept apart: they are Python values, read back with `weights_only=True`.
 
 torch's own planner says which chunk of a tensor a rank holds and which replica writes it, so that meshes of any shape
-are cut in a checkpoint as stock cuts them. The plan depends on names, shapes and layouts alone and is kept for the next
+are cut in a checkpoint as FSDP2 cuts them. The plan depends on names, shapes and layouts alone and is kept for the next
 save of the same model.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +23,69 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fsdp2x.errors import CheckpointError
+from fsdp2x.reading.dcp import KeyPath
 from fsdp2x.runtime.failures import gather_on_rank_0, on_rank_0, rank_and_size
+from fsdp2x.runtime.swapped import why_swapped
 
-from .manifest import Entries
-from .state import State
+from .manifest import Entries, model_layout
+from .optimizer import Optimizers, layout_of, named_state
+from .rng import device_of, rng_state
+from .trees import check_loadable, flatten
+
+PARTS = ("scheduler", "scaler", "data", "extra")
+
+
+@dataclass
+class State:
+    """Of this rank. `signature` is equal exactly when names, shapes, dtypes and layouts of the tensors are.
+
+    `plain`: the layouts of plain tensors that an optimizer keeps beside DTensors.
+    """
+
+    tree: dict[str, Any]
+    flat: dict[str, Any]
+    paths: dict[str, KeyPath]
+    aliases: dict[str, str]
+    model_names: dict[str, torch.Tensor]
+    small: dict[str, Any]
+    rng: dict[str, Any]
+    signature: tuple = field(default=())
+    layouts: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+
+
+def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
+    """Everything of this rank; no collective. Raises `CheckpointError` for what could not be loaded again."""
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
+    tensors, aliases = model_layout(model)
+    tree: dict[str, Any] = {"model": tensors}
+    plain: dict[KeyPath, str] = {}
+    if optimizers:
+        tree["optimizer"], plain = named_state(model, optimizers)
+    flat, paths = flatten(tree)
+    layouts = {name: layout for name, value in flat.items() if (layout := layout_of(value)) is not None}
+    plain_layouts = {name: plain[path[1:]] for name, path in paths.items() if path[1:] in plain}
+    layouts.update(plain_layouts)
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise CheckpointError(f"{name} is on the meta device: it has no values to save")
+    # Copied: some state dicts hold the lists that the next step changes, while a thread may still write this.
+    parts = {name: copy.deepcopy(state_of(value)) for name, value in small.items() if value is not None}
+    if not trusted:
+        check_loadable({**{n: v for n, v in flat.items() if not isinstance(v, torch.Tensor)}, **parts})
+    signature = tuple(
+        (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
+        for name, value in flat.items()
+    )
+    return State(
+        tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature, layouts, plain_layouts
+    )
+
+
+def state_of(part: Any) -> Any:
+    """What an object with `state_dict()` says, or the value itself."""
+    return part.state_dict() if hasattr(part, "state_dict") else part
 
 
 @dataclass(frozen=True)

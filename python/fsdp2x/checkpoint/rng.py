@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp2x.errors import CorruptFile, first_line
-from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.safe_files import read_json
 
 from .directory import rng_file, write_file
 

@@ -29,8 +29,7 @@ from . import directory
 from .background import Saved, Saver
 from .directory import ASSETS_FOLDER, PARTS_FILE
 from .disk import bytes_of
-from .forms import Contents, Form, PerRank, Sharded, write_described
-from .full import Full
+from .forms import Contents, Form, Full, PerRank, Sharded, write_described
 from .manifest import (
     FormName,
     describe_entries,
@@ -40,10 +39,9 @@ from .manifest import (
     write_manifest,
 )
 from .optimizer import as_optimizers, require_same_cut
-from .plan import Plan, local_data, make_plan
+from .plan import Plan, State, collect, local_data, make_plan
 from .rng import save_rng
-from .state import State, collect
-from .values import same, to_bytes
+from .trees import same, to_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.errors import CheckpointError, CorruptFile
 from fsdp2x.reading import tensors
-from fsdp2x.reading.archives import detached, open_archive
 from fsdp2x.reading.dcp import DcpTensors, Ours
-from fsdp2x.reading.records import Shard
-from fsdp2x.reading.regular import OpenFiles, open_regular
+from fsdp2x.reading.records import Shard, detached, open_archive
+from fsdp2x.reading.safe_files import OpenFiles, open_regular
 
 from ..arguments import checked
 from .directory import FULL_FILE, PARTS_FILE, rank_file
 from .manifest import Entries, FormName, check_manifest, manifest_in, tied_names
 from .plan import Chunk, chunks_of
-from .state import flatten, nest
+from .trees import flatten, nest
 
 _BLOCK_BYTES = 8 << 20
 _TOPS = ("model", "optimizer")

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.export.entries import Entry
-from fsdp2x.export.meetings import raise_changed
-from fsdp2x.export.rings import GroupRing, SharedRing, make_ring
+from fsdp2x.export.rings import GroupRing, SharedRing, make_ring, raise_changed
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.runtime.calls import current_call
 from fsdp2x.runtime.failures import exchange

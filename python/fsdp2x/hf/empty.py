@@ -1,8 +1,12 @@
-"""Models of HuggingFace configs on the meta device: the class that a config names, without weights."""
+"""Models of HuggingFace configs on the meta device: the class that a config names, without weights.
+
+A config is checked before transformers follows it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +16,45 @@ import torch
 from torch import nn
 
 from fsdp2x.errors import CheckpointError, first_line
-from fsdp2x.hf.config import read_config
 from fsdp2x.hf.files import Checkpoint
+from fsdp2x.hf.names import unsharded_class
+from fsdp2x.reading.safe_files import read_json
+
+# Of what is made one by one, more than any model has.
+_COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")
+_MOST = 100_000
+_MOST_LAYERS = 10_000
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The mapping in a config.json; transformers may be given the file then.
+
+    Raises:
+        CheckpointError: the file cannot be opened, is no JSON, or counts layers and the like of which no model has so
+            many: transformers would make one after the other.
+    """
+    settings = read_json(file, unique=False)
+    _check_counts(settings, str(file))
+    return settings
+
+
+def _check_counts(settings: dict[str, Any], where: str) -> None:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(value, f"{where}: {key}")
+        elif found := _COUNTED.search(key):
+            most = _MOST_LAYERS if found[1].startswith(("layer", "depth", "block")) else _MOST
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not number <= most:
+                    raise CheckpointError(f"{where}: {key} is {number:g}, expected at most {most}")
+
+
+def plain_config(model: torch.nn.Module) -> Any:
+    """A copy of the model's config that names the unsharded class and the dtype, as `save_pretrained` does."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [unsharded_class(model).__name__]
+    config.dtype = next(p.dtype for p in model.parameters())
+    return config
 
 
 def empty_model(folder: Path) -> nn.Module:

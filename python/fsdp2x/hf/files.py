@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile, first_line
-from fsdp2x.reading.json_file import read_json
 from fsdp2x.reading.records import read_records
-from fsdp2x.reading.regular import OpenFiles
+from fsdp2x.reading.safe_files import OpenFiles, read_json
 from fsdp2x.reading.safetensors_file import read_safetensors
 from fsdp2x.reading.tensors import LoadedTensor, Source
 

@@ -36,7 +36,7 @@ from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.hf.sources import RemoteTensor
 from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
-from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.safe_files import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.runtime.failures import on_rank_0, rank_and_size, run_on_all_ranks

@@ -13,7 +13,7 @@ from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
 from fsdp2x.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.hf.load import load_hf
-from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.safe_files import read_json
 from fsdp2x.runtime.failures import on_rank_0, run_on_all_ranks
 
 

@@ -24,11 +24,10 @@ from fsdp2x.arguments import checked
 from fsdp2x.errors import CheckpointError
 from fsdp2x.export.entries import Entry
 from fsdp2x.export.stream import BUCKET_BYTES, stream_as
-from fsdp2x.hf.config import plain_config
+from fsdp2x.hf.empty import plain_config
 from fsdp2x.hf.folder import make_temporary, publish, refuse_existing, temporary
-from fsdp2x.hf.layout import Layout, parse_size, plan_layout
+from fsdp2x.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
-from fsdp2x.hf.writer import Writer, make_files
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.runtime.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.units.lookup import named_params

@@ -15,7 +15,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.errors import CheckpointError, first_line
 from fsdp2x.hf.load import LoadReport, load_hf
 from fsdp2x.hf.save import save_hf
-from fsdp2x.reading.json_file import read_json
+from fsdp2x.reading.safe_files import read_json
 from fsdp2x.runtime.failures import on_rank_0
 
 # What training frameworks call PEFT's settings.

@@ -4,11 +4,10 @@
 
 Nothing of the file is executed and none of its classes is looked up: ``data.pkl`` goes through an unpickler that turns
 tensors into sources, DTensors into `Shard` records and everything else of torch.distributed into bare attributes, which
-also reads what other versions of torch wrote. Any other name is refused, or stands for an `Inert` object.
+also reads what other versions of torch wrote. Any other name is refused, or stands for an `OpaqueObject` object.
 
 What the directory, the headers and the pickle say is compared: a record lies where the file ends or another begins, a
-tensor inside its record.
-"""
+tensor inside its record."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ import io
 import math
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile, first_line
 
-from .plain import check_plain
-from .regular import OpenFiles
+from .safe_files import OpenFiles, check_plain
 from .tensors import FileTensor, LoadedTensor, Source, is_shape
 
 STORAGES = {  # by the name of torch's class
@@ -77,10 +76,10 @@ class Shard:
     __setstate__ = Source.__setstate__
 
 
-class Inert:
+class OpaqueObject:
     """An object of a class that was not looked up: its arguments and attributes. Anything else done to it is lost."""
 
-    def __new__(cls, *args: Any, **keywords: Any) -> Inert:
+    def __new__(cls, *args: Any, **keywords: Any) -> OpaqueObject:
         self = super().__new__(cls)
         self.args = args
         return self
@@ -108,13 +107,13 @@ def read_records(
     offset: int = 0,
     length: int | None = None,
     *,
-    inert: bool = False,
+    opaque: bool = False,
     labels: Collection[bytes] | None = None,
 ) -> Any:
     """The object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
 
     Args:
-        inert: objects of classes that a state dict does not need become `Inert` instead of an error.
+        opaque: objects of classes that a state dict does not need become `OpaqueObject` instead of an error.
         labels: one of which the record `LABEL` has to be.
 
     Raises:
@@ -133,7 +132,7 @@ def read_records(
             if labels is not None and said not in labels:
                 raise CorruptFile(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
             pickled = archive.read(members["data.pkl"])
-        found = _Records(io.BytesIO(pickled), files, path, places, inert).load()
+        found = _Records(io.BytesIO(pickled), files, path, places, opaque).load()
     except CorruptFile as error:
         raise CorruptFile(f"{path}: damaged, {error}") from None
     except CheckpointError as error:
@@ -230,10 +229,10 @@ class _Strided(Source):
 
 class _Records(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, files: OpenFiles, path: Path, places: dict[str, tuple[int, int]], inert: bool
+        self, file: io.BytesIO, files: OpenFiles, path: Path, places: dict[str, tuple[int, int]], opaque: bool
     ) -> None:
         super().__init__(file)
-        self._files, self._path, self._places, self._inert = files, path, places, inert
+        self._files, self._path, self._places, self._opaque = files, path, places, opaque
         self._made = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): lambda sizes=(): tuple(sizes),
@@ -256,8 +255,8 @@ class _Records(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         known = module.startswith("torch.distributed.") or (module, name) == ("torch.nn.parameter", "Parameter")
-        if known or self._inert:
-            return type(name, (Inert,), {"__module__": module})
+        if known or self._opaque:
+            return type(name, (OpaqueObject,), {"__module__": module})
         raise CheckpointError(f"it refers to {module}.{name}, which a model's state dict does not need")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, int]:
@@ -295,17 +294,17 @@ class _Records(pickle.Unpickler):
         flat = FileTensor(self._files, self._path, offset, (num_bytes // dtype.itemsize,), dtype)
         return _Strided(flat, shape, stride, first)
 
-    def _wrapper(self, cls: type, dtype: torch.dtype, shape: tuple, *rest) -> Inert:
+    def _wrapper(self, cls: type, dtype: torch.dtype, shape: tuple, *rest) -> OpaqueObject:
         made = cls()
         made.shape = tuple(shape)
         return made
 
     def _of_type(self, function, cls: type, args: tuple, state: Any) -> Any:
         made = function(*args)
-        if not isinstance(made, Inert):
+        if not isinstance(made, OpaqueObject):
             return made  # attributes that somebody put on a plain tensor
         if cls.__name__ != "DTensor":
-            if self._inert:
+            if self._opaque:
                 return made
             raise CheckpointError(f"it holds a {cls.__name__}, which is not supported")
         # A tuple where the class has slots.
@@ -318,7 +317,7 @@ class _Records(pickle.Unpickler):
         return Shard(state["_local_tensor"], made.shape, [_placement(one) for one in spec.placements], list(coordinate))
 
 
-def _placement(named: Inert) -> Placement:
+def _placement(named: OpaqueObject) -> Placement:
     attributes = named.__dict__
     dim = attributes.get("dim", named.args[0] if named.args and isinstance(named.args[0], int) else 0)
     return Placement(type(named).__name__, dim, attributes.get("split_factor", 1))
@@ -327,3 +326,94 @@ def _placement(named: Inert) -> Placement:
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
+
+
+def open_archive(files: OpenFiles, path: Path, trusted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A file that holds a mapping: as torch loads it, tensors mapped from the file; the same with sources for tensors.
+
+    Args:
+        trusted: classes are looked up and called, which may execute code. Otherwise what needs that is refused.
+
+    Raises:
+        CorruptFile: it is missing, no such file, or contradicts itself.
+        CheckpointError: it needs to be trusted.
+    """
+    records = read_records(files, path, opaque=True)
+    values = _load(path, str(path), trusted, mmap=True)
+    for one in (values, records):
+        if not isinstance(one, dict):
+            raise CorruptFile(f"{path}: got {type(one).__name__}, expected a mapping of parts")
+    return values, records
+
+
+def load_run(
+    files: OpenFiles,
+    path: Path,
+    offset: int,
+    num_bytes: int,
+    name: str,
+    trusted: bool,
+    labels: Collection[bytes] | None = None,
+) -> Any:
+    """The value in a run of bytes of a file; ``name``: of the entry, for errors. Raises as `open_archive`."""
+    read_records(files, path, offset, num_bytes, opaque=True, labels=labels)
+    return _load(io.BytesIO(files.read(path, offset, num_bytes)), f"{path}: {name}", trusted)
+
+
+def detached(tree: Any) -> Any:
+    """The tree with tensors of their own memory in place of those that are mapped from a file."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if type(tree) in (list, tuple):
+        return type(tree)(map(detached, tree))
+    return {key: detached(value) for key, value in tree.items()} if type(tree) is dict else tree
+
+
+def _load(source: Any, where: str, trusted: bool, **options: Any) -> Any:
+    try:
+        loaded = torch.load(source, map_location="cpu", weights_only=not trusted, **options)
+    except Exception as error:
+        if (call := _why_refused(error)) is not None:
+            raise CheckpointError(
+                f"{where}: reading it would execute {call}; pass trusted=True if you know who wrote it"
+            ) from None
+        raise CorruptFile(f"{where}: damaged, its contents cannot be read: {first_line(error)}") from None
+    check_plain(loaded, where)
+    return loaded
+
+
+def _why_refused(error: Exception) -> str | None:
+    """What `torch.load(weights_only=True)` would have had to call; None for an error of another kind."""
+    text = str(error)
+    if "weights_only" not in text and "weights only" not in text.lower():
+        return None
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    return named.group(1) if named else "code"
+
+
+def box_of(
+    shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and shape of the part that the rank at ``coordinate`` of a mesh of ``sizes`` has.
+
+    A dim is cut into chunks of ceil(d/W), axis after axis. A strided shard was cut by a later axis before: FSDP over
+    tensor parallelism.
+
+    Raises:
+        CheckpointError: a placement that is neither sharded nor replicated.
+    """
+    start, box = [0] * len(shape), list(shape)
+    axes = [axis for axis, one in enumerate(placements) if one.kind != "_StridedShard"]
+    axes += [axis for axis, one in reversed(list(enumerate(placements))) if one.kind == "_StridedShard"]
+    for axis in axes:
+        placement = placements[axis]
+        if placement.kind == "Replicate":
+            continue
+        if placement.kind not in ("Shard", "_StridedShard"):
+            raise CheckpointError(f"placement {placement.kind} is not supported")
+        dim = placement.dim
+        chunk = -(-box[dim] // sizes[axis])
+        first = min(chunk * coordinate[axis], box[dim])
+        start[dim] += first
+        box[dim] = min(chunk, box[dim] - first)
+    return tuple(start), tuple(box)

@@ -13,8 +13,7 @@ import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile
 
-from .json_file import parse_json
-from .regular import OpenFiles
+from .safe_files import OpenFiles, parse_json
 from .tensors import FileTensor, is_shape
 
 DTYPES = {

@@ -1,8 +1,8 @@
-"""Tensors that are not in memory: of which any box can be read.
+"""Tensors that are not in memory, of which any box can be read, from one place or from several.
 
 A source has a shape and a dtype, and ``read(start, out)`` fills ``out`` with the box of ``out.shape`` that begins at
 ``start``, converted to ``out.dtype``. Only the bytes of the box are read, straight into ``out`` where dtype and layout
-allow it, otherwise through a small buffer: a rank reads its rows of a tensor, whatever the tensor is made of.
+allow it, otherwise through a small buffer.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from .regular import OpenFiles
+from fsdp2x.errors import CorruptFile
+
+from .safe_files import OpenFiles
 
 # Large enough for full disk bandwidth, small enough to stay in the cache while it is converted.
 BUFFER_BYTES = 4 << 20
@@ -117,3 +120,72 @@ class LoadedTensor(Source):
         for dim, (first, size) in enumerate(zip(start, out.shape, strict=True)):
             box = box.narrow(dim, first, size)
         out.copy_(box)
+
+
+@dataclass
+class Tile:
+    """``source`` holds the box of its shape that begins at ``start``."""
+
+    start: tuple[int, ...]
+    source: Source
+
+
+class Tiled(Source):
+    """A tensor of ``shape`` of which ``tiles`` hold what is read; whoever makes it has checked that they do."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> None:
+        self.shape, self.dtype, self._tiles = tuple(shape), dtype, tiles
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        for tile in self._tiles:
+            lows = [max(a, b) for a, b in zip(start, tile.start, strict=True)]
+            ends = zip(start, out.shape, tile.start, tile.source.shape, strict=True)
+            highs = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                continue
+            part = out
+            for dim, (low, high) in enumerate(zip(lows, highs, strict=True)):
+                part = part.narrow(dim, low - start[dim], high - low)
+            tile.source.read([low - first for low, first in zip(lows, tile.start, strict=True)], part)
+
+
+def tiled(name: str, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> Tiled:
+    """The tensor that ``tiles`` make up; those at one place are replicas, of which the first counts.
+
+    Raises:
+        CorruptFile: the tiles leave a part out, overlap, or have another dtype.
+    """
+    boxes = {(tile.start, tile.source.shape): tile for tile in reversed(tiles) if 0 not in tile.source.shape}
+    for tile in boxes.values():
+        if tile.source.dtype != dtype:
+            raise CorruptFile(f"{name}: a shard has dtype {tile.source.dtype}, the tensor {dtype}")
+    if wrong := covers(shape, list(boxes)):
+        raise CorruptFile(f"{name}: the shards {wrong}")
+    return Tiled(shape, dtype, list(boxes.values()))
+
+
+def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    """What is wrong with boxes (start, sizes) that are to make up ``shape``, none of them empty; "" where they do."""
+    for start, sizes in boxes:
+        fits = len(start) == len(sizes) == len(shape)
+        if not fits or any(a < 0 or a + n > whole for a, n, whole in zip(start, sizes, shape, strict=True)):
+            return f"of {list(sizes)} at {list(start)} reach beyond {list(shape)}"
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if held != whole:
+        return f"hold {held} elements of {whole}"
+    return "overlap, and leave a part out" if _overlap(shape, boxes) else ""
+
+
+def _overlap(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Sweeps along the dim that is cut into most parts: few boxes are side by side there."""
+    if not shape:
+        return len(boxes) > 1
+    sweep = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    beside: list[tuple[Sequence[int], Sequence[int]]] = []
+    for start, sizes in sorted(boxes, key=lambda box: box[0][sweep]):
+        beside = [(other, n) for other, n in beside if other[sweep] + n[sweep] > start[sweep]]
+        for other, more in beside:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, sizes, other, more, strict=True)):
+                return True
+        beside.append((start, sizes))
+    return False

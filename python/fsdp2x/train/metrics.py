@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp2x.reading.json_file import parse_json, read_text
+from fsdp2x.reading.safe_files import parse_json, read_text
 
 from .config import ConfigError
 

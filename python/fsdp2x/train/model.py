@@ -18,8 +18,7 @@ import torch.distributed as dist
 import fsdp2x
 from fsdp2x.errors import CheckpointError
 
-from ..hf.config import plain_config, read_config
-from ..hf.empty import build_empty, read_hf_config
+from ..hf.empty import build_empty, plain_config, read_config, read_hf_config
 from ..hf.files import Checkpoint
 from ..models.freeze import freeze_module_prefix
 from ..models.lora import add_lora

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp2x.errors import CheckpointError
 
-from ..reading.json_file import read_text
+from ..reading.safe_files import read_text
 from .config import ConfigError
 
 MOST_BYTES = 1 << 20

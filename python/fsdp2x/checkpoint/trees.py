@@ -1,4 +1,4 @@
-"""Plain values beside the tensors: equal or not, and whether they can be read back without executing anything."""
+"""Trees of plain values and tensors: flattened and nested again, compared, and checked to be loadable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from fsdp2x.errors import CheckpointError
+from fsdp2x.errors import CheckpointError, CorruptFile
+from fsdp2x.reading.dcp import KeyPath
+from fsdp2x.reading.records import Shard
+from fsdp2x.reading.tensors import Source
 
 
 def same(one: Any, other: Any) -> bool:
@@ -87,3 +90,62 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Mapping):
         return "mapping"
     return "sequence" if isinstance(value, list | tuple) else type(value)
+
+
+def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Leaves and their paths by dotted name. Lists are opened where they hold mappings or tensors, as DCP does."""
+    flat: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+
+    def visit(path: KeyPath, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit((*path, str(key)), item)
+        elif isinstance(value, list) and _opens(value):
+            for index, item in enumerate(value):
+                visit((*path, index), item)
+        else:
+            name = ".".join(map(str, path))
+            if name in flat:
+                raise CheckpointError(f"two entries are named {name}: by {paths[name]} and by {path}")
+            flat[name] = value
+            paths[name] = path
+
+    visit((), tree)
+    return flat, paths
+
+
+def _opens(value: Any) -> bool:
+    is_opened = isinstance(value, Mapping | torch.Tensor | Source | Shard)
+    return is_opened or (isinstance(value, list) and any(map(_opens, value)))
+
+
+def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree again; what was a list becomes one. Raises `CorruptFile` for paths that no tree has together."""
+    tree = _Node()
+    for name, value in leaves.items():
+        *outer, last = paths[name]
+        node: Any = tree
+        for key in outer:
+            node = node.setdefault(key, _Node())
+            if type(node) is not _Node:
+                raise CorruptFile(f"the path of {name} leads through another entry")
+        if last in node:
+            raise CorruptFile(f"the path of {name} is that of another entry, too")
+        node[last] = value
+    return _with_lists(tree, "")
+
+
+class _Node(dict):
+    """Of the tree, and not of a leaf that happens to be a mapping."""
+
+
+def _with_lists(node: Any, where: str) -> Any:
+    if type(node) is not _Node:
+        return node
+    inner = {key: _with_lists(value, f"{where}.{key}") for key, value in node.items()}
+    if not any(isinstance(key, int) for key in inner):
+        return inner
+    if not all(isinstance(key, int) for key in inner) or sorted(inner) != list(range(len(inner))):
+        raise CorruptFile(f"the list {where[1:]} has the places {sorted(map(str, inner))[:20]}")
+    return [inner[index] for index in range(len(inner))]
