@@ -1,7 +1,7 @@
 """A vLLM server as the engine of ``grpo_toy.py``: how it is started, and what a rank asks it for.
 
 Tokens go in and tokens come out (``/inference/v1/generate``), each with the label of the weights that drew it, which
-``fsdp2x.sync.Vllm`` sets at each push. The server has copies of fsdp2x's three files for engines on its path, and
+``fsdp2x.sync.Vllm`` sets at each push. The server has copies of fsdp2x's files for engines on its path, and
 weights of its own making until the first push. Written for vLLM 0.32.
 """
 

@@ -41,8 +41,8 @@ PLACES = [
     ("commit", None, "delta"),
 ]
 SAYS = {
-    "dropped": "in time: the other side hangs or is busy",  # the engine has done it, its answer is lost
-    "silence": "in time: the other side hangs or is busy",  # the engine has not even heard of it
+    "dropped": "in time: (the other side|a member) hangs or is busy",  # the engine has done it, its answer is lost
+    "silence": "in time: (the other side|a member) hangs or is busy",  # the engine has not even heard of it
     "cut": "the other side closed the connection",
     "killed": "the other side closed the connection",
 }
@@ -80,7 +80,7 @@ def serve(over, question, ready):
     """Takes weights, and tells whoever connects to ``question`` what it holds between two pushes."""
     torch.set_num_threads(1)
     sink = Store()
-    if over == "tcp":
+    if over == "group":
         receiver = TcpReceiver("tcp://127.0.0.1:0", sink, secret=SECRET)
     else:
         receiver = Receiver(new_address(), sink)
@@ -144,7 +144,7 @@ class Relay(threading.Thread):
     def __init__(self, over, engines):
         super().__init__(daemon=True)
         self.over, self.engines, self.fault = over, list(engines), (None, None, None)
-        if over == "tcp":
+        if over == "group":
             self._listener = socket.create_server(("127.0.0.1", 0))
             self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         else:
@@ -164,27 +164,25 @@ class Relay(threading.Thread):
 
     def _engine(self):
         address = self.engines[0].address
-        if self.over == "tcp":
+        if self.over == "group":
             return socket.create_connection(split_address(address))
         engine = socket.socket(socket.AF_UNIX)
         engine.connect(bind_address(address))
         return engine
 
     def _pass_on(self, trainer, engine):
-        if self.over == "tcp":  # the greeting
+        if self.over == "group":  # the greeting
             for source, target, num_bytes in ((engine, trainer, len(WIRE) + 32), (trainer, engine, 64)):
                 target.sendall(exactly(source, num_bytes))
             trainer.sendall(exactly(engine, 32))
         while True:
             kind, body, files = receive_frame(trainer, time.monotonic() + 60)
-            rest = exactly(trainer, body.get("bytes", 0))
             what, *place = self.fault
             what = what if place == [kind, body.get("bucket")] else None
             if what is not None:
                 self.fault = (None, None, None)
             if what in (None, "dropped"):
                 send_frame(engine, kind, body, time.monotonic() + 60, files)
-                engine.sendall(rest)
                 kind, body, _ = receive_frame(engine, time.monotonic() + 60)
             close_files(files)
             if what == "cut":
@@ -256,7 +254,7 @@ def push_through(ctx, over, fault, found):
         everywhere = [None] * ctx.world
         dist.all_gather_object(everywhere, fields)
         assert everywhere == [fields] * ctx.world and type(error) is SyncError
-        assert fields[1:5] == [phase, bucket, names, 0] and SAYS[fault] in error.reason, fields
+        assert fields[1:5] == [phase, bucket, names, 0] and re.search(SAYS[fault], error.reason), fields
         assert ("an engine whose answer was lost may have committed" in str(error)) == (kind == "commit")
         assert TIMEOUT_S * (fault in ("dropped", "silence")) <= seconds < TIMEOUT_S + SLACK_S
         del error
@@ -296,7 +294,7 @@ def push_through(ctx, over, fault, found):
         relay.close()
 
 
-WAYS = [("memory", fault) for fault in SAYS] + [pytest.param("tcp", fault, marks=pytest.mark.full) for fault in SAYS]
+WAYS = [("memory", fault) for fault in SAYS] + [pytest.param("group", fault, marks=pytest.mark.full) for fault in SAYS]
 
 
 @pytest.mark.parametrize(("over", "fault"), WAYS)

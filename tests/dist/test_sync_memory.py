@@ -2,8 +2,6 @@
 
 import contextlib
 import mmap
-import socket
-import threading
 
 import pytest
 import torch
@@ -12,9 +10,9 @@ from torch import nn
 
 import fsdp2x
 import memory
-from engines import SECRET, Store, peer
+from engines import Store, peer
 from fsdp2x.runtime.native import _C
-from fsdp2x.sync import InProcess, Peer
+from fsdp2x.sync import InProcess
 from harness import distributed
 from reference import params, same, shard
 
@@ -196,59 +194,3 @@ def test_bytes_in_memory_files(ctx, transport):
             same(store.weights, expected)
             # The pages: what rounds the buckets up, and what ranks write of themselves.
             assert wire_bytes <= written <= wire_bytes + len(expected) * _C.ALIGN_BYTES + 2 * mmap.PAGESIZE
-
-
-class Proxy:
-    """Passes connections on to ``address`` and counts what comes from those who connect."""
-
-    def __init__(self, address):
-        host, port = address.removeprefix("tcp://").split(":")
-        self._upstream, self._door = (host, int(port)), socket.create_server(("127.0.0.1", 0))
-        self.address, self.num_bytes = f"tcp://127.0.0.1:{self._door.getsockname()[1]}", 0
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._threads[0].start()
-
-    def _run(self):
-        near, _ = self._door.accept()
-        with near, socket.create_connection(self._upstream) as far:
-            back = threading.Thread(target=self._pass, args=(far, near, False), daemon=True)
-            back.start()
-            self._pass(near, far, True)
-            back.join()
-
-    def _pass(self, source, target, counts):
-        while data := source.recv(1 << 16):
-            self.num_bytes += len(data) * counts
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        self._threads[0].join(20)
-        assert not self._threads[0].is_alive()
-        self._door.close()
-
-
-# Greeting, layout, and the requests of a push to six tensors.
-DIALOGUE_BYTES = 4096
-
-
-@distributed(world_sizes=(2,))
-def test_bytes_that_pass_a_network(ctx):
-    model = Routed()
-    expected, wire_bytes = model.wire(torch.bfloat16)
-    shard(ctx, model)
-    store, proxy, addresses = Store(), None, [None]
-    with peer(ctx, store, over="tcp") as (_, served):
-        if served:
-            proxy = Proxy(served.receiver.address)
-            addresses = [proxy.address]
-        dist.broadcast_object_list(addresses)
-        with fsdp2x.sync.connect(model, Peer(addresses[0], secret=SECRET), **OPTIONS) as sync:
-            for version in range(2):
-                assert sync.push(version=version).bytes_sent == wire_bytes
-        if served:
-            proxy.close()
-            same(store.weights, expected)
-            assert (
-                2 * wire_bytes <= proxy.num_bytes <= 2 * (wire_bytes + len(expected) * _C.ALIGN_BYTES) + DIALOGUE_BYTES
-            )

@@ -67,14 +67,14 @@ def run_ranks(script: Path, words: list[str]) -> None:
     assert process.returncode == 0, output[-6000:]
 
 
-CASES = [("dense", 1, "memory"), ("dense", 2, "memory"), ("dense", 2, "tcp"), ("moe", 1, "memory")]
+CASES = [("dense", 1, "memory"), ("dense", 2, "memory"), ("dense", 2, "broadcasts"), ("moe", 1, "memory")]
 
 
 @pytest.mark.parametrize(("kind", "num_workers", "over"), CASES)
 def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, over, capsys):
     save_model(kind, tmp_path / "model")
     began = time.monotonic()
-    with serving(tmp_path / "model", tmp_path, num_workers, elsewhere=over == "tcp") as url:
+    with serving(tmp_path / "model", tmp_path, num_workers, elsewhere=over == "broadcasts") as url:
         ready_s = time.monotonic() - began
         rows = push_to(url, tmp_path / "model", tmp_path, kind)
     with capsys.disabled():

@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 import device_handles
 import fsdp2x
+from fsdp2x.hf.names import TensorSpec
 from fsdp2x.sync import Peer, SyncError
 from fsdp2x.sync import engine as engine_file
 from fsdp2x.sync.engine import Parameters, Receiver
 from fsdp2x.sync.engine_tcp import TcpReceiver
+from fsdp2x.sync.targets.base import PushBucket, WireLayout
 
 # How receivers are reached: their address, and what else a target is told.
 SECRET = "of the engines of the tests"
-OVER = {"memory": {}, "tcp": {"secret": SECRET}, "device": {"memory": "device"}}
-OVER["group"] = {"secret": SECRET, "group": "gloo"}
+OVER = {"memory": {}, "device": {"memory": "device"}, "group": {"secret": SECRET}}
 
 
 def wire(model, **options) -> dict[str, torch.Tensor]:
@@ -131,6 +132,17 @@ def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
         dist.broadcast_object_list(addresses, src=rank)
         target = Peer(addresses[0], rank=rank, **OVER[over])
         yield target, (served if len(served) > 1 else served[0]) if served else None
+
+
+def push_by_hand(target, tensors, version=1, timeout_s=20.0):
+    """One push of `tensors` by `target`, without a session."""
+    specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+    target.open(WireLayout((specs,), (), 0), timeout_s)
+    target.begin(version, "full", None)
+    target.take(iter([PushBucket(0, specs, tuple(tensors.values()))]))
+    target.finish(version)
+    target.commit(version)
+    target.close()
 
 
 def push_when_noticed(sync, version):

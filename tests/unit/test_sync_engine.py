@@ -140,7 +140,7 @@ WRONG = [
     (
         "bucket",
         {"bucket": 0, "tensors": [[0, 0, 4092]], "deltas": []},
-        "8 bytes at 4092 are not in a memory file of 4096",
+        "8 bytes at 4092 are not in a memory of 4096",
     ),
     ("bucket", {"bucket": 0, "tensors": [[0, 0, -8]], "deltas": []}, "8 bytes at -8"),
     ("bucket", {"bucket": 0, "tensors": [[0, 0, 2]], "deltas": []}, "8 bytes at 2 are not"),
@@ -266,7 +266,7 @@ def test_a_call_ends_when_the_trainer_leaves_and_when_none_comes():
 
 def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):
     folder = Path(engine.__file__).parent
-    files = ("engine.py", "engine_tcp.py", "vllm_worker.py")
+    files = ("engine.py", "engine_tcp.py", "engine_group.py", "vllm_worker.py")
     for name in files:
         shutil.copy(folder / name, tmp_path)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)

@@ -8,9 +8,10 @@ import torch
 import device_handles
 from fsdp2x.runtime import torch_private
 from fsdp2x.sync import CheckpointEngine, Peer, Sglang, Vllm
-from fsdp2x.sync.engine_ipc import DeviceMemory, describe_handle, device_of
-from fsdp2x.sync.targets.carriers import DeviceCarrier
+from fsdp2x.sync.engine import ReceiveBuffer
+from fsdp2x.sync.engine_ipc import describe_handle, device_of, opened_memory
 from fsdp2x.sync.targets.handed_memory import HandedMemory
+from fsdp2x.sync.targets.transports import IpcTransport
 from fsdp2x.tools.sleep import _give_to_driver as give_to_driver
 
 
@@ -18,7 +19,7 @@ def test_what_is_written_is_read():
     """Through JSON, and only inside of what was handed out."""
     memory = HandedMemory(torch.device("cpu"), 1000)
     with device_handles.installed():
-        read = DeviceMemory(json.loads(json.dumps(describe_handle(memory.device_handle()))))
+        read = ReceiveBuffer(opened_memory(json.loads(json.dumps(describe_handle(memory.device_handle())))))
     memory.bytes[8:16].view(torch.float32).copy_(torch.tensor([1.5, -2.0]))
     assert read.view(8, torch.float32, [2]).tolist() == [1.5, -2.0]
     for offset, shape in ((996, [2]), (-4, [1]), (2, [1])):
@@ -76,10 +77,10 @@ def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
         end()
         assert not target._handed and calls == ["ipc_collect"]
         calls.clear()
-    for target in (DeviceCarrier(), CheckpointEngine(None)):
-        target._memory = object()
+    for target, memory in ((IpcTransport(), "_handed"), (CheckpointEngine(None), "_memory")):
+        setattr(target, memory, object())
         target.close()
-        assert target._memory is None and calls == ["ipc_collect"]
+        assert getattr(target, memory) is None and calls == ["ipc_collect"]
         calls.clear()
     give_to_driver(torch.device("cuda", 0))
     assert calls == ["ipc_collect", "empty_cache"]

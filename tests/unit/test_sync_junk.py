@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from engines import SECRET, Served, new_address
+from engines import SECRET, Served, new_address, push_by_hand
 from fsdp2x.rollout.server import RolloutServer
+from fsdp2x.sync import Peer
 from fsdp2x.sync.engine import WIRE, Parameters, bind_address, receive_frame, send_frame
-from fsdp2x.sync.engine_tcp import greet_engine, send_bytes, split_address
+from fsdp2x.sync.engine_tcp import greet_engine, split_address
 
 KINDS = b"hello layout begin bucket finish commit abort invite join status sample".split()
 FIELDS = "wire session tensors files mode version base bucket bytes deltas reason device".split()
@@ -64,7 +65,7 @@ class Door(Served):
 
     def __init__(self, kind):
         self.kind, self.weight = kind, torch.zeros(2)
-        super().__init__(new_address("tcp" if kind == "tcp" else "memory"), Parameters({"w": self.weight}), 5.0)
+        super().__init__(new_address("group" if kind == "tcp" else "memory"), Parameters({"w": self.weight}), 5.0)
         self.address = self.receiver.address
 
     def make(self, address, *options):
@@ -96,17 +97,20 @@ class Door(Served):
                 pass
         assert self._thread.is_alive(), "the engine is gone"
 
-    def ask(self, connection, kind, body, parts=()):
+    def ask(self, connection, kind, body):
         with open(os.memfd_create("fsdp2x-junk"), "r+b") as file:
             os.pwrite(file.fileno(), VALUES.numpy().tobytes().ljust(64), 0)
             deadline = time.monotonic() + 20
             files = [file.fileno()] if kind == "layout" and self.kind == "unix" else []
             send_frame(connection, kind, body, deadline, files)
-            send_bytes(connection, parts, deadline)
             return receive_frame(connection, deadline)[1]
 
     def require_service(self):
         """A trainer that speaks the protocol gets what it asks for."""
+        if self.kind == "tcp":
+            push_by_hand(Peer(self.address, secret=SECRET), {"w": VALUES})
+            assert torch.equal(self.weight, VALUES)
+            return
         with self.dial() as connection:
             if self.kind == "rollout":
                 assert "config" in self.ask(connection, "status", {})["error"], "this model has none"
@@ -119,8 +123,7 @@ class Door(Served):
                 ("finish", {}),
                 ("commit", {"version": 1}),
             ):
-                parts = [memoryview(VALUES.numpy().tobytes())] if (kind, self.kind) == ("bucket", "tcp") else []
-                answer = self.ask(connection, kind, body, parts)
+                answer = self.ask(connection, kind, body)
                 assert answer["ok"], answer
             assert (answer["state"], answer["version"]) == ("clean", 1) and torch.equal(self.weight, VALUES)
 

@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from engines import SECRET, Served, Store
+from engines import SECRET, Served, Store, push_by_hand
 from fsdp2x.sync import Peer, engine_tcp
-from fsdp2x.sync.engine import WIRE, WireError, is_closed, receive_frame, send_frame
-from fsdp2x.sync.engine_tcp import TcpReceiver, greet_engine, own_host, send_bytes, split_address
+from fsdp2x.sync.engine import WIRE, is_closed, receive_frame, send_frame
+from fsdp2x.sync.engine_tcp import TcpReceiver, greet_engine, own_host, split_address
 from fsdp2x.sync.targets.base import TargetError, WireLayout
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -23,47 +23,31 @@ def dial(receiver, timeout_s=60):
     return socket.create_connection(split_address(receiver.address), timeout_s)
 
 
-def ask(connection, kind, body, parts=()):
+def ask(connection, kind, body):
     deadline = time.monotonic() + 60
     send_frame(connection, kind, body, deadline)
-    send_bytes(connection, parts, deadline)
     return receive_frame(connection, deadline)[1]
 
 
 @contextlib.contextmanager
 def trainer(receiver):
-    """A connection that has been greeted and has told a layout of two tensors."""
+    """A connection that has been greeted and has told a layout."""
     with dial(receiver) as connection:
         greet_engine(connection, SECRET, 60)
         assert ask(connection, "hello", {"wire": WIRE, "session": "s"})["ok"]
-        tensors = [["a", "float32", [3]], ["b", "bfloat16", [2, 2]]]
-        assert ask(connection, "layout", {"tensors": tensors, "files": [256]})["ok"]
+        assert ask(connection, "layout", {"tensors": [["a", "float32", [3]]], "files": [256]})["ok"]
         yield connection
 
 
-def push(connection, version, values):
-    """`values` as bytes: three floats, then four bfloat16 from byte 64 on."""
-    assert ask(connection, "begin", {"mode": "full", "version": version, "base": None})["ok"]
-    body = {"bucket": 0, "bytes": len(values), "tensors": [[0, 0, 0], [1, 0, 64]], "deltas": []}
-    answer = ask(connection, "bucket", body, [memoryview(values)])
-    if not answer["ok"]:
-        return answer
-    assert ask(connection, "finish", {})["ok"]
-    return ask(connection, "commit", {"version": version})
+VALUES = {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([[4.0, 5.0]], dtype=torch.bfloat16)}
 
 
-A, B = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[4.0, 5.0], [6.0, 7.0]], dtype=torch.bfloat16)
-VALUES = A.numpy().tobytes() + bytes(52) + B.view(torch.uint8).numpy().tobytes()
-
-
-def test_bytes_follow_the_request():
-    store = Store()
-    with Served(ANY_PORT, store) as served, trainer(served.receiver) as connection:
-        for version in (1, 2):
-            assert push(connection, version, VALUES)["ok"]
-            with served.receiver.reading() as held:
-                assert held == version
-                assert torch.equal(store.weights["a"], A) and torch.equal(store.weights["b"], B)
+def push(served):
+    """A push that arrives."""
+    push_by_hand(Peer(served.receiver.address, secret=SECRET), VALUES)
+    with served.receiver.reading() as held:
+        assert held == 1
+        assert all(torch.equal(served.receiver._sink.weights[name], value) for name, value in VALUES.items())
 
 
 def garbage(connection):
@@ -96,17 +80,12 @@ STRANGERS = (garbage, half_a_greeting, a_replayed_greeting, another_secret, noth
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda one: one.__name__)
 def test_strangers_leave_a_push_alone(stranger):
     """They stay at the door, some for seconds, while the weights are pushed; none of them is answered."""
-    store = Store()
     with contextlib.ExitStack() as stack:
-        served = stack.enter_context(Served(ANY_PORT, store))
+        served = stack.enter_context(Served(ANY_PORT, Store()))
         for _ in range(4):
             with contextlib.suppress(ConnectionError):
                 stranger(stack.enter_context(dial(served.receiver)))
-        connection = stack.enter_context(trainer(served.receiver))
-        with contextlib.suppress(ConnectionError):
-            stranger(stack.enter_context(dial(served.receiver)))
-        assert push(connection, 1, VALUES)["ok"]
-        assert torch.equal(store.weights["b"], B)
+        push(served)
 
 
 def test_strangers_who_send_a_byte_now_and_then_keep_nobody_out(monkeypatch):
@@ -139,30 +118,21 @@ def test_a_second_trainer_is_told():
         assert not answer["ok"] and answer["error"] == "another trainer is connected"
 
 
-def test_more_bytes_than_there_is_room_for_end_the_connection():
-    store = Store()
-    with Served(ANY_PORT, store) as served:
-        with trainer(served.receiver) as connection:
-            with pytest.raises(WireError, match="closed the connection|reset|Broken pipe"):
-                push(connection, 1, VALUES + bytes(1000))
-        while served.receiver.status["state"] != "torn":
-            time.sleep(0.01)
-        assert "the layout made room for 256" in served.receiver.status["reason"]
-        with trainer(served.receiver) as connection:  # and the next one heals it
-            assert push(connection, 2, VALUES)["ok"]
-
-
-def test_a_trainer_that_leaves_in_the_middle_of_a_bucket():
+@pytest.mark.parametrize(
+    ("num_bytes", "reason"), [(12, "before the group was joined"), (1256, "the trainer is gone in the middle")]
+)
+def test_buckets_that_cannot_be(num_bytes, reason):
+    """One that comes before the engine is in a group, and a trainer that leaves. The next one heals both."""
+    body = {"bucket": 0, "bytes": num_bytes, "tensors": [[0, 0, 0]], "deltas": []}
     with Served(ANY_PORT, Store()) as served:
         with trainer(served.receiver) as connection:
             assert ask(connection, "begin", {"mode": "full", "version": 1, "base": None})["ok"]
-            body = {"bucket": 0, "bytes": 72, "tensors": [[0, 0, 0], [1, 0, 64]], "deltas": []}
-            send_frame(connection, "bucket", body, time.monotonic() + 60)
-            connection.sendall(VALUES[:10])
+            if num_bytes == 12:
+                assert "before the group was joined" in ask(connection, "bucket", body)["error"]
         while served.receiver.status["state"] != "torn":
             time.sleep(0.01)
-        with trainer(served.receiver) as connection:
-            assert push(connection, 2, VALUES)["ok"]
+        assert reason in served.receiver.status["reason"]
+        push(served)
 
 
 def test_a_door_that_nobody_answers_behind():

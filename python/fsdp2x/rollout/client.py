@@ -22,8 +22,8 @@ from fsdp2x.rollout.server import ANSWER, weights_address
 from fsdp2x.runtime.failures import problems_of_all
 from fsdp2x.sync.engine import WireError, receive_frame, send_frame
 from fsdp2x.sync.targets.base import EngineTarget
-from fsdp2x.sync.targets.carriers import connected
 from fsdp2x.sync.targets.peer import Peer
+from fsdp2x.sync.targets.transports import connected
 
 _RETRY_S = 0.05
 

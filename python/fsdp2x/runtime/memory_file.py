@@ -38,3 +38,13 @@ class MemoryFile:
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.num_bytes)
         self.bytes = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
+
+
+def collect_handed() -> None:
+    """Returns GPU memory to torch's allocator that was handed to other processes and dropped since.
+
+    Without this, torch looks again only when it next hands memory out. Memory stays taken while a reader maps it. If a
+    reader died, it stays until this process ends.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()

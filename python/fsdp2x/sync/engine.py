@@ -11,12 +11,10 @@ with one answer, over a Unix socket; tensors lie in memory files, whose descript
     commit  {version}                    all engines have finished: the new version is published
     abort   {reason}                     the weights are torn
 
-A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta lies in its file as ``count`` positions
-(int64, into the flattened tensor), then as many values, each part from a multiple of 8 bytes on. Nothing is unpickled.
-Errors are values: an answer says ``ok`` or holds the error's text, and a push goes on to its end or is aborted.
-
-States, of which only two let generate: ``initial`` (what the engine started with), ``open`` (a push is under way),
-``clean`` (a committed version), ``torn`` (a push ended in between; only a full one is taken).
+A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta is ``count`` positions (int64, in the
+flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer says
+``ok`` or holds an error's text. An engine in state ``initial`` or ``clean`` (a committed version) generates. It does
+not while a push is ``open``, nor while it is ``torn`` (a push ended early), until a full push.
 """
 
 from __future__ import annotations
@@ -85,14 +83,11 @@ def send_frame(connection: socket.socket, kind: str, body: Mapping[str, Any], de
     """
     text = json.dumps(body, separators=(",", ":")).encode()
     rest = memoryview(_HEAD.pack(WIRE.encode(), kind.encode(), len(files), len(text)) + text)
-    with _deadline(connection, deadline, f"send {kind!r}"):
-        if files:
-            connection.settimeout(_left(deadline))
-            sent = connection.sendmsg([rest], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-            rest = rest[sent:]
+    with _told_as(f"send {kind!r}"):
         while rest:
             connection.settimeout(_left(deadline))
-            rest = rest[connection.send(rest) :]
+            rest = rest[socket.send_fds(connection, [rest], files) if files else connection.send(rest) :]
+            files = ()
 
 
 def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict[str, Any], list[int]]:
@@ -103,7 +98,7 @@ def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict
     """
     files: list[int] = []
     try:
-        with _deadline(connection, deadline, "receive"):
+        with _told_as("receive"):
             head = _receive(connection, _HEAD.size, deadline, files)
             magic, kind, num_files, num_bytes = _HEAD.unpack(head)
             if magic != WIRE.encode() or num_bytes > _MAX_BODY_BYTES:
@@ -131,9 +126,7 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float, files: 
         part, ancillary, _, _ = connection.recvmsg(size, rights, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                numbers = array.array("i")
-                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-                files.extend(numbers)
+                files.extend(array.array("i", data[: len(data) // 4 * 4]))
         if not part or len(files) > _MAX_FILES:
             raise WireError("the other side closed the connection" if not part else "too many descriptors")
         received += part
@@ -148,7 +141,7 @@ def _left(deadline: float) -> float:
 
 
 @contextlib.contextmanager
-def _deadline(connection: socket.socket, deadline: float, what: str) -> Iterator[None]:
+def _told_as(what: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
@@ -160,27 +153,35 @@ def _deadline(connection: socket.socket, deadline: float, what: str) -> Iterator
 # ---- memory
 
 
-class MappedFile:
-    """A memory file of the trainers, mapped so that what is written here stays here."""
+class ReceiveBuffer:
+    """Flat bytes that buckets lie in. ``mapping``: those of a file, whose pages here are private once written to."""
 
-    def __init__(self, file: int, num_bytes: int) -> None:
-        if os.fstat(file).st_size < num_bytes:
-            raise ValueError(f"a memory file of {os.fstat(file).st_size} bytes, the layout says {num_bytes}")
-        self._map = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._num_writes = self._bytes._version  # views count for it
+    def __init__(self, memory: torch.Tensor, mapping: mmap.mmap | None = None) -> None:
+        self._bytes, self._mapping = memory, mapping
+        self._num_writes = memory._version  # views count for it
 
     def view(self, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if not 0 <= offset <= offset + num_bytes <= len(self._bytes) or offset % dtype.itemsize:
-            raise ValueError(f"{num_bytes} bytes at {offset} are not in a memory file of {len(self._bytes)} bytes")
+            raise ValueError(f"{num_bytes} bytes at {offset} are not in a memory of {len(self._bytes)} bytes")
         return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
-    def forget_writes(self) -> None:
-        """What somebody here wrote into a view would hide what the trainers write next."""
-        if self._bytes._version != self._num_writes:
+    def release(self) -> None:
+        """A bucket was read: the trainers overwrite it after the answer, and what was written to it here is dropped."""
+        if self._bytes.is_cuda:
+            for index in {self._bytes.device.index, torch.cuda.current_device()}:
+                torch.cuda.synchronize(index)
+        if self._mapping is not None and self._bytes._version != self._num_writes:
             self._num_writes = self._bytes._version
-            self._map.madvise(mmap.MADV_DONTNEED)
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def mapped_file(file: int, num_bytes: int) -> ReceiveBuffer:
+    """A memory file of the trainers, mapped so that what is written here stays here."""
+    if os.fstat(file).st_size < num_bytes:
+        raise ValueError(f"a memory file of {os.fstat(file).st_size} bytes, the layout says {num_bytes}")
+    mapping = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return ReceiveBuffer(torch.frombuffer(mapping, dtype=torch.uint8), mapping)
 
 
 def delta_bytes(count: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -202,11 +203,7 @@ class Parameters:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
 
     def check(self, layout: list[tuple[str, torch.dtype, list[int]]]) -> None:
-        """Before any byte moves: every name is known, and of the same shape.
-
-        Raises:
-            ValueError: some are not.
-        """
+        """Raises ValueError before any byte moves, unless every name is known with the same shape."""
         for name, _, shape in layout:
             held = self._tensors.get(name)
             if held is None or list(held.shape) != shape:
@@ -260,7 +257,7 @@ class Receiver:
         self._state, self._version, self._reason = "initial", None, ""
         self._weights = threading.RLock()  # held by who generates, and from begin to commit or abort
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
-        self._files: list[MappedFile] = []
+        self._buffers: list[ReceiveBuffer] = []
         self._next, self._is_finished = None, False
         self._session, self._version_of = "", ""  # of the trainers that are connected, and of those that committed
         self._num_ends = 0  # of pushes, and of trainers' visits
@@ -352,10 +349,10 @@ class Receiver:
             return connection
         return connection.close()
 
-    def _map(self, sizes: list[int], files: list[int]) -> list[MappedFile]:
+    def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
         if len(files) != len(sizes):
             raise WireError(f"{len(files)} memory files, the layout names {len(sizes)}")
-        return [MappedFile(file, size) for file, size in zip(files, sizes, strict=True)]
+        return [mapped_file(file, size) for file, size in zip(files, sizes, strict=True)]
 
     def _accept(self) -> None:
         connection = self._admit()
@@ -412,10 +409,10 @@ class Receiver:
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
         getattr(self._sink, "check", lambda layout: None)(layout)
-        self._files = self._map(body["files"], files)
+        self._buffers = self._map(body["files"], files)
         if "device" in body:
             ipc = importlib.import_module(".engine_ipc" if __package__ else "engine_ipc", __package__)
-            self._files = [ipc.DeviceMemory(body["device"])]
+            self._buffers = [ReceiveBuffer(ipc.opened_memory(body["device"]))]
         self._layout = layout
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
@@ -444,17 +441,17 @@ class Receiver:
         items = []
         for index, file, offset in body["tensors"]:
             name, dtype, shape = self._layout[index]
-            tensor = self._files[file].view(offset, dtype, shape)
+            tensor = self._buffers[file].view(offset, dtype, shape)
             items.append((name, tensor.clone() if self._copies else tensor))
         if items:
             self._load(items)
         for index, file, offset, count in body["deltas"]:
             name, dtype, _ = self._layout[index]
-            positions = self._files[file].view(offset, torch.int64, [count])
-            values = self._files[file].view(offset + delta_bytes(count, dtype)[0], dtype, [count])
+            positions = self._buffers[file].view(offset, torch.int64, [count])
+            values = self._buffers[file].view(offset + delta_bytes(count, dtype)[0], dtype, [count])
             self._sink.apply_delta(name, positions, values)
-        for file in self._files:
-            file.forget_writes()
+        for buffer in self._buffers:
+            buffer.release()
 
     def _on_finish(self, body: dict[str, Any], files: list[int]) -> None:
         if self._state != "open" or self._reason:
@@ -486,7 +483,7 @@ class Receiver:
         """Lets go of the trainer, and of its memory; a push that is under way is torn."""
         if self._state == "open":
             self.tear(f"the trainer is gone in the middle of a push: {reason}")
-        self._layout, self._files = [], []
+        self._layout, self._buffers = [], []
         if self._connection is not None:
             self._connection.close()
             self._connection = None

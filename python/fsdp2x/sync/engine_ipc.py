@@ -1,13 +1,12 @@
 """The engine's side of memory of a GPU that trainers hand out: for a ``Receiver`` whose trainer says memory="device".
 
-Needs torch and ``engine.py`` beside it. A handle is JSON, of the arguments that torch rebuilds a CUDA tensor from, with
+Needs torch. A handle is JSON, of the arguments that torch rebuilds a CUDA tensor from, with
 the GPU's UUID in place of its number, which may be another one here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,25 +44,10 @@ def device_of(uuid: str) -> int:
     return seen.index(uuid)
 
 
-class DeviceMemory:
-    """What a handle names, as a receiver reads it: a ``engine.MappedFile`` whose writes the trainers see."""
-
-    def __init__(self, handle: Mapping[str, Any]) -> None:
-        size, stride = torch.Size([handle["bytes"]]), (1,)
-        head = (torch.Tensor, size, stride, handle["offset"], torch.UntypedStorage, torch.uint8)
-        tail = (bytes.fromhex(handle["storage"]), *handle["storage_bytes"], False)
-        counter, event = handle["counter"], handle["event"]
-        tail += (bytes.fromhex(counter[0]), counter[1], bytes.fromhex(event[0]), event[1])
-        self._bytes = reductions.rebuild_cuda_tensor(*head, device_of(handle["uuid"]), *tail)
-
-    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if not 0 <= offset <= offset + num_bytes <= len(self._bytes) or offset % dtype.itemsize:
-            raise ValueError(f"{num_bytes} bytes at {offset} are not in a memory of {len(self._bytes)} bytes")
-        return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
-
-    def forget_writes(self) -> None:
-        """What was enqueued to read it has run: the trainers fill it again after the answer."""
-        if self._bytes.is_cuda:
-            for index in {self._bytes.device.index, torch.cuda.current_device()}:
-                torch.cuda.synchronize(index)
+def opened_memory(handle: Mapping[str, Any]) -> torch.Tensor:
+    """The flat bytes that a handle names, whose readers and writers see the same memory."""
+    head = (torch.Tensor, torch.Size([handle["bytes"]]), (1,), handle["offset"], torch.UntypedStorage, torch.uint8)
+    tail = (bytes.fromhex(handle["storage"]), *handle["storage_bytes"], False)
+    counter, event = handle["counter"], handle["event"]
+    tail += (bytes.fromhex(counter[0]), counter[1], bytes.fromhex(event[0]), event[1])
+    return reductions.rebuild_cuda_tensor(*head, device_of(handle["uuid"]), *tail)

@@ -1,43 +1,42 @@
-"""The engine's side of ``Peer("tcp://...")``: a ``TcpReceiver`` takes weights from trainers on other hosts.
+"""The engine's side of ``Peer("tcp://...")``: a ``TcpReceiver`` takes weights from trainers on any host.
 
-This file needs ``engine.py`` beside it, torch and the standard library. The dialogue is that of ``engine.py``, with one
-memory that is the receiver's own: the bytes of a bucket follow its request, or are broadcast after it in a process
-group (``engine_group.py``) that the receiver was invited to and then joined:
+This file needs torch, the standard library, and ``engine.py`` and ``engine_group.py`` beside it. The dialogue is that
+of ``engine.py``. Before the first bucket, the receiver joins a process group with the trainer, in which buckets are
+broadcast:
 
     invite  {backend, port, size, name}  the store at the trainer's address where members meet
-    join    {}                           all do, at the same time
+    join    {}                           all members join, at the same time
 
-Before the first request both sides prove
-that they know the same secret, in three messages of fixed size:
+Before the first request, both sides prove that they know the same secret, in three messages of fixed size:
 
     receiver -> trainer    the wire's name, a nonce
     trainer -> receiver    its nonce, HMAC-SHA256(secret, "trainer" + receiver's nonce + its own)
     receiver -> trainer    HMAC-SHA256(secret, "engine" + trainer's nonce + its own)
 
-So no stranger gets weights or brings any. What follows is not encrypted, and a process group, as torch makes them, lets
-in whoever finds its store, a port of the trainer's that engines connect back to: it is for the network of a cluster.
+A stranger can thus neither request nor send anything here. The process group asks for no secret: whoever finds its
+store, a port of the trainer's, can join. Nothing is encrypted. Use it inside the network of a cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import importlib
 import queue
 import secrets
 import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 if __package__:
-    from .engine import WIRE, MappedFile, Receiver, WireError, is_closed
+    from .engine import WIRE, ReceiveBuffer, Receiver, WireError, is_closed
+    from .engine_group import BroadcastGroup
 else:
-    from engine import WIRE, MappedFile, Receiver, WireError, is_closed
+    from engine import WIRE, ReceiveBuffer, Receiver, WireError, is_closed
+    from engine_group import BroadcastGroup
 
 SCHEME = "tcp://"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -146,71 +145,11 @@ def set_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-# ---- bytes of buckets
-
-
-def send_bytes(connection: socket.socket, parts: Iterable[memoryview], deadline: float) -> None:
-    """
-    Raises:
-        WireError: the other side is gone or does not read in time.
-    """
-    try:
-        for part in parts:
-            while part:
-                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                part = part[connection.send(part) :]
-    except TimeoutError as error:
-        raise WireError("cannot send a bucket in time: the other side hangs or is busy") from error
-    except OSError as error:
-        raise WireError(f"cannot send a bucket: {error or type(error).__name__}") from error
-
-
-class Landing(MappedFile):
-    """Memory of this process, which the bytes of each bucket fill from the start on."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        self._memory = memoryview(self._bytes.numpy())
-
-    def fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
-        if not 0 <= num_bytes <= len(self._memory):
-            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {len(self._memory)}")
-        rest = self._memory[:num_bytes]
-        while rest:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            received = connection.recv_into(rest)
-            if not received:
-                raise WireError("the other side closed the connection")
-            rest = rest[received:]
-
-    def forget_writes(self) -> None:
-        """The next bucket overwrites them."""
-
-
-class GroupLanding(MappedFile):
-    """Memory of this process, which each bucket is broadcast into, on the device of the group's backend."""
-
-    def __init__(self, group: Any, num_bytes: int) -> None:
-        self._group = group
-        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
-
-    def fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
-        if not 0 <= num_bytes <= len(self._bytes):
-            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {len(self._bytes)}")
-        self._group.broadcast(self._bytes[:num_bytes], deadline, lambda: is_closed(connection))
-
-    def forget_writes(self) -> None:
-        """What was enqueued to read it has run: the next bucket overwrites them."""
-        if self._bytes.is_cuda:
-            torch.cuda.current_stream(self._bytes.device).synchronize()
-
-
 class TcpReceiver(Receiver):
     """``Receiver`` for trainers on any host: ``Peer("tcp://host:port", secret=...)``.
 
     Strangers are greeted by a thread and cost the engine no time; a trainer is handed to ``poll`` when it has proven
-    that it knows the secret. The largest bucket's bytes are held besides the weights, in host memory.
+    that it knows the secret. Besides the weights it holds memory for the largest bucket, on the device of the group.
     """
 
     def __init__(
@@ -236,7 +175,8 @@ class TcpReceiver(Receiver):
         """
         self._host, self._port = split_address(address)
         self._secret = check_secret(secret)
-        self._group: Any = None  # a `engine_group.BroadcastGroup`
+        self._group: BroadcastGroup | None = None
+        self._num_bytes = 0  # of a bucket, at most
         # Of who makes it: the thread that polls may have another one.
         self._device_index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         super().__init__(address, sink, timeout_s=timeout_s)
@@ -280,20 +220,20 @@ class TcpReceiver(Receiver):
         self._listener.recv(1)
         return self._proven.get_nowait()
 
-    def _map(self, sizes: list[int], files: list[int]) -> list[MappedFile]:
-        (num_bytes,) = sizes
-        return [Landing(num_bytes)]
+    def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
+        (self._num_bytes,) = sizes
+        return []  # the group's device is not known yet
 
     def _on_invite(self, body: dict[str, Any], files: list[int]) -> None:
-        module = importlib.import_module(".engine_group" if __package__ else "engine_group", __package__)
         host, trainer = self._connection.getsockname()[0], self._connection.getpeername()[0]
-        self._group = module.BroadcastGroup.invited(body, trainer, host, self._timeout_s, self._device_index)
+        self._group = BroadcastGroup.invited(body, trainer, host, self._timeout_s, self._device_index)
 
     def _on_join(self, body: dict[str, Any], files: list[int]) -> None:
         deadline, connection = time.monotonic() + self._timeout_s, self._connection
         self._group.join(False, deadline, lambda: is_closed(connection))
         self._group.meet(deadline, lambda: is_closed(connection))
-        self._files = [GroupLanding(self._group, file.num_bytes) for file in self._files]
+        self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._group.device)
+        self._buffers = [ReceiveBuffer(self._memory)]
 
     def release(self, reason: str) -> None:
         """Lets go of the trainer, its memory, and its group; a push that is under way is torn."""
@@ -303,13 +243,12 @@ class TcpReceiver(Receiver):
             self._group = None
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
-        (landing,) = self._files
-        try:
-            landing.fill(self._connection, body["bytes"], time.monotonic() + self._timeout_s)
-        except (WireError, OSError):
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # what follows in the stream is no request
-            raise
+        if not self._buffers:
+            raise WireError("a bucket before the group was joined")
+        num_bytes, deadline, connection = body["bytes"], time.monotonic() + self._timeout_s, self._connection
+        if not 0 <= num_bytes <= self._num_bytes:
+            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {self._num_bytes}")
+        self._group.broadcast(self._memory[:num_bytes], deadline, lambda: is_closed(connection))
         super()._on_bucket(body, files)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from fsdp2x.sync.delta import (
 from fsdp2x.sync.engine import POSITION_BYTES
 from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
 from fsdp2x.units.lookup import named_params
 
@@ -247,9 +247,9 @@ class Session:
         try:
             self._move("open")
             self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
-            parcels = self._parcels(mode, traffic)
-            failure = self._guarded("load", lambda: self._target.take(parcels))
-            for _ in parcels if traffic.error is None else ():
+            buckets = self._buckets(mode, traffic)
+            failure = self._guarded("load", lambda: self._target.take(buckets))
+            for _ in buckets if traffic.error is None else ():
                 pass  # the other ranks are in these gathers
             if traffic.error is not None:
                 raise traffic.error
@@ -396,25 +396,25 @@ class Session:
 
     # ---- buckets
 
-    def _parcels(self, mode: str, traffic: PushTraffic) -> Iterator[Parcel]:
+    def _buckets(self, mode: str, traffic: PushTraffic) -> Iterator[PushBucket]:
         try:
             yield from self._all(traffic) if mode == "full" else self._changes(traffic)
         except Exception as error:
             traffic.error = error
             raise
 
-    def _all(self, traffic: PushTraffic) -> Iterator[Parcel]:
+    def _all(self, traffic: PushTraffic) -> Iterator[PushBucket]:
         before = None
         for plan, following in zip(self._plans, [*self._plans, None][1:], strict=True):
             if before is None:
                 self._fill(plan)
-            parcel = self._gathered(plan, before, traffic)
-            yield parcel
+            bucket = self._gathered(plan, before, traffic)
+            yield bucket
             if following is not None:
                 self._fill(following)
-            before = parcel
+            before = bucket
 
-    def _changes(self, traffic: PushTraffic) -> Iterator[Parcel]:
+    def _changes(self, traffic: PushTraffic) -> Iterator[PushBucket]:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
@@ -423,17 +423,17 @@ class Session:
                 traffic.await_answer(before)
                 deltas = finish_changes(changes, ring)
                 traffic.count(changes.dense)
-                parcel = Parcel(changes.dense.index, ())
+                bucket = PushBucket(changes.dense.index, ())
                 if self._receives:
-                    parcel.deltas, parcel.file = deltas, ring.file
+                    bucket.deltas, bucket.file = deltas, ring.file
             else:
                 deltas = gather_changes(changes, self._receives)
                 self._fill(changes.dense)
-                parcel = self._gathered(changes.dense, before, traffic)
-                parcel.deltas = deltas
+                bucket = self._gathered(changes.dense, before, traffic)
+                bucket.deltas = deltas
             traffic.count_changes(changes)
-            yield parcel
-            before = parcel
+            yield bucket
+            before = bucket
 
     def _fill(self, plan: BucketPlan) -> None:
         hold = None if self._snapshot is None else self._snapshot.hold
@@ -442,18 +442,18 @@ class Session:
         for entry in plan.alone if hold is not None else ():
             hold(entry, entry.local)
 
-    def _gathered(self, plan: BucketPlan, before: Parcel | None, traffic: PushTraffic) -> Parcel:
+    def _gathered(self, plan: BucketPlan, before: PushBucket | None, traffic: PushTraffic) -> PushBucket:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
         traffic.await_answer(before)
         with calling(self._call):
             tensors = finish(plan, self._rings, self._receives)
         traffic.count(plan)
         if tensors is None:
-            return Parcel(plan.index, ())
+            return PushBucket(plan.index, ())
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             torch.get_device_module(device).current_stream(device).synchronize()
         file = ring_of(self._rings, plan).file if lies_in_ring(plan, self._rings) else None
-        return Parcel(plan.index, plan.specs, tensors, file=file)
+        return PushBucket(plan.index, plan.specs, tensors, file=file)
 
 
 class PushTraffic:
@@ -464,8 +464,8 @@ class PushTraffic:
         self.waited_s = 0.0
         self.error: Exception | None = None
 
-    def await_answer(self, before: Parcel | None) -> None:
-        """Engines are done with the parcel before."""
+    def await_answer(self, before: PushBucket | None) -> None:
+        """Engines are done with the bucket before."""
         if before is not None:
             began = time.perf_counter()
             before.wait()

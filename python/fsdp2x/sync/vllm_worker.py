@@ -3,10 +3,10 @@
     vllm serve MODEL --worker-extension-cls fsdp2x.sync.vllm_worker.Fsdp2xWorker      with VLLM_SERVER_DEV_MODE=1
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
-This file, ``engine.py`` and ``engine_tcp.py`` need torch, the standard library, and vLLM: where fsdp2x is not
-installed, copy them (for memory="device" also ``engine_ipc.py``, for a group ``engine_group.py``) into a folder on the
-engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0. `tests/servers` runs it
-in that release, on CPUs.
+This file, ``engine.py``, ``engine_tcp.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. Where
+fsdp2x is not installed, copy them (for memory="device" also ``engine_ipc.py``) into a folder on the engine's
+PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0. `tests/servers` runs it in that
+release, on CPUs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fsdp2xWorker:
 
     def _fsdp2x_address(self) -> dict[str, Any]:
         receiver = self.fsdp2x_receiver
-        return {**receiver.status, "address": receiver.address, "place": place_of_process(), "tcp": True}
+        return {**receiver.status, "address": receiver.address, "place": place_of_process()}
 
     @_as_value
     def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.memory_file import collect_handed
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.state import UnitState
@@ -220,8 +221,7 @@ def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: 
 
 
 def _give_to_driver(device: torch.device) -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.ipc_collect()  # what pushes handed to engines
+    collect_handed()  # buckets of pushes to engines
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 

@@ -16,7 +16,7 @@ from fsdp2x.sync.outcomes import Failure
 class Delta:
     """New values of some elements: ``positions`` are int64, into the flattened tensor, each once.
 
-    A tensor may have several in a parcel, of other elements each.
+    A tensor may have several in a bucket, of other elements each.
     """
 
     spec: TensorSpec
@@ -29,11 +29,11 @@ def _nothing_pending() -> None:
 
 
 @dataclass
-class Parcel:
+class PushBucket:
     """One bucket of a push. On a rank that does not receive, there is nothing in it.
 
-    The memory of ``tensors`` is used again when the next parcel but one is made, and then ``wait`` has returned: a
-    target that goes on reading after it was given the next parcel sets it. ``file``: the memory file in which the
+    The memory of ``tensors`` is used again when the next bucket but one is made, and then ``wait`` has returned: a
+    target that goes on reading after it was given the next bucket sets it. ``file``: the memory file in which the
     tensors lie, at their storage offsets, where all do; without tensors, the deltas, values behind their positions.
     """
 
@@ -51,9 +51,9 @@ class Parcel:
 
 @dataclass(frozen=True)
 class WireLayout:
-    """The tensors of each bucket in the order in which they come, and the memory files that parcels may lie in.
+    """The tensors of each bucket in the order in which they come, and the memory files that buckets may lie in.
 
-    ``files``: descriptor and bytes of each. ``spare_bytes``: what a parcel takes that is in none of them, at most.
+    ``files``: descriptor and bytes of each. ``spare_bytes``: what a bucket takes that is in none of them, at most.
     """
 
     buckets: tuple[tuple[TensorSpec, ...], ...]
@@ -95,8 +95,8 @@ class EngineTarget:
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         """From here on the engine generates nothing. ``base``: the version that a delta changes."""
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
-        """Takes all parcels of a push."""
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        """Takes all buckets of a push."""
         raise NotImplementedError
 
     def finish(self, version: int | str) -> None:

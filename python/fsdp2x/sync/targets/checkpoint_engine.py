@@ -25,9 +25,10 @@ import torch
 
 from fsdp2x.arguments import checked
 from fsdp2x.hf.names import TensorSpec
+from fsdp2x.runtime.memory_file import collect_handed
 from fsdp2x.sync.outcomes import Failure, span
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, collect_handed, device_uuid
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, device_uuid
 
 _ALIGN_BYTES = 256
 _GLANCE_MS = 20  # between two looks at how the engine's call fares
@@ -70,7 +71,7 @@ class CheckpointEngine(EngineTarget):
         self._memory: HandedMemory | None = None
         self._call: _Call | None = None
         self._num_pushes, self._slot_bytes, self._slot, self._timeout_s = 0, 0, 0, 0.0
-        self._sent: Parcel | None = None  # a bucket that was not answered for yet
+        self._sent: PushBucket | None = None  # a bucket that was not answered for yet
         self._owes_answer = self._is_silent = False
 
     def receives(self, rank: int) -> bool:
@@ -132,31 +133,31 @@ class CheckpointEngine(EngineTarget):
         """Of one push: the name of the one before may still be taken."""
         return f"{address}-{self._num_pushes}.sock"
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
-        for parcel in parcels:
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        for bucket in buckets:
             # The bucket before is being loaded from the other half; the one before that was answered for.
-            if parcel.tensors:
-                places = self._fill(parcel)
+            if bucket.tensors:
+                places = self._fill(bucket)
                 self._answered()
-                self._sent = parcel
-                self._send("load", places, parcel)
+                self._sent = bucket
+                self._send("load", places, bucket)
         self._answered()
 
-    def _fill(self, parcel: Parcel) -> list[dict[str, Any]]:
+    def _fill(self, bucket: PushBucket) -> list[dict[str, Any]]:
         begin = self._slot * self._slot_bytes
         self._slot = 1 - self._slot
         told = []
-        for spec, offset, tensor in zip(parcel.specs, _places(parcel.specs)[0], parcel.tensors, strict=True):
+        for spec, offset, tensor in zip(bucket.specs, _places(bucket.specs)[0], bucket.tensors, strict=True):
             part = self._memory.bytes[begin + offset : begin + offset + spec.num_bytes]
             part.view(spec.dtype).view(spec.shape).copy_(tensor)
             told.append({"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, "offset": begin + offset})
-        self._memory.settle()
+        self._memory.synchronize()
         return told
 
     def _answered(self) -> None:
-        parcel, self._sent = self._sent, None
-        if parcel is not None:
-            self._hear("load", parcel)
+        bucket, self._sent = self._sent, None
+        if bucket is not None:
+            self._hear("load", bucket)
 
     def finish(self, version: int | str) -> None:
         self._send("finish", None)
@@ -206,33 +207,33 @@ class CheckpointEngine(EngineTarget):
 
     # ---- requests and answers
 
-    def _send(self, phase: str, message: object, parcel: Parcel | None = None) -> None:
-        self._wait(phase, _zmq("").POLLOUT, "no worker has come to its socket", parcel)
+    def _send(self, phase: str, message: object, bucket: PushBucket | None = None) -> None:
+        self._wait(phase, _zmq("").POLLOUT, "no worker has come to its socket", bucket)
         self._socket.send_pyobj(message)
         self._owes_answer = True
 
-    def _hear(self, phase: str, parcel: Parcel | None = None) -> None:
-        self._wait(phase, _zmq("").POLLIN, "the worker does not answer", parcel)
+    def _hear(self, phase: str, bucket: PushBucket | None = None) -> None:
+        self._wait(phase, _zmq("").POLLIN, "the worker does not answer", bucket)
         answer = self._socket.recv()
         self._owes_answer = False
         if answer != b"":
-            raise self._failed(phase, f"the worker says: {answer.decode(errors='replace').strip()}", parcel)
+            raise self._failed(phase, f"the worker says: {answer.decode(errors='replace').strip()}", bucket)
 
-    def _wait(self, phase: str, events: int, silence: str, parcel: Parcel | None) -> None:
+    def _wait(self, phase: str, events: int, silence: str, bucket: PushBucket | None) -> None:
         deadline = time.monotonic() + self._timeout_s
         self._is_silent = True
         while not self._socket.poll(_GLANCE_MS, events):
             error = self._call.error
             if error is not None:
-                raise self._failed(phase, f"{silence}, and the engine's call has failed: {_said(error)}", parcel)
+                raise self._failed(phase, f"{silence}, and the engine's call has failed: {_said(error)}", bucket)
             if time.monotonic() > deadline:
-                raise self._failed(phase, f"{silence} in {self._timeout_s:.0f} s", parcel)
+                raise self._failed(phase, f"{silence} in {self._timeout_s:.0f} s", bucket)
         self._is_silent = False
 
-    def _failed(self, phase: str, reason: str, parcel: Parcel | None) -> TargetError:
-        if parcel is None:
+    def _failed(self, phase: str, reason: str, bucket: PushBucket | None) -> TargetError:
+        if bucket is None:
             return TargetError(Failure(phase, reason))
-        return TargetError(Failure(phase, reason, parcel.index, span(parcel.names)))
+        return TargetError(Failure(phase, reason, bucket.index, span(bucket.names)))
 
 
 class _Call(threading.Thread):

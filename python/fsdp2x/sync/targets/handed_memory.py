@@ -64,20 +64,10 @@ class HandedMemory:
         arguments = reductions.reduce_tensor(self.bytes)[1]
         return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
 
-    def settle(self) -> None:
-        """What was written is there, for other processes, too."""
+    def synchronize(self) -> None:
+        """Waits until what was written is visible to other processes."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def collect_handed() -> None:
-    """Memory of GPUs that was handed out and dropped since goes back to torch's allocator, if its readers let go of it.
-
-    Without this torch looks again only when memory is next handed out. Memory that a reader never lets go of, because
-    its process died, stays until this process ends.
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.ipc_collect()
 
 
 def accelerator_or_cpu() -> torch.device:

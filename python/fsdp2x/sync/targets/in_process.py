@@ -9,7 +9,7 @@ import torch
 
 from fsdp2x.arguments import checked
 from fsdp2x.sync.outcomes import Failure, span
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -66,13 +66,13 @@ class InProcess(EngineTarget):
         if self._start is not None:
             self._start(mode)
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
+    def take(self, buckets: Iterator[PushBucket]) -> None:
         if self._calls == "bucket":
-            for parcel in parcels:
-                self._take_one(parcel)
+            for bucket in buckets:
+                self._take_one(bucket)
             return
-        place: list[Parcel] = []
-        items = self._items_of(parcels, place)
+        place: list[PushBucket] = []
+        items = self._items_of(buckets, place)
         try:
             self._load(items)
         except Exception as error:
@@ -80,27 +80,27 @@ class InProcess(EngineTarget):
         if next(items, None) is not None:
             raise _told(RuntimeError("load_weights returned before it had taken all tensors"), place[-1])
 
-    def _take_one(self, parcel: Parcel) -> None:
+    def _take_one(self, bucket: PushBucket) -> None:
         try:
-            items = [(spec.name, self._given(t)) for spec, t in zip(parcel.specs, parcel.tensors, strict=True)]
+            items = [(spec.name, self._given(t)) for spec, t in zip(bucket.specs, bucket.tensors, strict=True)]
             if items:
                 self._load(items)
-            self._apply_deltas(parcel)
+            self._apply_deltas(bucket)
         except Exception as error:
-            raise _told(error, parcel) from error
+            raise _told(error, bucket) from error
 
-    def _items_of(self, parcels: Iterator[Parcel], place: list[Parcel]) -> Iterator[tuple[str, torch.Tensor]]:
-        for parcel in parcels:
-            place[:] = [parcel]
-            for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True):
+    def _items_of(self, buckets: Iterator[PushBucket], place: list[PushBucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in buckets:
+            place[:] = [bucket]
+            for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
                 yield spec.name, self._given(tensor)
-            self._apply_deltas(parcel)
+            self._apply_deltas(bucket)
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if self._copies else tensor
 
-    def _apply_deltas(self, parcel: Parcel) -> None:
-        for delta in parcel.deltas:
+    def _apply_deltas(self, bucket: PushBucket) -> None:
+        for delta in bucket.deltas:
             self._apply(delta.spec.name, delta.positions, delta.values)
 
     def finish(self, version: int | str) -> None:
@@ -112,8 +112,8 @@ class InProcess(EngineTarget):
             self._abort(reason)
 
 
-def _told(error: Exception, parcel: Parcel | None) -> TargetError:
+def _told(error: Exception, bucket: PushBucket | None) -> TargetError:
     text = f"load_weights raised {type(error).__name__}: {error}"
-    if parcel is None:
+    if bucket is None:
         return TargetError(Failure("load", text))
-    return TargetError(Failure("load", text, parcel.index, span(parcel.names)))
+    return TargetError(Failure("load", text, bucket.index, span(bucket.names)))

@@ -1,7 +1,7 @@
 """``Peer``: engines in other processes, which run a ``Receiver`` of ``fsdp2x.sync.engine`` or a ``TcpReceiver``.
 
-One rank talks to them, by one connection each. On its host they are given the memory file of the ranks' shared ring,
-and read there what the ranks write; on others the bytes follow each request, or are broadcast to all.
+One rank sends requests to them, over one connection each. Engines on its host map the memory that the ranks write to.
+To engines on any host, buckets are broadcast in a process group.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from fsdp2x.arguments import checked
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.sync import engine, engine_tcp
 from fsdp2x.sync.outcomes import Failure, span
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.carriers import Carrier, DeviceCarrier, GroupCarrier, MemoryCarrier, StreamCarrier
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.transports import BroadcastTransport, BucketTransport, FileTransport, IpcTransport
+
+_NAMED_S = 1.0  # after a broadcast failed, for a word of the engine that is the cause
 
 
 class Peer(EngineTarget):
@@ -26,8 +28,6 @@ class Peer(EngineTarget):
 
         Peer("@engine")                                    on the host of the rank that talks to it; also a list of them
         Peer("tcp://10.0.0.7:7000", secret=secret)         on any host, where a ``TcpReceiver`` knows the same secret
-
-        Peer(["tcp://10.0.0.7:7000", "tcp://10.0.0.8:7000"], secret=secret, group="nccl")    by one broadcast to all
 
     Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
     push, which connects anew and must be a full one.
@@ -52,19 +52,19 @@ class Peer(EngineTarget):
             memory: which one carries buckets on this host. ``"device"``: that of the rank's current GPU, by CUDA IPC:
                 engines see that GPU, have ``engine_ipc.py`` beside ``engine.py``, and do not write to what they are
                 given without a copy. Takes one bucket there.
-            group: over TCP: each bucket goes to all engines at once, by a broadcast in a process group of this backend,
-                which the talking rank makes and engines, with ``engine_group.py`` beside ``engine_tcp.py``, join.
-                Requests go by TCP as before. One bucket more on the rank and on each engine, ``"nccl"``: on its current
-                GPU, which no other member may share. None: each engine is sent its own bytes.
+            group: over TCP: backend of the process group in which each bucket is broadcast to all engines at once. The
+                talking rank makes it, and engines join by a port of that rank's host. Takes memory for one bucket on
+                the rank and on each engine. ``"nccl"``: on its current GPU, which no other member may share. None:
+                ``"gloo"``.
 
         Raises:
             ValueError: no address, addresses of both kinds, no secret where it is needed or one where it is not, or a
-                group where nothing goes by TCP.
+                group where nothing goes over TCP.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
-        self._carrier = _carrier_of(self._addresses, secret, memory, group)
+        self._transport = _transport_for(self._addresses, secret, memory, group)
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know
         self._session, self._has_begun = "", False
@@ -72,7 +72,7 @@ class Peer(EngineTarget):
         self._timeout_s = 0.0
         self._failure: Failure | None = None
         self._early: dict[str, dict] = {}  # answers that came while others were in the group
-        self._taken: Parcel | None = None  # sent, not answered for yet
+        self._taken: PushBucket | None = None  # sent, not answered for yet
 
     def receives(self, rank: int) -> bool:
         return rank == self._rank
@@ -85,13 +85,13 @@ class Peer(EngineTarget):
         if layout is not self._told:  # another session, or one whose memory was made again
             self.close()
             self._told, self._session = layout, secrets.token_hex(8)
-        self._carrier.prepare(layout)
+        self._transport.prepare(layout)
         self._indices = {spec.name: index for index, spec in enumerate(layout.specs)}
         known = self._connections
         lost = [address for address in self._addresses if address not in known or engine.is_closed(known[address])]
-        if lost and self._carrier.is_group:
+        if lost and self._transport.is_group:
             lost = self._addresses
-            self._carrier.close()
+            self._transport.close()
         for address in lost:
             self._disconnect(address)  # that engine ended; there may be another one at its address
         for address in lost:
@@ -100,7 +100,7 @@ class Peer(EngineTarget):
 
     def _connect(self, address: str, layout: WireLayout) -> None:
         try:
-            self._connections[address] = self._carrier.connect(address, self._timeout_s)
+            self._connections[address] = self._transport.connect(address, self._timeout_s)
         except OSError as error:
             reason = f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
             raise TargetError(Failure("begin", reason)) from error
@@ -108,21 +108,21 @@ class Peer(EngineTarget):
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
         try:
             self._ask([address], "begin", "hello", hello)
-            memory, descriptors = self._carrier.memory()
+            memory, descriptors = self._transport.describe_memory()
             self._ask([address], "begin", "layout", {"tensors": tensors, **memory}, descriptors)
         except (TargetError, ValueError):
             self._disconnect(address)
             raise
 
     def _gather_group(self) -> None:
-        """Engines and this rank join the carrier's group, where it has one and they have not."""
+        """Makes engines and this rank join the transport's group, if it has one that they are not in."""
         try:
-            invitation = self._carrier.invite(self._connections.values(), self._timeout_s)
+            invitation = self._transport.invite(self._connections.values(), self._timeout_s)
             if invitation is None:
                 return
             self._ask(self._addresses, "begin", "invite", invitation)
             self._tell(self._addresses, "begin", "join", {})
-            self._together("begin", self._carrier.join)
+            self._together("begin", self._transport.join)
             self._hear(self._addresses, "begin")
         except TargetError:
             self.close()  # whoever waits in the group hears of it
@@ -132,7 +132,7 @@ class Peer(EngineTarget):
             raise TargetError(Failure("begin", str(error))) from error
 
     def _together(self, phase: str, act: Callable[[float, Callable[[], bool]], None]) -> None:
-        """What the carrier does with all engines at once. When it fails, none of them knows what it got.
+        """Runs what the transport does with all engines at once. If it fails, nobody knows what each engine got.
 
         Raises:
             TargetError: with what engines said or did meanwhile, and then what failed.
@@ -141,7 +141,7 @@ class Peer(EngineTarget):
         try:
             act(time.monotonic() + self._timeout_s, self._has_one_failed)
         except engine.WireError as error:
-            self._has_one_failed()
+            self._has_one_failed(_NAMED_S)
             reasons = [
                 f"the engine at {address!r}: {answer['error']}"
                 for address, answer in self._early.items()
@@ -150,10 +150,10 @@ class Peer(EngineTarget):
             self.close()
             raise TargetError(Failure(phase, "; ".join([*reasons, str(error)]))) from error
 
-    def _has_one_failed(self) -> bool:
-        """Looks at what came from engines, without waiting: answers that are errors, connections that ended."""
+    def _has_one_failed(self, wait_s: float = 0.0) -> bool:
+        """Looks at what came from engines: answers that are errors, connections that ended."""
         rest = {self._connections[address]: address for address in self._addresses if address not in self._early}
-        for connection in select.select(list(rest), [], [], 0)[0]:
+        for connection in select.select(list(rest), [], [], wait_s)[0]:
             try:
                 _, answer, files = engine.receive_frame(connection, time.monotonic() + self._timeout_s)
                 engine.close_files(files)
@@ -166,33 +166,33 @@ class Peer(EngineTarget):
         self._failure, self._taken, self._has_begun = None, None, True
         self._ask(self._addresses, "begin", "begin", {"version": version, "mode": mode, "base": base})
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
-        for parcel in parcels:
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        for bucket in buckets:
             self._answered()
             if self._failure is None:
-                self._send(parcel)
+                self._send(bucket)
         self._answered()
         if self._failure is not None:
             raise TargetError(self._failure)
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, bucket: PushBucket) -> None:
         try:
-            body, parts = self._carrier.place(parcel, self._indices)
-            self._tell(self._addresses, "load", "bucket", body, parts=parts)
-            self._together("load", self._carrier.deliver)
-            self._taken, parcel.wait = parcel, self._answered
+            body = self._transport.place(bucket, self._indices)
+            self._tell(self._addresses, "load", "bucket", body)
+            self._together("load", self._transport.deliver)
+            self._taken, bucket.wait = bucket, self._answered
         except Exception as error:
-            self._failure = Failure("load", str(error), parcel.index, span(parcel.names))
+            self._failure = Failure("load", str(error), bucket.index, span(bucket.names))
 
     def _answered(self) -> None:
-        """All engines are done with the parcel that was sent last, or it is known why not."""
-        parcel, self._taken = self._taken, None
-        if parcel is None:
+        """All engines are done with the bucket that was sent last, or it is known why not."""
+        bucket, self._taken = self._taken, None
+        if bucket is None:
             return
         try:
             self._hear(self._addresses, "load")
         except TargetError as error:
-            self._failure = Failure("load", error.failure.reason, parcel.index, span(parcel.names))
+            self._failure = Failure("load", error.failure.reason, bucket.index, span(bucket.names))
 
     def finish(self, version: int | str) -> None:
         self._ask(self._addresses, "finish", "finish", {})
@@ -212,7 +212,7 @@ class Peer(EngineTarget):
         self._early = {}
         for address in list(self._connections):
             self._disconnect(address)
-        self._carrier.close()
+        self._transport.close()
 
     # ---- the dialogue
 
@@ -220,15 +220,7 @@ class Peer(EngineTarget):
         self._tell(addresses, phase, kind, body, files)
         self._hear(addresses, phase)
 
-    def _tell(
-        self,
-        addresses: Sequence[str],
-        phase: str,
-        kind: str,
-        body: dict,
-        files: Sequence[int] = (),
-        parts: Sequence[memoryview] = (),
-    ) -> None:
+    def _tell(self, addresses: Sequence[str], phase: str, kind: str, body: dict, files: Sequence[int] = ()) -> None:
         """Raises what failed first, after all were told: an engine that was told owes an answer."""
         failed: list[str] = []
         for address in addresses:
@@ -237,11 +229,10 @@ class Peer(EngineTarget):
                 if address not in self._connections:
                     raise engine.WireError("there is no connection any more")
                 engine.send_frame(self._connections[address], kind, body, deadline, files)
-                engine_tcp.send_bytes(self._connections[address], parts, deadline)
             except engine.WireError as error:
                 self._disconnect(address)
                 failed.append(f"the engine at {address!r}: {error}")
-        if failed and self._carrier.is_group and kind in ("join", "bucket"):
+        if failed and self._transport.is_group and kind in ("join", "bucket"):
             self.close()  # the others wait for all, and cannot answer
             raise TargetError(Failure(phase, "; ".join(failed)))
         if failed:
@@ -278,14 +269,15 @@ class Peer(EngineTarget):
             connection.close()
 
 
-def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str, group: str | None) -> Carrier:
+def _transport_for(addresses: Sequence[str], secret: str | None, memory: str, group: str | None) -> BucketTransport:
     over_tcp = [address.startswith(engine_tcp.SCHEME) for address in addresses]
     if not any(over_tcp):
-        if secret is not None:
-            raise ValueError("fsdp2x.sync.Peer: a secret is for addresses such as tcp://host:port; leave it out")
-        if group is not None:
-            raise ValueError("fsdp2x.sync.Peer: a group is for addresses such as tcp://host:port; leave it out")
-        return MemoryCarrier() if memory == "host" else DeviceCarrier()
+        if secret is not None or group is not None:
+            raise ValueError(
+                f"fsdp2x.sync.Peer: a {'group' if secret is None else 'secret'} is for addresses such as "
+                "tcp://host:port; leave it out"
+            )
+        return FileTransport() if memory == "host" else IpcTransport()
     if memory != "host":
         raise ValueError('fsdp2x.sync.Peer: memory="device" is for engines on this host, not for addresses of TCP')
     if not all(over_tcp):
@@ -293,7 +285,6 @@ def _carrier_of(addresses: Sequence[str], secret: str | None, memory: str, group
     try:
         for address in addresses:
             engine_tcp.split_address(address)
-        known = engine_tcp.check_secret(secret)
-        return StreamCarrier(known) if group is None else GroupCarrier(known, group, len(addresses))
+        return BroadcastTransport(engine_tcp.check_secret(secret), group or "gloo", len(addresses))
     except ValueError as error:
         raise ValueError(f"fsdp2x.sync.Peer: {error}") from None

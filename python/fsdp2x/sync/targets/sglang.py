@@ -16,9 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 from fsdp2x.arguments import checked
+from fsdp2x.runtime.memory_file import collect_handed
 from fsdp2x.sync.outcomes import Failure, span
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, collect_handed
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.handed_memory import HandedMemory
 from fsdp2x.sync.targets.routes import ControlError, Routes, phase, require_success
 from fsdp2x.sync.targets.sglang_group import UpdateGroup
 from fsdp2x.sync.targets.sglang_payload import flattened_bucket, handed_bucket
@@ -86,7 +87,7 @@ class Sglang(EngineTarget):
         self._has_begun = False
         self._asleep: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
-        self._sent: tuple[Parcel, list[Future]] | None = None
+        self._sent: tuple[PushBucket, list[Future]] | None = None
         self._failure: Failure | None = None
 
     def receives(self, rank: int) -> bool:
@@ -168,27 +169,27 @@ class Sglang(EngineTarget):
             server.ask("POST", "/begin_weight_update", body={})
         self._open.add(server.name)
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
-        for parcel in parcels:
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        for bucket in buckets:
             self._answered()
-            if self._failure is None and parcel.tensors:
-                self._sent = parcel, self._group.send(parcel) if self._group is not None else self._send(parcel)
-                parcel.wait = self._answered
+            if self._failure is None and bucket.tensors:
+                self._sent = bucket, self._group.send(bucket) if self._group is not None else self._send(bucket)
+                bucket.wait = self._answered
         self._answered()
         if self._failure is not None:
             raise TargetError(self._failure)
 
-    def _send(self, parcel: Parcel) -> list[Future]:
-        payloads = self._payloads(parcel)
+    def _send(self, bucket: PushBucket) -> list[Future]:
+        payloads = self._payloads(bucket)
         return [self._pool.submit(self._load, server, payloads.pop()) for server in self._servers]
 
-    def _payloads(self, parcel: Parcel) -> list[list[str]]:
+    def _payloads(self, bucket: PushBucket) -> list[list[str]]:
         """Of each server, one for each of its workers; the last server comes first."""
         counts = [self._num_workers[server.name] for server in reversed(self._servers)]
         if not self._on_device:
-            payload = flattened_bucket(parcel.specs, parcel.tensors)
+            payload = flattened_bucket(bucket.specs, bucket.tensors)
             return [[payload] * count for count in counts]
-        memory, payloads = handed_bucket(parcel.specs, parcel.tensors, sum(counts))
+        memory, payloads = handed_bucket(bucket.specs, bucket.tensors, sum(counts))
         self._handed.append(memory)
         return [[payloads.pop() for _ in range(count)] for count in counts]
 
@@ -201,10 +202,10 @@ class Sglang(EngineTarget):
         """All servers have loaded the bucket that was sent last, or it is known why not."""
         if self._sent is None:
             return
-        (parcel, answers), self._sent = self._sent, None
+        (bucket, answers), self._sent = self._sent, None
         reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
         if reasons:
-            self._failure = Failure("load", "; ".join(reasons), parcel.index, span(parcel.names))
+            self._failure = Failure("load", "; ".join(reasons), bucket.index, span(bucket.names))
 
     def finish(self, version: int | str) -> None:
         with phase("finish"):

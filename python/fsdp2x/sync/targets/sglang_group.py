@@ -19,7 +19,7 @@ import torch
 from fsdp2x.sync.engine import WireError
 from fsdp2x.sync.engine_group import BroadcastGroup, common_host
 from fsdp2x.sync.engine_tcp import own_host
-from fsdp2x.sync.targets.base import Parcel
+from fsdp2x.sync.targets.base import PushBucket
 from fsdp2x.sync.targets.routes import ControlError, Routes, require_success
 
 
@@ -59,10 +59,10 @@ class UpdateGroup:
             self.abandon()
             raise ControlError("; ".join(reasons))
 
-    def send(self, parcel: Parcel) -> list[Future]:
+    def send(self, bucket: PushBucket) -> list[Future]:
         """Broadcasts the tensors; the answers of all servers, whose workers load them, and what failed besides."""
         deadline = time.monotonic() + min(server.timeout_s for server in self._servers)
-        tensors = sorted(zip(parcel.specs, parcel.tensors, strict=True), key=lambda pair: -pair[0].dtype.itemsize)
+        tensors = sorted(zip(bucket.specs, bucket.tensors, strict=True), key=lambda pair: -pair[0].dtype.itemsize)
         body: dict[str, Any] = {
             "names": [spec.name for spec, _ in tensors],
             "dtypes": [str(spec.dtype).removeprefix("torch.") for spec, _ in tensors],

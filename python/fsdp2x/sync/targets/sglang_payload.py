@@ -42,7 +42,7 @@ def handed_bucket(
     places, num_bytes = _places(specs)
     memory = HandedMemory(tensors[0].device, num_bytes)
     _fill(memory.bytes, places, tensors)
-    memory.settle()
+    memory.synchronize()
     return memory, [_written(_Handle(memory.device_handle()), places) for _ in range(num_workers)]
 
 

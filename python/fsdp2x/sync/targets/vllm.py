@@ -3,9 +3,9 @@
     wake weights, pause | begin, buckets, finish, commit | reset caches, label, wake the KV cache, resume
          control        |   sockets and memory files     |                  control
 
-Weights go to the receiver of each worker, as with ``Peer``: by memory files on this host, by TCP to others. A worker
-has no loop of ours: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing else
-meanwhile, so that control comes before and after.
+Weights go to the receiver of each worker, as with ``Peer``: in memory files on this host, by broadcasts to others. A
+worker has no loop of ours: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing
+else meanwhile, so control comes before and after.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from fsdp2x.arguments import checked
 from fsdp2x.sync.engine_tcp import SCHEME, own_host
 from fsdp2x.sync.outcomes import Failure
-from fsdp2x.sync.targets.base import EngineTarget, Parcel, TargetError, WireLayout
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
 from fsdp2x.sync.targets.peer import Peer
 from fsdp2x.sync.targets.routes import ControlError, phase
 from fsdp2x.sync.targets.vllm_control import EngineControl, LocalControl, ServerControl
@@ -34,8 +34,9 @@ class Vllm(EngineTarget):
         Vllm("http://127.0.0.1:8000")                     a server; VLLM_SERVER_DEV_MODE=1; also a list of them
         Vllm(llm)                                         an LLM of this rank's process; Vllm(None) on ranks without one
 
-    Workers of a server that do not run beside the rank that talks to it get weights by TCP, on a port that each opens;
-    the secret for it is made here and goes by the server's own HTTP. An ``LLM`` has its workers on its own host. Each
+    If a worker of a server does not run beside the rank that talks to it, all workers get weights by broadcasts in a
+    process group, and requests on a port that each opens. The secret for the port is made here and goes by the server's
+    own HTTP. An ``LLM`` has its workers on its own host. Each
     worker is given whole tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled
     ``str(version)``.
 
@@ -66,8 +67,8 @@ class Vllm(EngineTarget):
             partial: parameters that a push leaves out (``connect(params=...)``) keep what the engine holds. False: an
                 error. After ``sleep(2)`` they are one in any case.
             memory: as for ``Peer``: ``"device"`` hands workers that see this rank's GPU a buffer there, by CUDA IPC.
-            group: as for ``Peer``: the workers of all servers, wherever they run, and the rank that talks to them are
-                one process group, in which buckets are broadcast. ``"nccl"``: none shares a GPU with another.
+            group: as for ``Peer``, also for workers on this host. None: memory files where all workers run beside the
+                rank that talks to them, else ``"gloo"``.
         """
         addresses = [engine] if isinstance(engine, str) else engine
         self._controls: Sequence[EngineControl]
@@ -176,8 +177,8 @@ class Vllm(EngineTarget):
         self._peer.open(self._layout, self._timeout_s)
         self._peer.begin(version, mode, base)
 
-    def take(self, parcels: Iterator[Parcel]) -> None:
-        self._peer.take(parcels)
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        self._peer.take(buckets)
 
     def finish(self, version: int | str) -> None:
         self._peer.finish(version)
@@ -244,7 +245,7 @@ class Vllm(EngineTarget):
         if by_tcp and self._memory == "device":
             raise ControlError('a worker runs on another host, which reaches no memory of this GPU; say memory="host"')
         if by_tcp:
-            everyone = [answer for control in self._controls for answer in self._listen_tcp(control, answers)]
+            everyone = [answer for control in self._controls for answer in self._listen_tcp(control)]
         addresses = [answer["address"] for answer in everyone]
         if addresses != self._addresses:
             if self._peer is not None:
@@ -254,22 +255,12 @@ class Vllm(EngineTarget):
             self._addresses = addresses
         return states
 
-    def _listen_tcp(self, control: EngineControl, answers: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The workers of an engine listen on a port."""
+    def _listen_tcp(self, control: EngineControl) -> list[dict[str, Any]]:
+        """Makes the workers of an engine listen on a port."""
         if control.host is None:
             raise ControlError(
                 f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
                 "memory of this one: start a server there, and give Vllm its address"
-            )
-        if not all("tcp" in answer for answer in answers[control.name]):
-            if self._group is not None:
-                raise ControlError(
-                    f"a worker of {control.name} has an older copy of vllm_worker.py, which knows no group: copy it "
-                    "anew, with engine.py, engine_tcp.py and engine_group.py"
-                )
-            raise ControlError(
-                f"a worker of {control.name} runs on another host or in another network namespace, and has an older "
-                "copy of vllm_worker.py: copy it anew, with engine.py and engine_tcp.py"
             )
         try:
             trainer = own_host(control.host)
