@@ -21,9 +21,9 @@ class Held:
         self.go = threading.Event()
         original = saving.Job._write
 
-        def wait(job):
+        def wait(job, data):
             assert self.go.wait(30)
-            return original(job)
+            return original(job, data)
 
         patch.setattr(saving.Job, "_write", wait)
 

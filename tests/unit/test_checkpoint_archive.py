@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp2x.checkpoint.archive import Archive, Stored
-from fsdp2x.checkpoint.disk import BLOCK_BYTES, StagedSink, StreamedSink, bytes_of, combine, page_aligned
+from fsdp2x.checkpoint.disk import BLOCK_BYTES, Sink, bytes_of, combine, page_aligned
 from fsdp2x.checkpoint.forms import runs
 from fsdp2x.checkpoint.plan import Chunk
 
@@ -34,8 +34,7 @@ def tensors_of_all_kinds():
     return [*tensors, torch.tensor(3.5), torch.empty(0, 4), torch.randn(1 << 20, generator=generator)]
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_torch_reads_what_is_written(tmp_path, staged):
+def test_torch_reads_what_is_written(tmp_path):
     tensors = tensors_of_all_kinds()
     stored = [Stored(key, t.dtype, tuple(t.shape)) for key, t in enumerate(tensors)]
     archive = Archive(
@@ -43,13 +42,7 @@ def test_torch_reads_what_is_written(tmp_path, staged):
     )
     path = tmp_path / "file.pt"
     sources = [bytes_of(t) for t in tensors]
-    if staged:
-        buffer = page_aligned(archive.num_bytes)
-        for offset, source in zip(archive.data_offsets, sources, strict=True):
-            buffer[offset : offset + source.numel()] = source
-        sink = StagedSink(path, buffer)
-    else:
-        sink = StreamedSink(path)
+    sink = Sink(path)
     archive.write(sink, sources)
     sink.close()
     content = path.read_bytes()
@@ -91,7 +84,7 @@ def test_sinks_cross_blocks(tmp_path, monkeypatch, direct):
     if not direct:
         monkeypatch.setattr(os, "O_DIRECT", 0)
     pieces = [os.urandom(size) for size in (1, BLOCK_BYTES - 5, 4096, BLOCK_BYTES * 2 + 17, 3)]
-    sink = StreamedSink(tmp_path / "file")
+    sink = Sink(tmp_path / "file")
     for index, piece in enumerate(pieces):
         if index % 2:
             assert sink.data(torch.frombuffer(bytearray(piece), dtype=torch.uint8)) == zlib.crc32(piece)

@@ -23,7 +23,7 @@ import torch
 from fsdp2x.reading.records import LABEL, STORAGES
 from fsdp2x.runtime import torch_private
 
-from .disk import bytes_of
+from .disk import Sink, bytes_of
 
 ALIGN_BYTES = 64
 _PREFIX = "archive/"
@@ -78,10 +78,7 @@ class Record:
 
 
 class Archive:
-    """Where everything lies in one archive: `tree` is pickled, and each `Stored` in it has a record of its own.
-
-    `label`: of a length that stays, of contents that `write` may replace.
-    """
+    """Where everything lies in one archive: `tree` is pickled, and each `Stored` in it has a record of its own."""
 
     def __init__(self, tree: Any, stored: Sequence[Stored], label: bytes = b""):
         contents: list[tuple[str, int, bytes | None]] = [(f"data/{one.key}", one.num_bytes, None) for one in stored]
@@ -104,8 +101,8 @@ class Archive:
         """Where the data of each `Stored` starts, in their order."""
         return [record.offset for record in self.records if record.content is None]
 
-    def write(self, sink: Any, sources: Iterable[torch.Tensor], label: bytes = b"") -> None:
-        """Everything front to back into a `disk.Sink`; `sources` give the bytes of each `Stored`."""
+    def write(self, sink: Sink, sources: Iterable[torch.Tensor]) -> None:
+        """Writes everything front to back; `sources` give the bytes of each `Stored`."""
         crcs = []
         data = iter(sources)
         for record in self.records:
@@ -113,10 +110,8 @@ class Archive:
             if record.content is None:
                 crcs.append(sink.data(next(data)))
             else:
-                content = label if record.name == _PREFIX + LABEL else record.content
-                assert len(content) == record.num_bytes, f"{record.name} has another length than planned"
-                sink.put(content)
-                crcs.append(zlib.crc32(content))
+                sink.put(record.content)
+                crcs.append(zlib.crc32(record.content))
             sink.put(record.descriptor(crcs[-1]))
         sink.put(self.directory(crcs))
 

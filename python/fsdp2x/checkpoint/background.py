@@ -14,43 +14,27 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2x.errors import CheckpointError
-from fsdp2x.runtime.failures import LostRanks, rank_and_size
-from fsdp2x.runtime.memory_file import whole_pages
+from fsdp2x.runtime.failures import Group, LostRanks, rank_and_size
+from fsdp2x.runtime.memory_file import aligned_starts, whole_pages
 from fsdp2x.runtime.native import _C
 
 from .disk import page_aligned
-from .forms import Form
 from .plan import Plan
 
 logger = logging.getLogger(__name__)
 
 # For ranks that write at different speeds; one that died is noticed at once.
 GROUP_TIMEOUT = timedelta(minutes=30)
-
-
-class _Target(Protocol):
-    path: Path
-    final: Path
-    step: int
-
-
-class _Job(Protocol):
-    target: _Target
-    form: Form
-    data: list[torch.Tensor]
-    staged: torch.Tensor | None
-    num_bytes: int
-
-    def run(self, group: dist.ProcessGroup | None) -> None: ...
 
 
 @dataclass
@@ -66,10 +50,6 @@ class Saved:
     seconds: float | None = None
     stall_s: float = 0.0
     _saver: Saver | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.seconds is not None and not self.stall_s:
-            self.stall_s = self.seconds
 
     @property
     def done(self) -> bool:
@@ -90,8 +70,9 @@ class Saver:
         self.roots: set[Path] = set()
         self.plan: Plan | None = None
         self.lost_ranks: LostRanks | None = None
-        self.target: _Target | None = None  # of its last asynchronous save
-        self._staging: Staging | None = None
+        self.writing_to: Path | None = None  # the folder, or file, of its last asynchronous save
+        self.writing_step = 0
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: dist.ProcessGroup | None = None
@@ -135,28 +116,26 @@ class Saver:
 
     def others_writing(self, path: Path) -> list[Saver]:
         """Savers of other models whose asynchronous save to this folder, or file, is not over."""
-        return [s for s in _writing if s is not self and s.target is not None and s.target.path.resolve() == path]
+        return [saver for saver in _writing if saver is not self and saver.writing_to == path]
 
     def finish_writing(self) -> None:
         """Until its thread has ended; an error stays for who waits for the save."""
         if (thread := self._thread) is not None:
             thread.join()
 
-    def start(self, job: _Job, begun: float) -> Saved:
-        """Copies the data of `job` and lets the thread do the rest; collective when it is the first."""
+    def start(
+        self, data: list[torch.Tensor], write: Callable[[list[torch.Tensor], Group], None], saved: Saved, begun: float
+    ) -> None:
+        """Copies `data` and lets the thread give the copies to `write`; collective when it is the first."""
         if self._group is None and rank_and_size()[1] > 1:
             group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup), "this rank is in a group of all"
             self._group = group
-        if self._staging is None:
-            self._staging = Staging()
-        job.staged = self._staging.fill(job.form, job.data)
-        job.data = self._staging.views
-        saved = Saved(job.target.final, job.target.step, job.form.name, job.num_bytes, _saver=self)
+        copies = self._staging.fill(data)
 
         def work() -> None:
             try:
-                job.run(self._group)
+                write(copies, self._group)
                 saved.seconds = time.perf_counter() - begun
             except BaseException as error:
                 self._error = error
@@ -164,12 +143,10 @@ class Saver:
             finally:
                 _writing.discard(self)
 
-        self.target = job.target
         _writing.add(self)
         self._thread = threading.Thread(target=work, name="fsdp2x-checkpoint")
         self._thread.start()
         saved.stall_s = time.perf_counter() - begun
-        return saved
 
 
 class Staging:
@@ -177,34 +154,31 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._positions: list[int] = []
         self._sizes: list[int] = []
-        self.views: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
 
-    def fill(self, form: Form, data: list[torch.Tensor]) -> torch.Tensor:
-        """Copies `data` to the positions of `form`; returns the whole buffer."""
+    def fill(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies of flat bytes."""
         # Only CUDA's copies are known to go on by themselves into pinned memory; others are waited for one by one.
         on_cuda = any(source.device.type == "cuda" for source in data)
-        if self._buffer.numel() < form.num_bytes or on_cuda != self._buffer.is_pinned():
-            self._positions = []
-            self.views = []
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            pinned = {"dtype": torch.uint8, "pin_memory": True}
-            self._buffer = (
-                torch.empty(whole_pages(form.num_bytes), **pinned) if on_cuda else page_aligned(form.num_bytes)
-            )
         sizes = [source.numel() for source in data]
-        if self._positions != form.positions or self._sizes != sizes:
-            self._positions, self._sizes = list(form.positions), sizes
-            self.views = [self._buffer[start : start + size] for start, size in zip(form.positions, sizes, strict=True)]
+        if sizes != self._sizes or on_cuda != self._buffer.is_pinned():
+            starts, num_bytes = aligned_starts(sizes)
+            if self._buffer.numel() < num_bytes or on_cuda != self._buffer.is_pinned():
+                self._views = []
+                self._buffer = torch.empty(0, dtype=torch.uint8)  # frees it before the next one is there
+                pinned = {"dtype": torch.uint8, "pin_memory": True}
+                self._buffer = torch.empty(whole_pages(num_bytes), **pinned) if on_cuda else page_aligned(num_bytes)
+            self._sizes = sizes
+            self._views = [self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         if all(source.device.type == "cpu" and source.is_contiguous() for source in data):
-            _C.stream_copies(self.views, data)  # nobody reads the staging soon: the model stays in the caches
-            return self._buffer
-        for view, source in zip(self.views, data, strict=True):
+            _C.stream_copies(self._views, data)  # nobody reads the staging soon: the model stays in the caches
+            return self._views
+        for view, source in zip(self._views, data, strict=True):
             view.copy_(source, non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()
-        return self._buffer
+        return self._views
 
 
 _savers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()

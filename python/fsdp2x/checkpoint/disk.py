@@ -1,8 +1,8 @@
 """Writing one large file front to back: past the page cache where the file system lets us, with its CRC-32.
 
 Fresh pages of the page cache cost more than the disk: writes with O_DIRECT from a few aligned blocks are several times
-faster, and leave other programs' caches alone. File systems without O_DIRECT get ordinary writes. Both sinks take the
-same calls; what was written is on disk when `close()` returns.
+faster, and leave other programs' caches alone. File systems without O_DIRECT get ordinary writes. The file is on disk
+when `close()` returns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Sink:
-    """One file. `put` appends bytes, `data` a tensor; `crc` and `num_bytes` are those of all that came."""
+    """Writes one file. `put` appends bytes, `data` a tensor; `crc` and `num_bytes` are those of all that came.
+
+    What comes is copied into two blocks alternately: a thread writes one while the other is filled.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -56,44 +59,60 @@ class Sink:
                 raise
             self._direct = False
             self._file = os.open(path, flags, 0o666)
+        self._blocks = [page_aligned(BLOCK_BYTES) for _ in range(2)]
+        self._filled = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2x-disk")
+        self._writing: Future | None = None
 
     def put(self, content: bytes) -> None:
-        self.crc = zlib.crc32(content, self.crc)
-        self._append(torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0))
-        self.num_bytes += len(content)
+        if content:
+            self.data(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def data(self, source: torch.Tensor) -> int:
         """Appends flat bytes and returns their CRC-32."""
-        crc = self._append(source)
+        crc = done = 0
+        while done < source.numel():
+            count = min(source.numel() - done, BLOCK_BYTES - self._filled)
+            target = self._blocks[0][self._filled : self._filled + count]
+            target.copy_(source[done : done + count])
+            crc = zlib.crc32(target.numpy(), crc)
+            self._filled += count
+            self.num_bytes += count
+            done += count
+            if self._filled == BLOCK_BYTES:
+                self._turn()
         self.crc = combine(self.crc, crc, source.numel())
-        self.num_bytes += source.numel()
         return crc
 
     def close(self) -> None:
         try:
-            self._flush()
+            self._turn()
+            self._wait()
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
         except OSError as error:
             error.filename = str(self.path)
             raise
         finally:
-            self._release()
+            self.abandon()
 
     def abandon(self) -> None:
-        """After an error: gives up the file as it is."""
-        self._release()
-
-    def _append(self, source: torch.Tensor) -> int:
-        raise NotImplementedError
-
-    def _flush(self) -> None:
-        raise NotImplementedError
-
-    def _release(self) -> None:
+        """Gives up the file as it is, after an error."""
+        self._thread.shutdown(wait=True)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _turn(self) -> None:
+        self._wait()
+        self._writing = self._thread.submit(self._write, self._blocks[0], self._filled, self.num_bytes - self._filled)
+        self._blocks.reverse()
+        self._filled = 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def _write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Writes the first `num_bytes` of a page-aligned block; with O_DIRECT up to the end of its last page."""
@@ -114,84 +133,6 @@ class Sink:
                 self._direct = False
                 fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
             content, offset = content[written:], offset + written
-
-
-class StreamedSink(Sink):
-    """Copies what comes into two blocks in turn; one is written by a thread while the other is filled."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._blocks = [page_aligned(BLOCK_BYTES) for _ in range(2)]
-        self._filled = 0
-        self._start = 0  # of the block that is being filled, in the file
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2x-disk")
-        self._writing: Future | None = None
-
-    def _append(self, source: torch.Tensor) -> int:
-        crc = done = 0
-        while done < source.numel():
-            block = self._blocks[0]
-            count = min(source.numel() - done, BLOCK_BYTES - self._filled)
-            target = block[self._filled : self._filled + count]
-            target.copy_(source[done : done + count])
-            crc = zlib.crc32(target.numpy(), crc)
-            self._filled += count
-            done += count
-            if self._filled == BLOCK_BYTES:
-                self._turn()
-        return crc
-
-    def _turn(self) -> None:
-        self._wait()
-        self._writing = self._thread.submit(self._write, self._blocks[0], self._filled, self._start)
-        self._blocks.reverse()
-        self._start += self._filled
-        self._filled = 0
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
-
-    def _flush(self) -> None:
-        self._turn()
-        self._wait()
-
-    def _release(self) -> None:
-        self._thread.shutdown(wait=True)
-        super()._release()
-
-
-class StagedSink(Sink):
-    """Writes from a page-aligned staging buffer in which the data lies already where the file will have it."""
-
-    def __init__(self, path: Path, buffer: torch.Tensor):
-        super().__init__(path)
-        self._buffer = buffer
-        self._written = 0
-
-    def put(self, content: bytes) -> None:
-        self._place(content)
-        super().put(content)
-
-    def _place(self, content: bytes) -> None:
-        if content:
-            self._buffer[self.num_bytes : self.num_bytes + len(content)] = torch.frombuffer(
-                bytearray(content), dtype=torch.uint8
-            )
-
-    def _append(self, source: torch.Tensor) -> int:
-        start, end = self.num_bytes, self.num_bytes + source.numel()
-        crc = 0
-        for begin in range(start, end, BLOCK_BYTES):
-            crc = zlib.crc32(self._buffer[begin : min(begin + BLOCK_BYTES, end)].numpy(), crc)
-        while end - self._written >= BLOCK_BYTES:
-            self._write(self._buffer[self._written :], BLOCK_BYTES, self._written)
-            self._written += BLOCK_BYTES
-        return crc
-
-    def _flush(self) -> None:
-        self._write(self._buffer[self._written :], self.num_bytes - self._written, self._written)
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -18,7 +18,7 @@ import pickle
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from fsdp2x.runtime.failures import on_rank_0
 
 from .archive import ALIGN_BYTES, Archive, Record, Stored
 from .directory import FULL_FILE, rank_file, write_bytes
-from .disk import Sink, StagedSink, StreamedSink, combine
+from .disk import Sink, combine
 from .plan import Chunk, Plan
 from .trees import nest, to_bytes
 
@@ -67,15 +67,13 @@ class Form:
 
     name: str
     chunks: Sequence[Chunk]  # of this rank
-    positions: list[int]  # of their bytes in a buffer of `num_bytes`: those of the file, so that a staged copy is one
-    num_bytes: int
     holds_parts = False  # the small parts and the generators of all ranks; else they get files of their own
 
     def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
         """What all ranks do together before they write."""
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
-        """Writes the data of `chunks`, or its staged copy."""
+    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
+        """Writes the data of `chunks`."""
         raise NotImplementedError
 
     def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
@@ -91,33 +89,23 @@ class Sharded(Form):
     def __init__(self, plan: Plan, rank: int):
         self.plan, self.rank = plan, rank
         self.chunks = plan.mine
-        self._archives: list[tuple[int, Archive]] = []
-        self.positions: list[int] = []
-        end = 0
-        for chunk in self.chunks:
-            stored = Stored(0, chunk.dtype, chunk.sizes)
-            archive = Archive(stored, [stored], label(chunk.name, chunk.offsets, 0))
-            self._archives.append((end, archive))
-            self.positions.append(end + archive.data_offsets[0])
-            end += -(-archive.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.num_bytes = end
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
-        entries = []
+    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
+        entries: list[tuple] = []
         files: Files = {}
         step = contents.manifest["step"]
         if self.chunks:
             file = f"__{self.rank}_0.distcp"
 
             def fill(sink: Sink) -> None:
-                for chunk, (start, archive), source in zip(self.chunks, self._archives, data, strict=True):
-                    sink.put(bytes(start - sink.num_bytes))
-                    archive.write(sink, [source], label(chunk.name, chunk.offsets, step))
-                sink.put(bytes(self.num_bytes - sink.num_bytes))
+                for chunk, source in zip(self.chunks, data, strict=True):
+                    stored = Stored(0, chunk.dtype, chunk.sizes)
+                    archive = Archive(stored, [stored], label(chunk.name, chunk.offsets, step))
+                    entries.append((chunk.name, chunk.offsets, file, sink.num_bytes, archive.num_bytes))
+                    archive.write(sink, [source])
+                    sink.put(bytes(-sink.num_bytes % ALIGN_BYTES))
 
-            files[file] = write_sink(folder / file, fill, staged)
-            for chunk, (start, archive) in zip(self.chunks, self._archives, strict=True):
-                entries.append((chunk.name, chunk.offsets, file, start, archive.num_bytes))
+            files[file] = write_sink(folder / file, fill)
         if self.plan.objects:
             file = f"__{self.rank}_1.distcp"
             content = b""
@@ -167,12 +155,10 @@ class PerRank(Form):
         tree["chunks"] = {chunk.name: _described(chunk) for chunk in self.chunks}
         tree["owner"] = {"rank": rank, **{key: contents.manifest[key] for key in ("world_size", "step")}}
         self._archive = Archive(tree, list(stored.values()))
-        self.positions = self._archive.data_offsets
-        self.num_bytes = self._archive.num_bytes
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
+    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
         file = rank_file(self.rank)
-        return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data), staged)})
+        return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data))})
 
 
 def _described(chunk: Chunk) -> dict[str, list[int]]:
@@ -188,9 +174,9 @@ def _labelled(archive: bytes, text: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def write_sink(path: Path, fill: Any, staged: torch.Tensor | None) -> dict[str, int]:
+def write_sink(path: Path, fill: Callable[[Sink], None]) -> dict[str, int]:
     """Lets `fill` write a file through a sink; returns its size and checksum."""
-    sink = StreamedSink(path) if staged is None else StagedSink(path, staged)
+    sink = Sink(path)
     try:
         fill(sink)
     except BaseException:
@@ -217,12 +203,6 @@ class Full(Form):
     def __init__(self, plan: Plan, rank: int, file_name: str = FULL_FILE):
         self.plan, self.rank, self.file_name = plan, rank, file_name
         self.chunks = plan.mine
-        self.positions: list[int] = []
-        end = 0
-        for chunk in self.chunks:
-            self.positions.append(end)
-            end += -(-chunk.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.num_bytes = end
         self._archive: Archive | None = None
         self._starts: dict[str, int] = {}
 
@@ -256,7 +236,7 @@ class Full(Form):
 
         self._starts = on_rank_0(lay_out, group=group)
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor], staged: Any) -> Written:
+    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
         pieces = []
         path = folder / self.file_name
         file = os.open(path, os.O_WRONLY)

@@ -106,8 +106,7 @@ class Chunk:
 @dataclass
 class Plan:
     """`held`: every chunk of this rank. `mine`: those that it writes where each chunk is written once; `objects` the
-    entries that are no tensors, likewise. `metadata` and `paths` (of all ranks): on rank 0 only. `layouts`: files laid
-    out for this plan.
+    entries that are no tensors, likewise. `metadata` and `paths` (of all ranks): on rank 0 only.
     """
 
     signature: tuple
@@ -116,7 +115,6 @@ class Plan:
     objects: list[str]
     metadata: Metadata | None = None
     paths: Mapping[str, tuple] | None = None
-    layouts: dict[Any, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def entries(self) -> Entries:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, assert_never
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.errors import CheckpointError
 from fsdp2x.runtime.calls import calling, current_call, named_call
-from fsdp2x.runtime.failures import gather_all, gather_on_rank_0, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.runtime.failures import Group, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, run_on_all_ranks
 
 from ..arguments import checked
 from . import directory
@@ -125,12 +124,16 @@ def save(
 
         state, plan, sources = _agree(saver, begin, what)
         saver.roots.add(root)
-    job = Job(target, form, plan, state, sources, what, lost_ranks, _manifest(model, state, form, target.step))
-    job.write_assets = write_assets
-    if not async_save:
-        job.run(None)
-        return Saved(target.final, target.step, form, job.num_bytes, seconds=time.perf_counter() - begun)
-    return saver.start(job, begun)
+    job = Job(target, form, plan, state, what, lost_ranks, _manifest(model, state, form, target.step), write_assets)
+    data = [bytes_of(sources[chunk.name]) for chunk in job.form.chunks]
+    saved = Saved(target.final, target.step, form, sum(part.numel() for part in data))
+    if async_save:
+        saved._saver, saver.writing_to, saver.writing_step = saver, root, target.step
+        saver.start(data, job.run, saved, begun)
+    else:
+        job.run(data, None)
+        saved.seconds = saved.stall_s = time.perf_counter() - begun
+    return saved
 
 
 @checked
@@ -207,10 +210,8 @@ class SaveTarget:
 class Job:
     """One save after its state was collected: what is left can be done at any later moment, by any thread."""
 
-    write_assets: Callable[[Path], None] | None = None
-
-    def __init__(self, target, form: FormName, plan, state: State, sources, what, lost_ranks, manifest):
-        self.target, self.what, self.lost_ranks = target, what, lost_ranks
+    def __init__(self, target, form: FormName, plan: Plan, state: State, what, lost_ranks, manifest, write_assets):
+        self.target, self.what, self.lost_ranks, self.write_assets = target, what, lost_ranks, write_assets
         self.call = current_call(what)
         self.state = replace(state, tree={}, flat={}, model_names={})
         objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
@@ -221,24 +222,20 @@ class Job:
         self.form: Form
         match form:
             case "sharded":
-                key = ("sharded", rank)
-                plan.layouts[key] = plan.layouts.get(key) or Sharded(plan, rank)
-                self.form = plan.layouts[key]
+                self.form = Sharded(plan, rank)
             case "per_rank":
                 self.form = PerRank(plan, rank, self.contents)
             case "full":
                 self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
             case _:
                 assert_never(form)
-        self.data = [bytes_of(sources[chunk.name]) for chunk in self.form.chunks]
-        self.staged: torch.Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.num_bytes for chunk in self.form.chunks)
+    def run(self, data: list[torch.Tensor], group: Group) -> None:
+        """Writes and publishes the data of `form.chunks`; collective over `group`.
 
-    def run(self, group: dist.ProcessGroup | None) -> None:
-        """Writes and publishes; collective over `group`. Raises `CheckpointError` on every rank."""
+        Raises:
+            CheckpointError: on every rank.
+        """
         with calling(self.call), self.lost_ranks.named(self.what):
             target, contents, what = self.target, self.contents, self.what
             rank, _ = rank_and_size(group)
@@ -247,7 +244,7 @@ class Job:
             on_rank_0(lambda: self._begin(gathered), what=what, group=group)
             try:
                 self.form.place(target.temporary, contents, group)
-                written = gather_on_rank_0(self._write, what=what, group=group)
+                written = gather_on_rank_0(lambda: self._write(data), what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
                 # Raised on every rank, and by none before it has stopped to write.
@@ -276,7 +273,7 @@ class Job:
             return self.state.small
         return {**{k: v for k, v in self.state.small.items() if k != "data"}, "data_of_ranks": positions}
 
-    def _write(self) -> Any:
+    def _write(self, data: list[torch.Tensor]) -> Any:
         folder = self.target.temporary
         rank, _ = rank_and_size()
         if not folder.is_dir():
@@ -286,7 +283,7 @@ class Job:
             )
         if not self.form.holds_parts:
             save_rng(folder, rank, self.target.step, self.state.rng)
-        return self.form.write(folder, self.contents, self.data, self.staged)
+        return self.form.write(folder, self.contents, data)
 
     def _finish(self, written: list) -> None:
         folder, contents = self.target.temporary, self.contents
@@ -323,9 +320,10 @@ def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) ->
     """
     others = saver.others_writing(root)
     if is_refused:
-        if ahead := [one.target.final.name for one in others if one.target.step >= target.step]:
+        if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:
+            name = target.path.name if target.is_file else directory.step_name(ahead[0])
             raise CheckpointError(
-                f"{target.path}: another model's {ahead[0]} is being written there. Save to another folder, or pass "
+                f"{target.path}: another model's {name} is being written there. Save to another folder, or pass "
                 "overwrite=True"
             )
         target.refuse_former_run()
