@@ -95,14 +95,3 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path, damage):
     assert f"data.tokenizer: the tokenizer in {path} cannot be loaded: " in refused(
         config_for(tmp_path, {"path": str(path)})
     )
-
-
-def test_flat_keys_with_a_model_of_ones_own(tmp_path):
-    """Their text is characters, but not for a model that has a tokenizer."""
-    from fsdp2x.train import load_config
-
-    path = tmp_path / "flat.yaml"
-    path.write_text(f"data_path: {write_text(tmp_path / 'text')}\nlr: 1e-3\n")
-    assert load_config(path, ["model.path=folder"]).data.tokenizer is None
-    assert load_config(path, ["model={path: folder}"]).data.tokenizer is None
-    assert load_config(path, [f"model.config={MODEL}"]).data.tokenizer == "characters"

@@ -10,7 +10,7 @@ from torch import nn
 
 import fsdp2x
 from fsdp2x.train import parse_config
-from fsdp2x.train.dialects import translate
+from fsdp2x.train.load_config import translate
 from harness import distributed
 from models import Stack
 from reference import only_fsdp2x

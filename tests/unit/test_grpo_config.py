@@ -135,9 +135,9 @@ def test_own_names_and_every_field():
     assert Settings(**translate(own).settings) == Settings()
     known = {*own, "processes", "out"}
     for dialect in grpo_config.DIALECTS:
-        for key, rule in dialect.keys.items():
-            assert set(rule.to) <= known, key
-            assert rule.help, key
+        for key, row in dialect.rows.items():
+            assert set(row.to) <= known, key
+            assert row.help, key
     assert {*grpo_config.OF_POLICY.values(), *grpo_config.OF_REFERENCE.values()} <= known
 
 

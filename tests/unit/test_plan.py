@@ -91,14 +91,6 @@ def test_dtypes_have_short_names(config, capsys, name, short):
     assert [plan(short)[1]["policy"][which] for which in ("dtype", "param_dtype", "reduce_dtype")] == [name] * 3
 
 
-def test_another_dtype_is_refused_with_the_nearest(config, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", str(config), "--world-size", "2", "--param-dtype", "bf17"])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and "argument --param-dtype" in said and "got 'bf17'" in said
-    assert "the nearest is bf16" in said
-
-
 def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
     """One line has the options for float32 parameters; there is none where a dtype was given, or nothing is trained."""
 

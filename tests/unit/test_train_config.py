@@ -1,29 +1,33 @@
-"""Config: every mistake gets one sentence with the dotted path; overrides and YAML are read safely."""
+"""Settings: every mistake is one sentence with the dotted path, YAML is read with limits, and idle keys are named."""
 
 import dataclasses
+import logging
+import os
+import random
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
+import damage
 import fsdp2x
-from fsdp2x.train import ConfigError, TrainConfig, load_config, parse_config
-from fsdp2x.train.model import sharding
-from fsdp2x.train.parse import apply_overrides, known_keys
+from fsdp2x.train import ConfigError, TrainConfig, load_config, parse_config, safe_yaml
+from fsdp2x.train.config import ParallelConfig
+from fsdp2x.train.load_config import IDLE, idle_settings
+from fsdp2x.train.model import build_on_meta, idle_expert_units, sharding, unit_policy
+from fsdp2x.train.parse import apply_overrides, known_keys, read_yaml
+from fsdp2x.train.safe_yaml import MOST_BYTES, load_yaml
+from training import MODEL, settings
 
 GOOD = {"model": {"config": {"model_type": "qwen3"}}, "data": {"files": ["a.txt"]}}
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 
 
 def with_settings(**sections):
     return {**GOOD, **sections}
-
-
-def test_defaults_and_values():
-    config = parse_config(with_settings(train={"steps": 7}, optimizer={"betas": [0.8, 0.9]}))
-    assert config.train.steps == 7
-    assert config.optimizer.betas == (0.8, 0.9)
-    assert config.data.files == ["a.txt"]
-    assert config.parallel.transport == "auto"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,10 @@ def test_defaults_and_values():
         ({"logging": {"every": None}}, "logging.every: got None (null), expected int"),
         ({"train": {"activation_checkpointing": 1}}, "train.activation_checkpointing: got 1 (int), expected bool"),
         ({"train": 3}, "train: got 3 (int), expected a mapping"),
+        ({"data": {"files": ["a"], "block_size": 1}}, "data.block_size: got 1, expected at least 2"),
+        ({"logging": {"profile_start": 3, "profile_end": 2}}, "logging.profile_end: got 2, expected 3 or more"),
+        ({"optimizer": {"name": "lion", "adamw_lr": 1.0}}, "optimizer.adamw_lr: got 1.0, expected null"),
+        ({"optimizer": {"stochastic_rounding": True}}, "expected false, since optimizer.moments_dtype is null"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: got nan (float), expected float"),
         (
             {"parallel": {"offload": "half"}},
@@ -64,13 +72,13 @@ def test_defaults_and_values():
             {"schedule": {"kind": "cosin"}},
             "expected one of cosine, linear, constant, inverse_sqrt, wsd; did you mean cosine?",
         ),
-        ({"data": {"files": ["a", 3]}}, "data.files[1]: got 3 (int), expected str"),
+        ({"data": {"files": ["a", 3]}}, "data.files: got a list (['a', 3]), expected list of str"),
         ({"data": {}}, "data.files: got [], expected at least one file"),
         ({"model": {}}, "model: got neither of model.config and model.path"),
         ({"model": {"path": "x", "config": {"model_type": "qwen3"}}}, "model: got both of model.config and model.path"),
         (
             {"model": {"config": {"hidden_size": 3}}},
-            "model.config: got ['hidden_size'], expected a mapping with the key",
+            "model.config: got {'hidden_size': 3}, expected a mapping with the key",
         ),
     ],
 )
@@ -148,20 +156,6 @@ def test_bad_overrides(override, message):
     assert message in str(error.value)
 
 
-def test_files_that_are_no_config(tmp_path):
-    for text, message in (
-        (None, "No such file"),
-        ("a: [", "not valid YAML"),
-        ("- 1", "expected a mapping of sections"),
-    ):
-        path = tmp_path / "c.yaml"
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(ConfigError, match=message) as error:
-            load_config(path)
-        assert str(path) in str(error.value)
-
-
 def test_yaml_cannot_execute(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"train: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']")
@@ -179,14 +173,226 @@ def test_resume_from_replaces_the_setting(tmp_path):
     assert load_config(path, resume_from="c").checkpoint.resume_from == "c"
 
 
-def test_every_setting_has_a_help_text():
-    keys = known_keys()
-    assert "train.steps" in keys and "optimizer.lr" in keys
-    for name, setting in keys.items():
-        assert setting.help, name
-
-
 def test_config_survives_a_round_trip():
     config = parse_config(with_settings(optimizer={"betas": [0.8, 0.9]}))
     assert parse_config(dataclasses.asdict(config)) == config
     assert isinstance(config, TrainConfig)
+
+
+# ---- YAML
+
+LIST = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+BOMB = LIST + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+MERGES = "a0: &a0 {k: v}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
+
+MISTAKES = [
+    (BOMB, "line .+: with its aliases the text has more than 20000 values"),
+    (MERGES, "line .+: with its aliases the text has more than 20000 values"),
+    ("a: &a [*a]", "the alias of line 1 stands for what it is in"),
+    ("a: &a\n  b: {c: *a}", "the alias of line . stands for what it is in"),
+    ("[" * 3000 + "]" * 3000, "line 1 is nested deeper than 64 levels"),
+    ("[" * 100_000, "line 1 is nested deeper than 64 levels"),
+    ("{a: " * 3000, "line 1 is nested deeper than 64 levels"),
+    ("- " * 5000, "line 1 is nested deeper than 64 levels"),
+    ("? " * 5000, "line 1 is nested deeper than 64 levels"),
+    ("a: " + "9" * 5000, "a value cannot be read"),
+    ("a: 0x" + "f" * 5000, "a number has more than 64 bits"),
+    ("a: 2001-99-99", "a value cannot be read: month must be in 1..12"),
+    ("a: !!int ''", "a value cannot be read"),
+    ("a: !!timestamp x", "a value cannot be read"),
+    ("a: !!bool maybe", "a value cannot be read"),
+    ("a: !!python/object/apply:os.mkdir [x]", "not valid YAML: could not determine a constructor"),
+    ("? [1]\n: 2", "not valid YAML"),
+    ("a: *b", "not valid YAML: found undefined alias"),
+    ("--- 1\n--- 2", "not valid YAML: expected a single document"),
+    ("a: 1\nb: {c: 1, c: 2}", "c is set twice, in lines 2 and 2; keep one"),
+    ("\0", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes_are_one_sentence_and_soon(tmp_path, text, reason):
+    begun = time.process_time()
+    with pytest.raises(ConfigError, match=f"here: {reason}") as error:
+        load_yaml(text, "here")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    assert time.process_time() - begun < 20
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"config file .*x.yaml: {reason}"):
+        read_yaml(tmp_path / "x.yaml")
+    if len(text) < 10_000:
+        with pytest.raises(ConfigError, match=r"override train\.x="):
+            apply_overrides({}, [f"train.x={text}"])
+
+
+def test_aliases_that_end_are_followed(monkeypatch):
+    assert load_yaml("a: &a {x: [1, 2]}\nb: *a\nc: {<<: *a, y: 3}", "here") == {
+        "a": {"x": [1, 2]},
+        "b": {"x": [1, 2]},
+        "c": {"x": [1, 2], "y": 3},
+    }
+    assert load_yaml("", "here") is None
+    monkeypatch.setattr(safe_yaml, "MOST_VALUES", 300)
+    assert len(load_yaml("a: [" + "x, " * 290 + "]", "here")["a"]) == 290
+    with pytest.raises(ConfigError, match="more than 300 values"):
+        load_yaml(LIST + "b: [" + "*a0, " * 30 + "]", "here")
+
+
+def test_files_of_every_kind(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if os.fork() == 0:
+        pipe.write_text("train: {steps: 3}\n")
+        os._exit(0)
+    assert read_yaml(pipe) == {"train": {"steps": 3}}  # as a shell hands over what a command writes
+    os.wait()
+    (tmp_path / "large").write_text("# " + "x" * MOST_BYTES)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfea")
+    (tmp_path / "list").write_text("- 1")
+    for name, reason in (
+        ("large", "it has more than"),
+        ("bytes", "not UTF-8 text"),
+        ("gone", "No such file"),
+        ("list", "expected a mapping of sections"),
+        (".", ""),
+    ):
+        with pytest.raises(ConfigError, match=f"config file .*: .*{reason}"):
+            read_yaml(tmp_path / name)
+    with pytest.raises(ConfigError, match="it has more than"):
+        read_yaml("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.full)], ids=["60", "1000"]
+)
+def test_a_changed_config_is_read_or_refused_with_a_sentence(tmp_path, seeds):
+    path = tmp_path / "x.yaml"
+    read = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        tree, change = damage.change(rng, yaml.safe_load(rng.choice(EXAMPLES).read_text()), json_only=True)
+        try:
+            text = yaml.safe_dump(tree)
+        except RecursionError:
+            text = "a: " + "[" * 3000
+        if rng.random() < 0.2:
+            lines = text.splitlines()
+            place = rng.randrange(len(lines))
+            lines[place] = rng.choice(
+                ["&a " + lines[place], "*a", lines[place] * 2, "\t" + lines[place], "%" + lines[place]]
+            )
+            text = "\n".join(lines)
+        path.write_text(text)
+        try:
+            load_config(path)
+            read += 1
+        except ConfigError as error:
+            assert "\n" not in str(error), (seed, change.what)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {change.what}: {error!r}") from error
+    assert read > len(seeds) // 20
+
+
+# ---- settings that mean nothing next to the others
+
+# What makes keys mean nothing, where the defaults do not.
+MAKESIDLE = {
+    "optimizer.betas": {"optimizer.name": "sgd"},
+    "optimizer.eps": {"optimizer.name": "sgd"},
+    "schedule.warmup_ratio": {"schedule.warmup_steps": 2},
+    "schedule.warmup_start_ratio": {"schedule.warmup_steps": 0},
+    "schedule.min_lr_ratio": {"schedule.min_lr": 1e-5},
+    "schedule.min_lr": {"schedule.kind": "constant"},
+    "schedule.decay_steps": {"schedule.kind": "constant"},
+    "scaler.init_scale": {"scaler.enabled": False},
+    "scaler.growth_factor": {"scaler.enabled": False},
+    "scaler.backoff_factor": {"scaler.enabled": False},
+    "scaler.growth_interval": {"scaler.enabled": False},
+    "train.clip": {"train.mode": "evaluate"},
+    "train.activation_checkpointing": {"train.mode": "evaluate"},
+    "parallel.accumulate": {"train.mode": "evaluate"},
+    "parallel.offload": {"train.mode": "evaluate"},
+    "optimizer.lr": {"train.mode": "evaluate"},
+}
+# Values that differ from the default.
+VALUES = {
+    "lora.alpha": 3.0, "lora.dropout": 0.5, "lora.target_modules": ["q_proj"], "data.max_tokens": 32,
+    "optimizer.betas": [0.5, 0.5], "optimizer.eps": 0.1, "optimizer.lr": 0.5, "schedule.warmup_ratio": 0.5,
+    "schedule.warmup_start_ratio": 0.5, "schedule.min_lr_ratio": 0.5, "schedule.min_lr": 1e-4,
+    "schedule.decay_steps": 3, "schedule.wsd_decay": "cosine", "schedule.wsd_decay_steps": 2,
+    "parallel.expert_fsdp_size": 1, "scaler.init_scale": 2.0, "scaler.growth_factor": 3.0,
+    "scaler.backoff_factor": 0.25, "scaler.growth_interval": 3, "train.compile_backend": "eager",
+    "train.eval_blocks": 1, "train.eval_batch_size": 1, "train.global_eval_batch_size": 2,
+    "logging.wandb_options": {"project": "x"}, "train.clip": 0.5, "train.activation_checkpointing": True,
+    "parallel.accumulate": "reduce_scatter", "parallel.offload": "gradients",
+}  # fmt: skip
+
+
+def put(tmp_path, changes):
+    config = settings(tmp_path / "text", tmp_path / "run")
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config.setdefault(section, {})[name] = value
+    return config
+
+
+def test_every_key_of_the_table_is_known():
+    for keys in IDLE:
+        for key in keys:
+            assert key in known_keys() or any(name.startswith(f"{key}.") for name in known_keys()), key
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_each_is_named_in_the_log_when_it_means_nothing(tmp_path, caplog, key):
+    config = put(tmp_path, {**MAKESIDLE.get(key, {}), key: VALUES[key]})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with caplog.at_level(logging.WARNING):
+        load_config(tmp_path / "config.yaml")
+    said = [record.getMessage() for record in caplog.records if f"{key}=" in record.getMessage()]
+    assert len(said) == 1 and "has no effect: " in said[0], caplog.text
+
+
+def test_what_has_effect_or_is_the_default_is_not_named(tmp_path):
+    assert idle_settings(parse_config(config := put(tmp_path, {})), config) == []
+    for changes in (
+        {"lora.rank": 2, "lora.alpha": 3.0},
+        {"train.eval_every": 1, "train.eval_blocks": 1},
+        {"train.compile": True, "train.compile_backend": "eager"},
+        {"lora.alpha": 16.0},
+    ):
+        config = put(tmp_path, changes)
+        parsed = parse_config(config)
+        said = idle_settings(parsed, config)
+        assert not said or all(f"{key}=" not in one for key in changes for one in said if key != "lora.alpha"), said
+
+
+FUSED = {"qwen3_moe": "Qwen3MoeMLP", "qwen2_moe": "Qwen2MoeExpert", "mixtral": "MixtralBlockSparseTop2MLP"}
+
+
+@pytest.mark.parametrize("model_type", FUSED)
+def test_experts_that_transformers_has_fused_need_no_units(model_type):
+    """Their class of before is told to mean nothing; classes that are there stay units, and slips are refused."""
+    sizes = {**MODEL, "model_type": model_type, "num_hidden_layers": 1, "vocab_size": 16}
+    if model_type == "mixtral":
+        sizes["num_local_experts"] = 4
+    else:
+        sizes.update(num_experts=4, moe_intermediate_size=12)
+    config = parse_config({"model": {"config": sizes}, "data": {"files": ["text"]}})
+    model = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+    named = ParallelConfig(expert_units=[FUSED[model_type]])
+    assert unit_policy(model, named) == unit_policy(model, ParallelConfig())
+    assert "fused" in idle_expert_units(model, named)[FUSED[model_type]]
+    present = type(next(m for n, m in model.named_modules() if n.endswith("experts"))).__name__
+    both = ParallelConfig(expert_units=[FUSED[model_type], present])
+    assert unit_policy(model, both)[-1] == present and list(idle_expert_units(model, both)) == [FUSED[model_type]]
+
+
+def test_units_of_experts_in_a_model_without_any_are_refused():
+    import fsdp2x.units.wrap
+
+    config = parse_config({"model": {"config": {**MODEL, "vocab_size": 16}}, "data": {"files": ["text"]}})
+    model = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+    named = ParallelConfig(expert_units=["Qwen3MoeMLP"])
+    assert idle_expert_units(model, named) == {}
+    with pytest.raises(ValueError, match="Qwen3MoeMLP"):
+        fsdp2x.units.wrap.plan_units(model, unit_policy(model, named))

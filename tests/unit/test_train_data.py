@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fsdp2x.train.config import ConfigError, DataConfig
-from fsdp2x.train.data import Blocks, BlockStream, held_out_batches, read_blocks
-from fsdp2x.train.text_files import find_files
+from fsdp2x.train.data import Blocks, BlockStream, find_files, held_out_batches, read_blocks
 from fsdp2x.train.tokenizer import ByteTokenizer
 from training import write_text
 

@@ -4,8 +4,7 @@ import pytest
 
 from fsdp2x.train import ConfigError
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
-from fsdp2x.train.resolve import resolve_batching, resolve_scaling, resolve_steps
-from fsdp2x.train.strategy import plan_mesh
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_scaling, resolve_steps
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,5 @@ def test_saved_form_loads_in_transformers(tmp_path):
 
 
 def test_a_missing_directory_is_an_error():
-    with pytest.raises(
-        ConfigError, match=r"data\.tokenizer: got '/no/such', expected 'bytes', 'characters' or a local"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: got '/no/such', expected 'bytes' or a local"):
         make_tokenizer("/no/such")

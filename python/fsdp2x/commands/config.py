@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from fsdp2x.commands.mistakes import mistake, show
+from fsdp2x.commands.shared import mistake, show
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -66,8 +66,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from fsdp2x.train.dialects.rules import show as shown
-    from fsdp2x.train.listing import list_keys
+    from fsdp2x.train.load_config import list_keys
+    from fsdp2x.train.parse import show as shown
 
     rows = list_keys(args.dialect)
     if args.json:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from fsdp2x.commands.dtypes import DTYPE
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.shared import DTYPE, mistake
 
 _EPILOG = """\
 three forms:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from fsdp2x.commands.mistakes import show
+from fsdp2x.commands.shared import show
 
 if TYPE_CHECKING:
     from fsdp2x.commands.doctor_facts import Finding

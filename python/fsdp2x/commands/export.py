@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.shared import mistake
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -6,8 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from fsdp2x.commands.dtypes import DTYPE
-from fsdp2x.commands.mistakes import mistake, show
+from fsdp2x.commands.shared import DTYPE, mistake, show
 from fsdp2x.memory.optimizers import PLANNED
 from fsdp2x.runtime.offload import OFFLOAD_MODES
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from fsdp2x.runtime.transport import Transport
-from fsdp2x.train import ConfigError, TrainConfig, parse_config
-from fsdp2x.train.dialects import translate_file
+from fsdp2x.train import ConfigError, TrainConfig
+from fsdp2x.train.explain_config import parse_without_text
+from fsdp2x.train.load_config import translate_file
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
-from fsdp2x.train.resolve import resolve_batching
-from fsdp2x.train.strategy import plan_mesh
+from fsdp2x.train.strategy import plan_mesh, resolve_batching
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 
@@ -36,7 +36,7 @@ def read_training(
     Raises:
         ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
     """
-    config = _read(path, overrides)
+    config = parse_without_text(translate_file(path, overrides).settings)
     parallel, optimizer = config.parallel, config.optimizer
     _refuse_unforeseen(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
@@ -67,17 +67,10 @@ def read_training(
     if not trains:
         asked["optimizer"] = "none"
     dtype = getattr(torch, given.get("dtype") or config.model.dtype)
-    model = prepare(_build(config, dtype), config)
+    tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
+    model = prepare(build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=None), config)
     asked["auto_wrap"] = unit_policy(model, parallel)
     return model, asked, trains and config.checkpoint.async_save
-
-
-def _read(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    settings = translate_file(path, overrides).settings
-    data = settings.get("data")
-    if isinstance(data, dict) or data is None:  # where the text is does not matter, but for its characters
-        settings["data"] = {**(data or {}), "files": (data or {}).get("files") or ["text"]}
-    return parse_config(settings)
 
 
 def _refuse_unforeseen(config: TrainConfig) -> None:
@@ -102,12 +95,3 @@ def _micro_batches(config: TrainConfig, num_readers: int) -> int:
         return batching.accumulation
     samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
     return -(-batching.batch_size * batching.accumulation // samples_per_row)
-
-
-def _build(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
-    tokenizer = None
-    if config.model.path is None:
-        name = choose_tokenizer(config.data.tokenizer, None)
-        if name != "characters" or "vocab_size" not in config.model.config:
-            tokenizer = make_tokenizer(name, config.data)
-    return build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=None)

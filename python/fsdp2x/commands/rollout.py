@@ -7,8 +7,7 @@ import logging
 import os
 import signal
 
-from fsdp2x.commands.dtypes import DTYPE
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.shared import DTYPE, mistake
 
 
 def add(commands: argparse._SubParsersAction) -> None:

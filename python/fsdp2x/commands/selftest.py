@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.shared import mistake
 from fsdp2x.runtime.transport import TRANSPORTS
 
 _GRACE_S = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp2x.commands.mistakes import mistake
+from fsdp2x.commands.shared import mistake
 
 
 def add(commands: argparse._SubParsersAction) -> None:

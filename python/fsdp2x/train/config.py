@@ -1,15 +1,13 @@
 """The typed training configuration: one frozen dataclass per section, each field with its help text.
 
-Only names, types, defaults and checks of single values live here. Reading YAML and overrides is `parse.py`'s job,
-other spellings of the same settings are `dialects/`'s, so that a new spelling never touches these classes. What
-depends on the number of ranks is worked out by `resolve.py` when the run begins.
+`parse.py` reads YAML and overrides, `dialects.py` has the keys of other trainers, and `resolve.py` works out what
+depends on the number of ranks when the run begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -26,36 +24,25 @@ class TrainingError(RuntimeError):
 
 
 DType = Literal["float32", "bfloat16", "float16"]
-# Beside its own name, what files of others and command lines call each.
-DTYPE_NAMES = {
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
-    "fp32": "float32", "float32": "float32", "float": "float32",
-}  # fmt: skip
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
 
+def dtype_name(name: str) -> str:
+    """Torch's name of a dtype that goes by several: `bf16`, `bfloat16` and `torch.bfloat16` are one."""
+    name = name.removeprefix("torch.")
+    return DTYPE_NAMES.get(name, name)
+
+
 @contextlib.contextmanager
-def said_of(setting: str) -> Iterator[None]:
-    """What the model refuses becomes a `ConfigError` that names the setting."""
+def as_config_error(setting: str) -> Iterator[None]:
+    """Turns what the model refuses inside the block into a `ConfigError` that names the setting."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise ConfigError(f"{setting}: {' '.join(str(error).split())}") from None
-
-
-def dtype_name(name: str) -> str:
-    """A dtype by torch's name for it: `bf16`, `bfloat16` and `torch.bfloat16` are one.
-
-    Raises:
-        ConfigError: no name of a dtype that parameters may have.
-    """
-    name = name.removeprefix("torch.")
-    if name not in DTYPE_NAMES:
-        near = difflib.get_close_matches(name, DTYPE_NAMES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"got {name!r}, expected one of {', '.join(DTYPE_NAMES)}; the nearest is {near}")
-    return DTYPE_NAMES[name]
 
 
 class Check(NamedTuple):
@@ -74,6 +61,7 @@ RATES = Check("two numbers in [0, 1)", lambda values: all(0 <= value < 1 for val
 # An empty one would mean the folder that the command runs in.
 PATH = Check("a path", lambda value: value != "")
 GROWTH = Check("more than 1", lambda value: value > 1)
+PAIRS = Check("at least 2", lambda value: value >= 2)
 BACKOFF = Check("a fraction in (0, 1)", lambda value: 0 < value < 1)
 
 
@@ -85,21 +73,24 @@ def setting(default: Any, help: str, check: Check | None = None) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def require(condition: bool, path: str, got: Any, expected: str) -> None:
-    if not condition:
-        raise ConfigError(f"{path}: got {got!r}, expected {expected}")
-
-
 class Section:
-    """One section of the configuration: each of its settings passes its own check."""
+    """One section of the configuration: each setting passes its own check, then `check` compares settings."""
 
     def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").removesuffix("Section").lower()
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, check = getattr(self, field.name), field.metadata["check"]
             if check is not None and value is not None:
                 expected = check.expected + ("" if field.default is not None else " or null")
-                require(check.passes(value), f"{section}.{field.name}", value, expected)
+                self.require(field.name, check.passes(value), expected)
+        self.check()
+
+    def check(self) -> None:
+        """Raises `ConfigError` for settings that do not go together."""
+
+    def require(self, name: str, condition: bool, expected: str) -> None:
+        section = type(self).__name__.removesuffix("Config").removesuffix("Section").lower()
+        if not condition:
+            raise ConfigError(f"{section}.{name}: got {getattr(self, name)!r}, expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -130,17 +121,12 @@ class ModelConfig(Section):
     )
     grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.load == "rows" and self.path is None:
-            raise ConfigError("model.load: got 'rows', which reads weights from files, but model.path is not set")
+    def check(self) -> None:
+        self.require("load", self.load == "whole" or self.path is not None, "whole: rows are read from model.path")
         if (self.config is None) == (self.path is None):
             got = "neither" if self.config is None else "both"
             raise ConfigError(f"model: got {got} of model.config and model.path, expected exactly one of them")
-        if self.config is not None:
-            require(
-                "model_type" in self.config, "model.config", sorted(self.config), "a mapping with the key model_type"
-            )
+        self.require("config", "model_type" in (self.config or {"model_type"}), "a mapping with the key model_type")
 
 
 @dataclass(frozen=True)
@@ -165,11 +151,10 @@ class DataConfig(Section):
     )
     tokenizer: str | None = setting(
         None,
-        "'bytes', 'characters' (those that occur in data.files), or a local directory with a HuggingFace tokenizer; "
-        "unset: that of model.path, or bytes for a new model",
+        "'bytes' or a local directory with a HuggingFace tokenizer; unset: that of model.path, else bytes",
         PATH,
     )
-    block_size: int = setting(512, "tokens per training example")
+    block_size: int = setting(512, "tokens per training example", PAIRS)
     held_out: float = setting(
         0.05, "fraction of the blocks kept for evaluation; whole files as far as possible", BELOW_1
     )
@@ -179,17 +164,12 @@ class DataConfig(Section):
     )
     max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(all(self.files), "data.files", self.files, "paths that are not empty")
-        require(len(self.files) > 0, "data.files", self.files, "at least one file, folder or glob")
-        require(self.block_size >= 2, "data.block_size", self.block_size, "at least 2 tokens")
-        require(
-            self.max_tokens is None or self.max_tokens >= self.block_size,
-            "data.max_tokens",
-            self.max_tokens,
-            f"at least data.block_size={self.block_size}, the longest sample, or null",
+    def check(self) -> None:
+        self.require(
+            "files", bool(self.files) and all(self.files), "at least one file, folder or glob, none of them empty"
         )
+        longest = f"at least data.block_size={self.block_size}, the longest sample, or null"
+        self.require("max_tokens", self.max_tokens is None or self.max_tokens >= self.block_size, longest)
 
 
 @dataclass(frozen=True)
@@ -198,7 +178,7 @@ class OptimizerConfig(Section):
         "adamw", "optimizer; muon: of matrices, and AdamW of embeddings, the output head and what has fewer dims"
     )
     lr: float = setting(3e-4, "peak learning rate", POSITIVE)
-    adamw_lr: float | None = setting(None, "peak learning rate of what AdamW steps beside muon; unset: lr")
+    adamw_lr: float | None = setting(None, "peak learning rate of what AdamW steps beside muon; unset: lr", POSITIVE)
     betas: tuple[float, float] = setting(
         (0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages", RATES
     )
@@ -233,44 +213,17 @@ class OptimizerConfig(Section):
             return "sgd_momentum" if self.momentum else "sgd"
         return self.name if self.moments_dtype is None else f"{self.name}_{self.moments_dtype}"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.adamw_lr is None or self.name == "muon" and self.adamw_lr > 0,
-            "optimizer.adamw_lr",
-            self.adamw_lr,
-            "a positive number" if self.name == "muon" else f"null, since optimizer.name is {self.name}",
-        )
-        require(
-            not self.momentum or self.name in ("sgd", "muon"),
-            "optimizer.momentum",
-            self.momentum,
-            f"0, since optimizer.name is {self.name}",
-        )
-        require(
-            self.name not in ("lion", "muon") or self.is_ours,
-            "optimizer.implementation",
-            self.implementation,
-            "auto or fsdp2x, since torch has no Lion, and its Muon steps matrices alone",
-        )
-        require(
-            self.moments_dtype is None or self.name in ("adamw", "muon"),
-            "optimizer.moments_dtype",
-            self.moments_dtype,
-            f"null, since optimizer.name is {self.name}",
-        )
-        require(
-            self.moments_dtype is None or self.is_ours,
-            "optimizer.moments_dtype",
-            self.moments_dtype,
-            f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's",
-        )
-        require(
-            not self.stochastic_rounding or self.moments_dtype is not None,
-            "optimizer.stochastic_rounding",
-            self.stochastic_rounding,
-            "false, since optimizer.moments_dtype is null and nothing is rounded",
-        )
+    def check(self) -> None:
+        name, coded = self.name, self.moments_dtype is not None
+        only_ours = "auto or fsdp2x, since torch has no Lion, and its Muon steps matrices alone"
+        torchs = f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's"
+        unrounded = "false, since optimizer.moments_dtype is null and nothing is rounded"
+        self.require("adamw_lr", self.adamw_lr is None or name == "muon", f"null, since optimizer.name is {name}")
+        self.require("momentum", not self.momentum or name in ("sgd", "muon"), f"0, since optimizer.name is {name}")
+        self.require("implementation", name not in ("lion", "muon") or self.is_ours, only_ours)
+        self.require("moments_dtype", not coded or name in ("adamw", "muon"), f"null, since optimizer.name is {name}")
+        self.require("moments_dtype", not coded or self.is_ours, torchs)
+        self.require("stochastic_rounding", coded or not self.stochastic_rounding, unrounded)
 
 
 @dataclass(frozen=True)
@@ -423,16 +376,13 @@ class LoggingConfig(Section):
     profile_start: int | None = setting(None, "first step of the window that torch.profiler records", COUNT)
     profile_end: int | None = setting(None, "last step of the window; unset: profile_start", COUNT)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tensorboard_dir is not None:
-            require(
-                self.tensorboard, "logging.tensorboard_dir", self.tensorboard_dir, "logging.tensorboard=true as well"
-            )
-        if self.profile_end is not None:
-            first = self.profile_start
-            require(first is not None, "logging.profile_end", self.profile_end, "logging.profile_start as well")
-            require(first <= self.profile_end, "logging.profile_end", self.profile_end, f"{first} or more")
+    def check(self) -> None:
+        first, last = self.profile_start, self.profile_end
+        self.require(
+            "tensorboard_dir", self.tensorboard or self.tensorboard_dir is None, "logging.tensorboard=true as well"
+        )
+        self.require("profile_end", last is None or first is not None, "logging.profile_start as well")
+        self.require("profile_end", last is None or first <= last, f"{first} or more")
 
 
 @dataclass(frozen=True)
@@ -451,24 +401,20 @@ class TrainConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        optimizer = self.optimizer
-        require(
-            self.parallel.offload != "optimizer"
-            or may_be_on_host(optimizer.planned_name)
-            and (optimizer.is_ours or optimizer.name == "sgd"),
-            "parallel.offload",
-            self.parallel.offload,
+        optimizer, parallel = self.optimizer, self.parallel
+        has_host_state = may_be_on_host(optimizer.planned_name) and (optimizer.is_ours or optimizer.name == "sgd")
+        parallel.require(
+            "offload",
+            parallel.offload != "optimizer" or has_host_state,
             "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",
         )
-        require(
-            self.parallel.offload in (False, "none") or self.parallel.expert_parallel == 1,
-            "parallel.offload",
-            self.parallel.offload,
+        parallel.require(
+            "offload",
+            parallel.offload in (False, "none") or parallel.expert_parallel == 1,
             "none with parallel.expert_parallel, whose experts stay on the device",
         )
-        require(
+        self.logging.require(
+            "overwrite",
             not self.logging.overwrite or self.train.mode == "train",
-            "logging.overwrite",
-            True,
             "false with train.mode=evaluate, which trains nothing in place of what it would delete",
         )

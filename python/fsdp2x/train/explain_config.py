@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import typing
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..units.wrap import plan_units
-from .config import ParallelConfig, TrainConfig, TrainSection, said_of
-from .dialects import OWN, TITLES, Translation, translate_file
-from .dialects.rules import show
-from .idle import idle_settings
+from .config import TrainConfig, as_config_error
+from .load_config import OWN, TITLES, idle_settings, translate_file
 from .model import build_on_meta, idle_expert_units, prepare, unit_policy
-from .parse import build, parse_config
-from .resolve import resolve_batching
-from .strategy import MeshPlan, plan_mesh, usual_node
-from .tokenizer import Tokenizer, choose_tokenizer, make_tokenizer
+from .parse import SECTIONS, build, parse_config, show
+from .strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
+from .tokenizer import choose_tokenizer, make_tokenizer
+from .translate import Translation
 
 
 @dataclass
@@ -35,48 +32,43 @@ class Explanation:
     no_units: str = ""
 
     def to_dict(self) -> dict[str, Any]:
+        found = self.translation
         return {
-            "dialect": self.translation.dialect,
-            "settings": self.translation.settings,
+            "dialect": found.dialect,
+            "settings": found.settings,
             "keys": [
-                {"key": fate.key, "value": fate.value, "became": dict(fate.became), "remark": fate.remark,
-                 "has_effect": fate.has_effect}
-                for fate in self.translation.fates
+                {**asdict(result), "became": dict(result.became), "has_effect": result.has_effect}
+                for result in found.results
             ],
-            "needs": self.translation.needs,
+            "needs": found.needs,
             "world_size": self.world_size,
             "mesh": {"shape": self.plan.shape, "axes": self.plan.axes, "strategy": self.plan.name},
             "reshard_after_forward": self.plan.reshard_after_forward,
             "idle": self.idle,
             "model": self.model,
             "units": self.units,
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         found = self.translation
         lines = [f"{self.path}: {TITLES[found.dialect]}", ""]
         if found.dialect == OWN:
-            lines += [f"  {line}" for line in _flat_settings(found.settings)]
+            for section, values in found.settings.items():
+                lines += [f"  {section}.{name} = {show(value)}" for name, value in (values or {}).items()]
         else:
             # What a dialect brings along without a key stands in parentheses.
-            shown = [(f.key if f.key.startswith("(") else f"{f.key}: {show(f.value)}", f) for f in found.fates]
+            shown = [(r.key if r.key.startswith("(") else f"{r.key}: {show(r.value)}", r) for r in found.results]
             width = min(max((len(text) for text, _ in shown), default=0), 72)
-            lines += [f"  {text.ljust(width)}  {fate}" for text, fate in shown if fate.has_effect]
+            lines += [f"  {text.ljust(width)}  {result}" for text, result in shown if result.has_effect]
             idle = found.without_effect()
             lines += ["", *(f"  {sentence}" for sentence in idle)] if idle else []
         if found.needs:
             lines += ["", "To run it needs:", *(f"  {need}" for need in found.needs)]
         lines += ["", *self.idle] if self.idle else []
         lines += ["", f"{self.world_size} rank(s)  {self.plan}", self.batching]
-        if self.units:
-            lines.append(f"{self.model} in units:")
-            lines += [
-                "  {count} x {modules}: {num_parameters:,} parameters each ({reason})".format(**unit)
-                for unit in self.units
-            ]
-        else:
-            lines.append(f"units: {self.no_units}")
-        return "\n".join(lines)
+        lines.append(f"{self.model} in units:" if self.units else f"units: {self.no_units}")
+        line = "  {count} x {modules}: {num_parameters:,} parameters each ({reason})"
+        return "\n".join(lines + [line.format(**unit) for unit in self.units])
 
 
 def explain(
@@ -94,16 +86,11 @@ def explain(
         ConfigError: what a run would refuse as well, except what is missing altogether, which is listed.
     """
     translation = translate_file(path, overrides)
-    parallel = build(ParallelConfig, translation.settings.get("parallel"), "parallel")
-    train = build(TrainSection, translation.settings.get("train"), "train")
-    for name, kind in typing.get_type_hints(TrainConfig).items():
-        if name not in ("parallel", "train", "model", "data") or translation.settings.get(name):
-            if not (name in ("model", "data") and translation.needs):
-                build(kind, translation.settings.get(name), name)
+    settings = translation.settings
+    sections = {name: build(name, settings) for name in SECTIONS if name not in ("model", "data")}
+    parallel, train = sections["parallel"], sections["train"]
     world_size = world_size or parallel.world_size or 1
-    if local_world_size is None:
-        local_world_size = usual_node(world_size)
-    plan = plan_mesh(parallel, world_size, local_world_size)
+    plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
     readers = world_size // parallel.sequence_parallel
     batching = resolve_batching(train, readers)
     sentence = (
@@ -113,42 +100,46 @@ def explain(
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
     found = Explanation(str(path), translation, world_size, plan, sentence)
-    _find_units(found, translation.settings)
+    model = settings.get("model") or {}
+    if not (model.get("config") or model.get("path")):
+        found.no_units = "they follow from the model, which is missing"
+    else:
+        _find_units(found, parse_without_text(settings))
     return found
 
 
-def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
-    model_settings = settings.get("model") or {}
-    if not (model_settings.get("config") or model_settings.get("path")):
-        found.no_units = "they follow from the model, which is missing"
-        return
-    # Where the text is does not matter here.
-    data = settings.get("data") or {}
-    config = parse_config({**settings, "data": {**data, "files": data.get("files") or ["text"]}})
-    found.idle += idle_settings(config, settings)
-    path = config.model.path
+def parse_without_text(settings: dict[str, Any]) -> TrainConfig:
+    """The config of settings that may not say where the text is."""
+    data = settings.get("data")
+    if isinstance(data, dict | None):
+        settings = {**settings, "data": {**(data or {}), "files": (data or {}).get("files") or ["text"]}}
+    return parse_config(settings)
+
+
+def _find_units(found: Explanation, config: TrainConfig) -> None:
+    found.idle += idle_settings(config, found.translation.settings)
+    path, tokenizer = config.model.path, None
     if path is not None and not (Path(path).expanduser() / "config.json").is_file():
         found.no_units = f"model.path={path} is no local directory with a config.json"
         return
-    model = build_on_meta(
-        config.model,
-        getattr(torch, config.model.dtype),
-        tokenizer=_tokenizer(config),
-        attn_implementation=config.model.attn_implementation,
-    )
-    model = prepare(model, config)
+    if path is None:  # a vocabulary of the tokenizer's, if it is here
+        name = choose_tokenizer(config.data.tokenizer, None)
+        tokenizer = make_tokenizer(name) if name == "bytes" or Path(name).is_dir() else None
+    dtype, attention = getattr(torch, config.model.dtype), config.model.attn_implementation
+    model = prepare(build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=attention), config)
     idle = idle_expert_units(model, config.parallel)
     found.idle += [f"parallel.expert_units={name}: {why}" for name, why in idle.items()]
-    with said_of("parallel.auto_wrap"):
+    with as_config_error("parallel.auto_wrap"):
         units = plan_units(model, unit_policy(model, config.parallel))
-    found.model = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
+    num_parameters = sum(p.numel() for p in model.parameters())
+    found.model = f"{type(model).__name__} ({num_parameters:,} parameters)"
     counted: Counter[tuple[str, str, int]] = Counter()
     taken: set[int] = set()
     for unit in units:  # inner before outer: what an inner unit has taken is not the outer's
-        params = [p for module in unit.modules for p in module.parameters() if id(p) not in taken]
-        taken.update(map(id, params))
-        numel = sum(p.numel() for p in {id(p): p for p in params}.values())
-        counted[" + ".join(type(module).__name__ for module in unit.modules), unit.reason, numel] += 1
+        params = {id(p): p.numel() for module in unit.modules for p in module.parameters() if id(p) not in taken}
+        taken |= set(params)
+        names = " + ".join(type(module).__name__ for module in unit.modules)
+        counted[names, unit.reason, sum(params.values())] += 1
     rest = sum(p.numel() for p in model.parameters() if id(p) not in taken)
     if rest:
         counted[type(model).__name__, "the root: what is left", rest] += 1
@@ -156,19 +147,3 @@ def _find_units(found: Explanation, settings: dict[str, Any]) -> None:
         {"count": count, "modules": names, "reason": reason, "num_parameters": numel}
         for (names, reason, numel), count in counted.items()
     ]
-
-
-def _tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """For its vocabulary; None where it would have to be made from the text, or is not here."""
-    if config.model.path is not None:
-        return None
-    name = choose_tokenizer(config.data.tokenizer, None)
-    return None if name == "characters" or not (name == "bytes" or Path(name).is_dir()) else make_tokenizer(name)
-
-
-def _flat_settings(settings: Any, path: str = "") -> list[str]:
-    if isinstance(settings, dict) and settings and path.count(".") < 1:
-        return [
-            line for key, value in settings.items() for line in _flat_settings(value, f"{path}.{key}" if path else key)
-        ]
-    return [f"{path} = {show(settings)}"]

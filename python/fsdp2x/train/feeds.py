@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..sequence import apply_ulysses, count_label_tokens, micro_batches, token_mean_loss, use_varlen_attention
-from .config import DataConfig, said_of
+from .config import DataConfig, as_config_error
 from .data import Blocks, BlockStream, Samples, held_out_batches
 from .distributed import mean_over_ranks
-from .resolve import Batching
+from .strategy import Batching
 
 Share = Callable[[], torch.Tensor]
 
@@ -124,7 +124,7 @@ def make_feed(
     """The feed that a config asks for; changes the sharded model's attention where it must. Collective."""
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
     if sequence_parallel > 1:
-        with said_of("parallel.sequence_parallel"):
+        with as_config_error("parallel.sequence_parallel"):
             # Consecutive ranks share their sequences; every rank makes every group.
             ranks = range(dist.get_world_size())
             groups = [list(ranks[i : i + sequence_parallel]) for i in ranks[::sequence_parallel]]
@@ -132,7 +132,7 @@ def make_feed(
             context = apply_ulysses(model, group)
         return SequenceFeed(**common, data=data, context=context)
     if data.packing:
-        with said_of("data.packing"):
+        with as_config_error("data.packing"):
             use_varlen_attention(model)
         return SequenceFeed(**common, data=data)
     return BlockFeed(**common)

@@ -1,20 +1,38 @@
-"""A run's config from its YAML file, in any dialect, with overrides; keys without an effect are warned of."""
+"""A run's config from its YAML file: fsdp2x's own sections, or the keys of another trainer (`dialects.py`).
+
+Keys that have no effect are warned of: a run that did not mention them would look as if they counted.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..arguments import checked
 from .config import ConfigError, TrainConfig
-from .dialects import translate_file
-from .idle import idle_settings
-from .parse import build
+from .dialects import DIALECTS, no_role
+from .parse import (
+    SECTIONS,
+    apply_overrides,
+    check_sections,
+    first_leaf,
+    known_keys,
+    nearest_key,
+    parse_config,
+    read_overrides,
+    read_yaml,
+    type_name,
+)
+from .translate import Dialect, KeyResult, Translation
 
 logger = logging.getLogger(__name__)
+
+OWN = "sections"
+TITLES = {OWN: "fsdp2x's own sections", **{dialect.name: dialect.title for dialect in DIALECTS}}
 
 
 @checked
@@ -26,10 +44,144 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from:
     translation = translate_file(path, overrides)
     if translation.needs:
         raise ConfigError(f"{path} says not enough to run; it needs {'; '.join(translation.needs)}")
-    config = build(TrainConfig, translation.settings)
+    config = parse_config(translation.settings)
     if os.environ.get("RANK", "0") == "0":
         for sentence in [*translation.without_effect(), *idle_settings(config, translation.settings)]:
             logger.warning("%s: %s", path, sentence)
     if resume_from is None:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
+
+
+def translate_file(path: str | Path, overrides: Iterable[str] = ()) -> Translation:
+    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in our sections."""
+    return translate(read_yaml(path), overrides)
+
+
+def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Translation:
+    """The settings of `TrainConfig` from a mapping of any dialect.
+
+    Raises:
+        ConfigError: keys of two dialects in one mapping, an unknown key (with the nearest one), a value of the wrong
+            type, or one that cannot be had here.
+    """
+    ours, theirs, role = [], [], None
+    for text in overrides:
+        ((key, value),) = read_overrides([text])
+        if key == "role":
+            role = str(value)
+        else:
+            (ours if key.partition(".")[0] in SECTIONS else theirs).append(text)
+    settings = apply_overrides(settings, theirs)
+    dialect = detect(settings)
+    if dialect is None:
+        no_role(role, TITLES[OWN])
+        found = Translation(OWN, settings)
+    else:
+        found = dialect.translate(settings, role, apply_overrides({}, ours))
+        found.results += [KeyResult({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
+    found.settings = apply_overrides(found.settings, ours)
+    check_sections(found.settings)
+    model, data = (found.settings.get(section) or {} for section in ("model", "data"))
+    if any(text.startswith("model.") for text in ours):
+        found.needs = []
+    if isinstance(model, Mapping) and not (model.get("config") or model.get("path")):
+        found.needs.append("model.path=FOLDER or model.config={model_type: ...}: the model")
+    if isinstance(data, Mapping) and not data.get("files"):
+        found.needs.append("data.files=FILES: the text")
+    return found
+
+
+def detect(settings: Mapping[str, Any]) -> Dialect | None:
+    """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
+    owners = {key: _owners(str(key), value) for key, value in settings.items()}
+    sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
+    if len(sure) > 1:
+        mixed = " and ".join(f"{key} of {TITLES[name]}" for name, key in reversed(sure.items()))
+        raise ConfigError(f"the file mixes {mixed}; write it in one of them, the rest can go on the command line")
+    name = next(iter(sure), None) or next((names[0] for names in owners.values() if names), None)
+    if name is None and settings:
+        path = first_leaf(*next((str(key), value) for key, value in settings.items()))
+        known = [*known_keys(), *SECTIONS, *(key for dialect in DIALECTS for key in dialect.rows)]
+        near = nearest_key(path, known, siblings_first=False)
+        raise ConfigError(f"unknown key {path}; the nearest one of all dialects is {near}")
+    return next((dialect for dialect in DIALECTS if dialect.name == name), None)
+
+
+def _owners(key: str, value: Any) -> list[str]:
+    return [OWN] * (key in SECTIONS) + [dialect.name for dialect in DIALECTS if dialect.owns(key, value)]
+
+
+def list_keys(dialect: str = OWN) -> dict[str, dict[str, Any]]:
+    """Keys of one dialect by NAME, of our own sections ("sections"), or of everything ("all").
+
+    Each with its ``type`` and ``help``; the sections' with their ``default``.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    if dialect in (OWN, "all"):
+        for key, (kind, default, help) in known_keys().items():
+            rows[key] = {"type": type_name(kind), "default": default, "help": help}
+    for other in DIALECTS:
+        if dialect in (other.name, "all"):
+            rows |= {key: {"type": type_name(row.kind), "help": row.help} for key, row in other.rows.items()}
+    return rows
+
+
+# ---- settings that have no effect next to the others: keys, or whole sections -> (when, why)
+
+IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
+    ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
+    ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
+    ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
+    ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
+    ("optimizer.muon_lr_scale",): (lambda c: c.optimizer.name != "muon", "optimizer.name is not muon"),
+    ("schedule.warmup_ratio",): (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps comes before it"),
+    ("schedule.warmup_start_ratio",): (
+        lambda c: c.schedule.warmup_steps == 0 and c.schedule.warmup_ratio == 0,
+        "there is no warm-up",
+    ),
+    ("schedule.min_lr_ratio",): (lambda c: c.schedule.min_lr is not None, "schedule.min_lr comes before it"),
+    ("schedule.min_lr", "schedule.min_lr_ratio", "schedule.decay_steps"): (
+        lambda c: c.schedule.kind == "constant",
+        "schedule.kind is constant",
+    ),
+    ("schedule.wsd_decay", "schedule.wsd_decay_steps"): (
+        lambda c: c.schedule.kind != "wsd",
+        "schedule.kind is not wsd",
+    ),
+    ("parallel.expert_fsdp_size",): (lambda c: c.parallel.expert_parallel == 1, "parallel.expert_parallel is 1"),
+    ("scaler.init_scale", "scaler.growth_factor", "scaler.backoff_factor", "scaler.growth_interval"): (
+        lambda c: c.scaler.enabled is False,
+        "scaler.enabled is false",
+    ),
+    ("train.compile_backend",): (lambda c: not c.train.compile, "train.compile is false"),
+    ("train.eval_blocks", "train.eval_batch_size", "train.global_eval_batch_size"): (
+        lambda c: c.train.mode == "train" and c.train.eval_every == 0,
+        "train.eval_every is 0",
+    ),
+    ("logging.wandb_options",): (lambda c: not c.logging.wandb, "logging.wandb is false"),
+    ("optimizer", "schedule", "scaler", "train.clip", "train.steps", "train.epochs", "train.eval_every",
+     "train.activation_checkpointing", "parallel.accumulate", "parallel.offload", "parallel.wire_gradients"): (
+        lambda c: c.train.mode == "evaluate",
+        "train.mode is evaluate",
+    ),
+}  # fmt: skip
+
+
+def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of ``settings``, a mapping of our sections, that has no part in the run of ``config``.
+
+    Only what is given counts, not what has its default.
+    """
+    given = {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        for name, value in (values or {}).items()
+        if known_keys()[f"{section}.{name}"].default != getattr(getattr(config, section), name)
+    }
+    return [
+        f"{key}={value} has no effect: {why}"
+        for key, value in given.items()
+        for keys, (is_idle, why) in IDLE.items()
+        if (key in keys or key.partition(".")[0] in keys) and is_idle(config)
+    ]

@@ -25,7 +25,7 @@ from ..models.lora import add_lora
 from ..models.tiled_mlp import apply_tiled_mlp
 from ..moe import apply_expert_patch, expert_parallel, find_experts, use_grouped_gemm
 from ..units.wrap import AutoWrap, plan_units
-from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, said_of
+from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
 from .schedule import decay_groups
 from .strategy import MeshPlan, plan_expert_mesh
 from .tokenizer import Tokenizer
@@ -207,7 +207,7 @@ def make_sharded(
             raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
         empty = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
         policy = _told_policy(empty, parallel)
-        with said_of("model"):
+        with as_config_error("model"):
             model = fsdp2x.from_pretrained(
                 Path(config.model.path).expanduser(),
                 dtype=getattr(torch, config.model.dtype),
@@ -223,7 +223,7 @@ def make_sharded(
     if parallel.expert_parallel > 1:
         spread_experts(model, parallel, device, options)
         policy = True if policy is None else policy  # None would see that a part is sharded already
-    with said_of("parallel"):
+    with as_config_error("parallel"):
         fsdp2x.fully_shard(model, auto_wrap=policy, **options)
     _set_wire(model, parallel)
     return RunModel(model, **noted)
@@ -231,7 +231,7 @@ def make_sharded(
 
 def _set_wire(model: torch.nn.Module, parallel: ParallelConfig) -> None:
     if parallel.wire_weights is not None or parallel.wire_gradients is not None:
-        with said_of("parallel.wire_weights, parallel.wire_gradients"):
+        with as_config_error("parallel.wire_weights, parallel.wire_gradients"):
             model.set_wire_dtype(weights=parallel.wire_weights, gradients=parallel.wire_gradients)
 
 
@@ -239,7 +239,7 @@ def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | lis
     if dist.get_rank() == 0:
         for name, why in idle_expert_units(model, parallel).items():
             logger.warning("parallel.expert_units=%s: %s", name, why)
-    with said_of("parallel"):
+    with as_config_error("parallel"):
         return unit_policy(model, parallel)
 
 
@@ -247,19 +247,19 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     """Everything that changes the model before it is sharded; returns the model to shard."""
     wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
-        with said_of("model.tiled_mlp"):
+        with as_config_error("model.tiled_mlp"):
             apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
     if wanted.expert_patch:
-        with said_of("model.expert_patch"):
+        with as_config_error("model.expert_patch"):
             apply_expert_patch(model)
     if wanted.grouped_gemm:
-        with said_of("model.grouped_gemm"):
+        with as_config_error("model.grouped_gemm"):
             use_grouped_gemm(model)
     if lora.rank:
-        with said_of("lora"):
+        with as_config_error("lora"):
             model = add_lora(model, dataclasses.asdict(lora))
     if wanted.freeze:
-        with said_of("model.freeze"):
+        with as_config_error("model.freeze"):
             num_frozen = freeze_module_prefix(model, wanted.freeze)
         logger.info("%d parameters are frozen: %s", num_frozen, ", ".join(wanted.freeze))
     if config.train.mode == "evaluate":
@@ -337,7 +337,7 @@ def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch
     shape, axes = plan_expert_mesh(config, dist.get_world_size())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     allowed = ("mp_policy", "reshard_after_forward", "transport", "timeout")
-    with said_of("parallel.expert_parallel"):
+    with as_config_error("parallel.expert_parallel"):
         expert_parallel(model, mesh, **{k: options[k] for k in allowed})
 
 

@@ -1,11 +1,8 @@
-"""YAML of others: read with limits, and every mistake is one sentence.
-
-YAML lets a few lines stand for a tree without end, and PyYAML follows it: by aliases of aliases, by an alias of what
-it is in, by thousands of brackets.
-"""
+"""YAML from untrusted files: a few lines must not make a tree without end, and every mistake is one sentence."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -32,101 +29,74 @@ def load_yaml_file(path: Path) -> Any:
 def load_yaml(text: str, what: str) -> Any:
     """The value of a text; `what` begins the sentence of a `ConfigError`.
 
-    Raised for what is no YAML, for a key that is set twice, more than `MOST_VALUES` values (aliases counted as often as
-    they stand), `DEEPEST` levels, and numbers of more than 64 bits.
+    Raises:
+        ConfigError: the text is no YAML, sets a key twice, has more than `MOST_VALUES` values (aliases count as often
+            as they occur) or `DEEPEST` levels, or a number of more than 64 bits.
     """
     import yaml
 
-    loader = None
     try:
-        _check_events(yaml.parse(text, Loader=yaml.SafeLoader), what)
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_node(node, what)
-        value = loader.construct_document(node)
-    except ConfigError:
-        raise
+        return yaml.load(text, Loader=_loader())
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{what}: not valid YAML: {' '.join(str(error).split())}") from None
     except Exception as error:  # what PyYAML's constructors let through for tags and dates
         raise ConfigError(f"{what}: a value cannot be read: {' '.join(str(error).split())}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-    _check_numbers(value, what)
-    return value
 
 
-def _check_events(events: Any, what: str) -> None:
-    """Depth and number of what stands in the text, before anything follows it recursively."""
+@functools.cache
+def _loader() -> type:
+    """PyYAML's safe loader with the limits; they act while nodes are composed, before anything is built of them."""
     import yaml
 
-    depth = 0
-    for number, event in enumerate(events):
-        if number > 2 * MOST_VALUES:
-            raise ConfigError(f"{what}: it has more than {MOST_VALUES} values")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > DEEPEST:
-                raise ConfigError(f"{what}: line {event.start_mark.line + 1} is nested deeper than {DEEPEST} levels")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+    class Loader(yaml.SafeLoader):
+        num_values = depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            line = self.peek_event().start_mark.line + 1
+            if self.check_event(yaml.AliasEvent):
+                node = super().compose_node(parent, index)
+                if not hasattr(node, "num_values"):
+                    raise ConfigError(f"the alias of line {line} stands for what it is in")
+                self._count(node.num_values, node.height, line)
+                return node
+            before = self.num_values
+            self._count(1, 1, line)
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            children = node.value if not isinstance(node, yaml.ScalarNode) else []
+            if isinstance(node, yaml.MappingNode):
+                _refuse_repeated_keys(node)
+                children = [part for pair in children for part in pair]
+            node.num_values = self.num_values - before
+            node.height = 1 + max((child.height for child in children), default=0)
+            return node
+
+        def _count(self, num_values: int, height: int, line: int) -> None:
+            self.num_values += num_values
+            if self.num_values > MOST_VALUES:
+                raise ConfigError(f"line {line}: with its aliases the text has more than {MOST_VALUES} values")
+            if self.depth + height > DEEPEST:
+                raise ConfigError(f"line {line} is nested deeper than {DEEPEST} levels")
+
+        def construct_yaml_int(self, node: Any) -> int:
+            number = super().construct_yaml_int(node)
+            if not -_LARGEST < number < _LARGEST:
+                raise ConfigError("a number has more than 64 bits")
+            return number
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    return Loader
 
 
-def _check_node(root: Any, what: str) -> None:
-    """Keys that are set twice, of which YAML's loader takes the last; aliases that are endless or too many."""
-    import yaml
-
-    sizes: dict[int, int] = {}
-    open_: set[int] = set()
-
-    def count(node: Any, depth: int) -> int:
-        """Values that a node stands for."""
-        line = node.start_mark.line + 1
-        if id(node) in open_:
-            raise ConfigError(f"{what}: the alias of line {line} stands for what it is in")
-        if depth > DEEPEST:
-            raise ConfigError(f"{what}: aliases of line {line} are nested deeper than {DEEPEST} levels")
-        if id(node) not in sizes:
-            open_.add(id(node))
-            children: list[Any] = []
-            if isinstance(node, yaml.SequenceNode):
-                children = node.value
-            elif isinstance(node, yaml.MappingNode):
-                _check_keys(node, what)
-                children = [part for pair in node.value for part in pair]
-            sizes[id(node)] = 1 + sum(count(child, depth + 1) for child in children)
-            open_.discard(id(node))
-        if sizes[id(node)] > MOST_VALUES:
-            raise ConfigError(f"{what}: with its aliases line {line} stands for more than {MOST_VALUES} values")
-        return sizes[id(node)]
-
-    count(root, 0)
-
-
-def _check_keys(node: Any, what: str) -> None:
-    import yaml
-
+def _refuse_repeated_keys(node: Any) -> None:
+    """PyYAML takes the last one."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        line = key.start_mark.line + 1
-        if key.value in lines and key.value != "<<":
-            raise ConfigError(f"{what}: {key.value} is set twice, in lines {lines[key.value]} and {line}; keep one")
-        lines[key.value] = line
-
-
-def _check_numbers(value: Any, what: str) -> None:
-    """Numbers that could not even be printed."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_numbers(key, what)
-            _check_numbers(inner, what)
-    elif isinstance(value, list | tuple | set):
-        for inner in value:
-            _check_numbers(inner, what)
-    elif isinstance(value, int) and not -_LARGEST < value < _LARGEST:
-        raise ConfigError(f"{what}: a number has more than 64 bits")
+        if isinstance(key.value, str):
+            line = key.start_mark.line + 1
+            if key.value in lines and key.value != "<<":
+                raise ConfigError(f"{key.value} is set twice, in lines {lines[key.value]} and {line}; keep one")
+            lines[key.value] = line

@@ -1,15 +1,14 @@
-"""Tokenizers of the training path: plain bytes, the text's characters, or a HuggingFace tokenizer from a directory."""
+"""Tokenizers of the training path: plain bytes, or a HuggingFace tokenizer from a directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ..hf.save import TOKENIZER_FILES
-from .config import ConfigError, DataConfig
-from .text_files import find_files
+from .config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -47,26 +46,21 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
 
         # A byte-level BPE without merges: the pre-tokenizer shows each byte as one character, which is one token.
         vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
         tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        _save_fast(tokenizer, folder)
-
-
-def _save_fast(tokenizer: Any, folder: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.save_pretrained(str(folder))
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            clean_up_tokenization_spaces=False,
+        )
+        wrapped.save_pretrained(str(folder))
 
 
 def byte_alphabet() -> list[str]:
@@ -74,54 +68,6 @@ def byte_alphabet() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
-class CharacterTokenizer:
-    """Token i is the i-th of the characters given, in order of their code points; the last one ends a document.
-
-    Characters that were not given, and bytes that are not UTF-8, have no token: encoding them raises `ConfigError`.
-    """
-
-    def __init__(self, characters: set[str]):
-        self.characters = sorted(characters)
-        self._ids = {character: index for index, character in enumerate(self.characters)}
-        self.eos_id = len(self.characters)
-        self.vocab_size = self.eos_id + 1
-
-    @classmethod
-    def of_files(cls, data: DataConfig) -> CharacterTokenizer:
-        """The characters of all files that `data` names, whatever part of them is read."""
-        characters: set[str] = set()
-        for file in find_files(data):
-            characters.update(_text(file.read_bytes(), str(file)))
-        return cls(characters)
-
-    def encode(self, text: bytes) -> torch.Tensor:
-        try:
-            return torch.tensor([self._ids[character] for character in _text(text, "text")], dtype=torch.int64)
-        except KeyError as error:
-            raise ConfigError(f"data.tokenizer: the character {error} is not in the text it was made from") from None
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.characters[i] for i in ids if i < self.eos_id)
-
-    def save(self, folder: Path) -> None:
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as FastTokenizer
-
-        vocab = {**self._ids, END_OF_TEXT: self.eos_id}
-        tokenizer = FastTokenizer(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-        tokenizer.decoder = decoders.Fuse()
-        _save_fast(tokenizer, folder)
-
-
-def _text(content: bytes, where: str) -> str:
-    try:
-        # A cut at data.max_bytes may split the last character.
-        return content.decode("utf-8") if where != "text" else content.decode("utf-8", errors="ignore")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.tokenizer: {where} is not UTF-8 text ({error}); use the tokenizer 'bytes'") from None
 
 
 class HuggingFaceTokenizer:
@@ -132,7 +78,7 @@ class HuggingFaceTokenizer:
 
         path = Path(folder).expanduser()
         if not path.is_dir():
-            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes', 'characters' or a local directory")
+            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory")
         try:
             self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:
@@ -176,19 +122,8 @@ def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
     """Whether a model that has a tokenizer is to be trained with another one."""
     if asked is None or model_path is None or not has_tokenizer(model_path):
         return False
-    return asked in ("bytes", "characters") or _real(asked) != _real(model_path)
+    return asked == "bytes" or Path(asked).expanduser().resolve() != Path(model_path).expanduser().resolve()
 
 
-def _real(path: str) -> Path:
-    return Path(path).expanduser().resolve()
-
-
-def make_tokenizer(name: str, data: DataConfig | None = None) -> Tokenizer:
-    """`data` says where the text is, which the tokenizer 'characters' is made from."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "characters":
-        if data is None:
-            raise ConfigError("data.tokenizer: 'characters' is made from the text, and no text was given")
-        return CharacterTokenizer.of_files(data)
-    return HuggingFaceTokenizer(name)
+def make_tokenizer(name: str) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

@@ -31,11 +31,10 @@ from .interrupt import Interrupt
 from .metrics import Logger, Metrics, WandbLogger, memory_bytes
 from .model import build_model, build_on_meta, check_folder, make_sharded
 from .observe import Observer, shard_report
-from .resolve import resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
 from .run_folder import RunFolder, check_writable
 from .scaler import GradScaler
 from .schedule import Schedule, make_optimizer, restore_settings
-from .strategy import plan_mesh
+from .strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
 from .tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -202,7 +201,7 @@ class Trainer:
     def _read_inputs(self):
         config = self.config
         name = choose_tokenizer(config.data.tokenizer, config.model.path)
-        tokenizer = make_tokenizer(name, config.data)
+        tokenizer = make_tokenizer(name)
         blocks = read_blocks(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
             raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")

@@ -1,4 +1,4 @@
-"""What a command says, from one rank: tables, or why what was asked for cannot be done and exit status 2."""
+"""What the commands share: dtypes as options, output from one rank, and mistakes as one sentence and exit status 2."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def mistake(error: Exception) -> int:
     elif os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"fsdp2x: error: {str(error).replace('force=True', '--force')}\n")
     return 2
+
+
+def _dtype(text: str) -> str:
+    from fsdp2x.train.config import dtype_name
+
+    return dtype_name(text)
+
+
+# How every option that is a dtype is declared: torch's names, or short ones such as bf16.
+DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}

@@ -1,0 +1,248 @@
+"""Keys of other trainers become settings of fsdp2x's sections, by tables of rows (`dialects.py`).
+
+Every key of a file becomes settings, or has no effect for a reason, or is an error that names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from .config import ConfigError
+from .parse import convert, describe, known_keys, nearest_key, set_path, show
+
+
+@dataclass(frozen=True)
+class KeyResult:
+    """What became of one key: settings by dotted path, a remark, or no effect at all."""
+
+    became: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
+    used: bool = False  # it counts although it sets nothing
+    key: str = ""  # as the user wrote it
+    value: Any = None
+
+    @property
+    def has_effect(self) -> bool:
+        return bool(self.became) or self.used
+
+    def __str__(self) -> str:
+        if not self.became:
+            return self.remark if self.used else f"no effect: {self.remark}"
+        settings = ", ".join(f"{path}={show(value)}" for path, value in self.became.items())
+        return f"-> {settings}" + (f" ({self.remark})" if self.remark else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: the settings `to` that get the value, as it is or changed `by` something.
+
+    `by` is a mapping (what it lacks stays as it is), or a function of the value and of the file's other keys. The
+    function returns a value or a `KeyResult`, or raises a `ConfigError` without the key's name. `kind` is the type of
+    the value; `table` fills in that of the first setting.
+    """
+
+    to: tuple[str, ...] = ()
+    by: Mapping[Any, Any] | Callable[[Any, Mapping[str, Any]], Any] | None = None
+    kind: Any = None
+    note: str = ""  # in the list of keys, after what it becomes
+    remark: str = ""  # next to its settings; of a row without settings, why it has no effect
+
+    @property
+    def help(self) -> str:
+        if self.to:
+            return f"-> {', '.join(self.to)}{self.note}"
+        return self.note or f"no effect: {self.remark}"
+
+    def apply(self, key: str, value: Any, given: Mapping[str, Any]) -> KeyResult:
+        setting = value
+        if isinstance(self.by, Mapping):
+            setting = self.by.get(value, value)
+        elif self.by is not None:
+            try:
+                setting = self.by(value, given)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error}") from None
+        result = setting if isinstance(setting, KeyResult) else KeyResult(dict.fromkeys(self.to, setting), self.remark)
+        return replace(result, key=key, value=value)
+
+
+def becomes(*to: str, by: Any = None, kind: Any = None, note: str = "", remark: str = "") -> Row:
+    return Row(to, by, kind, note, remark)
+
+
+def no_effect(why: str, *keys: str) -> dict[str, Row]:
+    """Rows that are accepted, ignored, and reported."""
+    return dict.fromkeys(keys, Row(remark=why))
+
+
+def only(allowed: Any, why: str, otherwise: str, kind: Any = None) -> Row:
+    """What fsdp2x does anyway: any other value is an error that says what to do."""
+
+    def by(value: Any, _: Mapping[str, Any]) -> KeyResult:
+        if value != allowed:
+            raise ConfigError(f"got {show(value)}; {otherwise}")
+        return KeyResult(remark=f"as it is: {why}", used=True)
+
+    return Row(by=by, kind=kind or type(allowed), note=f"{show(allowed)} only: {why}")
+
+
+def table(blocks: Mapping[str, Mapping[str, str | Row]], kinds: Mapping[str, Any] | None = None) -> dict[str, Row]:
+    """Rows by dotted key from rows by block; a row that is a string is the setting that gets the value.
+
+    `kinds` has the types of settings, by default those of fsdp2x's sections.
+    """
+    kinds = kinds or {key: known.kind for key, known in known_keys().items()}
+    rows: dict[str, Row] = {}
+    for block, keys in blocks.items():
+        for key, row in keys.items():
+            row = Row((row,)) if isinstance(row, str) else row
+            kind = row.kind or (kinds[row.to[0]] if row.to else Any)
+            rows[f"{block}.{key}" if block else key] = replace(row, kind=kind)
+    return rows
+
+
+@dataclass
+class Translation:
+    """A file in fsdp2x's sections, what became of each key, and what is missing before it can run."""
+
+    dialect: str
+    settings: dict = field(default_factory=dict)
+    results: list[KeyResult] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)  # values of the file, by the table's keys
+
+    def add(self, result: KeyResult) -> None:
+        """Sets what a key became; another key of the file that set it to something else is an error."""
+        for path, value in result.became.items():
+            other = next((other for other in self.results if path in other.became), None)
+            if other is not None and other.became[path] != value:
+                raise ConfigError(
+                    f"{result.key}: it means {path}={show(value)}, but {other.key} means {path}="
+                    f"{show(other.became[path])}; leave one of them out"
+                )
+            set_path(self.settings, path.split("."), value, "")
+        self.results.append(result)
+
+    def imply(self, what: str, path: str, value: Any, why: str) -> None:
+        """Adds a setting that the dialect brings along, unless a key has set it."""
+        if not any(path in result.became for result in self.results):
+            self.add(KeyResult({path: value}, why, key=what))
+
+    @property
+    def evaluates(self) -> bool:
+        return any(result.became.get("train.mode") == "evaluate" for result in self.results)
+
+    def without_effect(self) -> list[str]:
+        """One sentence per reason, with all keys that it holds for."""
+        by_reason: dict[str, list[str]] = {}
+        for result in self.results:
+            if not result.has_effect:
+                by_reason.setdefault(result.remark, []).append(result.key)
+        return [f"no effect: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+
+
+class ForeignKey(NamedTuple):
+    """One key of the file: as the table calls it, as the user wrote it, its value, and why it has no part, if so."""
+
+    canonical: str
+    shown: str
+    value: Any
+    inert: str = ""
+
+
+def leaves(canonical: str, shown: str, value: Any, rows: Mapping[str, Row], inert: str = "") -> list[ForeignKey]:
+    """The keys of one branch of the file; a mapping is a leaf where the table has a row for it."""
+    if canonical in rows or not (isinstance(value, Mapping) and value):
+        if canonical in rows or not any(key.startswith(canonical + ".") for key in rows):
+            return [ForeignKey(canonical, shown, value, inert)]
+        if value not in (None, {}):
+            raise ConfigError(f"{shown}: got {describe(value)}, expected a mapping")
+        return []
+    inner = [leaves(f"{canonical}.{name}", f"{shown}.{name}", one, rows, inert) for name, one in value.items()]
+    return list(itertools.chain(*inner))
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """`owns(key, value)` tells it by a key of the top level, `read(settings, role)` finds the leaves of a file, and
+    `finish(translation, ours)` adds what it implies next to the command line's settings."""
+
+    name: str
+    title: str
+    rows: Mapping[str, Row]
+    owns: Callable[[str, Any], bool]
+    read: Callable[[Mapping[str, Any], str | None], list[ForeignKey]]
+    finish: Callable[[Translation, Mapping[str, Any]], None] = lambda *_: None
+
+    def translate(self, settings: Mapping[str, Any], role: str | None, ours: Mapping[str, Any]) -> Translation:
+        """All values are checked before any row acts, so that rows may look at other keys of the file."""
+        for leaf in self.read(settings, role):  # a misspelled key comes before the references that it breaks
+            if leaf.canonical not in self.rows:
+                near = nearest_key(leaf.canonical, self.rows, siblings_first=False)
+                raise ConfigError(f"unknown key {leaf.shown}; the nearest one of {self.title} is {near}")
+        checked = [
+            leaf._replace(value=convert(self.rows[leaf.canonical].kind, leaf.value, leaf.shown))
+            for leaf in self.read(interpolate(settings), role)
+        ]
+        found = Translation(self.name, given={leaf.canonical: leaf.value for leaf in checked if not leaf.inert})
+        for canonical, shown, value, inert in checked:
+            row = self.rows[canonical]
+            found.add(KeyResult({}, inert, False, shown, value) if inert else row.apply(shown, value, found.given))
+        self.finish(found, ours)
+        return found
+
+
+# ---- references inside a file: `${models.policy_trainer.num_gpu}` stands for the value of that key
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+MAX_DEPTH = 20
+MOST_REFERENCES = 10_000
+MOST_CHARACTERS = 1 << 20
+
+
+def interpolate(settings: Mapping) -> dict:
+    """A copy without references. A value that is one reference keeps the type; inside other text it becomes text.
+
+    Raises:
+        ConfigError: a key that is not there, a reference to a mapping, references in a circle or more than
+            `MOST_REFERENCES`, each counted as often as it is followed, or `${name:...}`, which would be computed.
+    """
+    followed = itertools.count(1)
+
+    def resolve(value: Any, key: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{key}: its references lead in a circle")
+        if isinstance(value, Mapping):
+            return {name: resolve(inner, f"{key}.{name}" if key else str(name), depth) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [resolve(inner, f"{key}[{index}]", depth) for index, inner in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = REFERENCE.fullmatch(value.strip())
+        if whole is not None:
+            return follow(whole[1], key, depth)
+        text = REFERENCE.sub(lambda found: str(follow(found[1], key, depth)), value)
+        if "${" in text:
+            raise ConfigError(f"{key}: {value!r} is no reference of the form ${{section.key}}")
+        return text
+
+    def follow(path: str, key: str, depth: int) -> Any:
+        value: Any = settings
+        for part in path.strip().split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                computed = "would have to be computed; write its value"
+                why = computed if ":" in path else "refers to a key that is not in the file"
+                raise ConfigError(f"{key}: ${{{path}}} {why}")
+            value = value[part]
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{key}: ${{{path}}} refers to a section, expected a single value")
+        found = resolve(value, key, depth + 1)
+        if next(followed) > MOST_REFERENCES or (isinstance(found, str) and len(found) > MOST_CHARACTERS):
+            raise ConfigError(f"{key}: its references lead to more references, or to more text, than any config needs")
+        return found
+
+    return resolve(settings, "", 0)
