@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
+import device_handles
 import fsdp2x
 import verl_engine
 from engines import Layerwise
-from fsdp2x.hf.names import TensorSpec
 from fsdp2x.sync import InProcess, Sglang, SyncError, WeightSource
-from fsdp2x.sync.targets.sglang_payload import flattened_bucket
 from harness import distributed
 from models import build, tiny_lora
 from reference import same
@@ -148,20 +147,19 @@ def test_verl_says_what_failed(ctx):
             assert "the weights are torn" in str(rollout.error) and "no room" in str(rollout.error)
 
 
-# ---- slime and ROLL on SGLang; ROLL on vLLM: buckets
+# ---- slime on SGLang, ROLL on vLLM: buckets
 
 
 @distributed(world_sizes=(2,))
 def test_slime(ctx):
     """Pause, flush, buckets, label, continue, over HTTP; a server that refuses stays paused until the next update.
 
-    slime's separated trainers broadcast behind `update_weights_from_distributed`, in a group with the engines; ours
-    stand in no such group, and `Sglang` sends the same requests to engines beside the trainers and elsewhere.
+    Its colocated trainers send handles of memory of the GPU; the separated ones are `test_buckets_that_are_broadcast`.
     """
     model, addresses = make_model(), [None]
     expected = wire(model, dtype=torch.bfloat16)
     server = Server({name: value.shape for name, value in expected.items()}, num_workers=2)
-    with serving(server) as url:
+    with serving(server) as url, device_handles.installed():
         addresses = [url]
         dist.broadcast_object_list(addresses)
         with fsdp2x.sync.connect(model, Sglang(addresses[0]), dtype=torch.bfloat16, bucket_bytes=3000) as sync:
@@ -205,44 +203,12 @@ class RollVllm:
     def process_weights_after_loading(self):
         self.engine.finish()
 
-    def weights(self):
-        return [self.engine.weights]
 
-
-class RollSglang:
-    """ROLL's strategy for SGLang: wakes it, and hands it the payloads of all its workers; no sessions, no pauses."""
-
-    def __init__(self, shapes):
-        self.server, self.is_model_in_gpu = Server(shapes, num_workers=2, has_sessions=False), False
-        self.server.asleep.add("weights")
-
-    def serialize(self, items):
-        """In place of SGLang's own package: it takes the same bytes."""
-        specs = [TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in items]
-        return flattened_bucket(specs, [tensor for _, tensor in items])
-
-    async def update_parameter_in_bucket(self, serialized_named_tensors, is_lora=False):
-        assert not is_lora
-        if not self.is_model_in_gpu:
-            self.is_model_in_gpu = True
-            self.server.on_resume_memory_occupation({"tags": ["weights"]})
-        body = {"load_format": "flattened_bucket", "flush_cache": False}
-        self.server.on_update_weights_from_tensor({**body, "serialized_named_tensors": serialized_named_tensors})
-
-    def process_weights_after_loading(self):
-        pass
-
-    def weights(self):
-        return self.server.weights
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @distributed(world_sizes=(2,))
-def test_roll(ctx, engine):
+def test_roll(ctx):
     """Its trainers gather a bucket into a list, each rank's payload at its place; two ranks infer."""
     model = make_model()
-    shapes = {name: value.shape for name, value in wire(model).items()}
-    worker = RollVllm(1) if engine == "vllm" else RollSglang(shapes)
+    worker = RollVllm(1)
 
     def update(items):
         payloads = [None] * ctx.world
@@ -253,8 +219,7 @@ def test_roll(ctx, engine):
     with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, bucket_bytes=3000) as sync:
         for version in range(2):
             sync.push(version=version)
-            for weights in worker.weights():
-                same(dict(sorted(weights.items())), wire(model, dtype=torch.bfloat16))
+            same(dict(sorted(worker.engine.weights.items())), wire(model, dtype=torch.bfloat16))
             step(model)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import one_gpu
-from fsdp2x.sync.targets.handed_memory import HandedMemory, collect_handed
+from fsdp2x.runtime.memory_file import collect_handed
+from fsdp2x.sync.targets.handed_memory import HandedMemory
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("broadcasts")]
 
@@ -26,7 +27,7 @@ def test_a_bucket_is_handed_to_another_process(expandable):
         before = torch.cuda.memory_allocated()
         memory = HandedMemory(torch.device("cuda", 0), 32 * 2**20)
         memory.bytes.fill_(3)
-        memory.settle()
+        memory.synchronize()
         context = multiprocessing.get_context("spawn")
         queue = context.Queue()
         process = context.Process(target=read, args=(memory.handle(), queue))

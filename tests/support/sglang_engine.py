@@ -29,11 +29,9 @@ class Unpickler(pickle.Unpickler):
 
     ALLOWED = {("collections", "OrderedDict"), ("types", "SimpleNamespace"), ("torch", "Size")}
     ALLOWED |= {("torch", "Tensor"), ("torch.storage", "UntypedStorage")}
-    ALLOWED |= {("torch._utils", "_rebuild_tensor_v2"), ("torch", "bfloat16"), ("torch", "float32"), ("torch", "uint8")}
+    ALLOWED |= {("torch", "bfloat16"), ("torch", "float32"), ("torch", "uint8")}
 
     def find_class(self, module, name):
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
         if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
             return device_handles.rebuilding
         if (module, name) not in self.ALLOWED:

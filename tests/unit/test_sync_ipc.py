@@ -70,7 +70,7 @@ def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
-    target = Sglang("http://127.0.0.1:1", memory="device")
+    target = Sglang("http://127.0.0.1:1")
     target._servers = []
     for end in (lambda: target.commit(1), lambda: target.abort("no reason"), target.close):
         target._handed = [object()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,7 +39,7 @@ class Failure:
         return f"phase {self.phase!r}, bucket {self.bucket} ({' to '.join(repr(name) for name in self.names)})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PushReport:
     """A committed push.
 
@@ -51,14 +50,9 @@ class PushReport:
 
     version: int | str
     mode: str
-    seconds: float
-    num_buckets: int
-    num_tensors: int
-    bytes_sent: int
-    num_changed: int
-    waited_s: float
-
-
-def span(names: Sequence[str]) -> tuple[str, ...]:
-    """First and last."""
-    return tuple(names) if len(names) < 3 else (names[0], names[-1])
+    seconds: float = 0.0
+    num_buckets: int = 0
+    num_tensors: int = 0
+    bytes_sent: int = 0
+    num_changed: int = 0
+    waited_s: float = 0.0

@@ -191,6 +191,7 @@ class Session:
         self._state = "fresh"
         self._version: int | str | None = None
         self._rings: dict | None = None
+        self._gather_error: Exception | None = None
         self._make_rings()
 
     def _make_rings(self) -> None:
@@ -241,18 +242,18 @@ class Session:
         """
         began = time.perf_counter()
         self._agree(version, mode)
-        traffic, failure = PushTraffic(), None
+        self._report, self._gather_error, failure = PushReport(version, mode), None, None
         for plan in self._plans:
             plan.begin()
         try:
             self._move("open")
             self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
-            buckets = self._buckets(mode, traffic)
+            buckets = self._buckets(mode)
             failure = self._guarded("load", lambda: self._target.take(buckets))
-            for _ in buckets if traffic.error is None else ():
+            for _ in buckets if self._gather_error is None else ():
                 pass  # the other ranks are in these gathers
-            if traffic.error is not None:
-                raise traffic.error
+            if self._gather_error is not None:
+                raise self._gather_error
             self._settle(version, failure)
             self._settle(version, self._guarded("finish", lambda: self._target.finish(version)))
             self._settle(version, self._guarded("commit", lambda: self._target.commit(version)))
@@ -262,10 +263,11 @@ class Session:
             self._give_up(error)
             raise
         finally:
-            failure = None  # its traceback leads back to this frame, and to the memory of the buckets
+            self._gather_error = failure = None  # their tracebacks lead to this frame, and to the memory of buckets
         self._move("clean")
         self._version = version
-        return traffic.report(version, mode, time.perf_counter() - began)
+        self._report.seconds = time.perf_counter() - began
+        return self._report
 
     def close(self) -> None:
         """Lets go of the engines, which keep what they hold, and of the memory. Not collective."""
@@ -396,42 +398,42 @@ class Session:
 
     # ---- buckets
 
-    def _buckets(self, mode: str, traffic: PushTraffic) -> Iterator[PushBucket]:
+    def _buckets(self, mode: str) -> Iterator[PushBucket]:
         try:
-            yield from self._all(traffic) if mode == "full" else self._changes(traffic)
+            yield from self._all() if mode == "full" else self._changes()
         except Exception as error:
-            traffic.error = error
+            self._gather_error = error
             raise
 
-    def _all(self, traffic: PushTraffic) -> Iterator[PushBucket]:
+    def _all(self) -> Iterator[PushBucket]:
         before = None
         for plan, following in zip(self._plans, [*self._plans, None][1:], strict=True):
             if before is None:
                 self._fill(plan)
-            bucket = self._gathered(plan, before, traffic)
+            bucket = self._gathered(plan, before)
             yield bucket
             if following is not None:
                 self._fill(following)
             before = bucket
 
-    def _changes(self, traffic: PushTraffic) -> Iterator[PushBucket]:
+    def _changes(self) -> Iterator[PushBucket]:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
             if (ring := ring_for(changes, self._rings)) is not None:
                 fill_changes(changes, ring)
-                traffic.await_answer(before)
+                self._await_answer(before)
                 deltas = finish_changes(changes, ring)
-                traffic.count(changes.dense)
+                self._count(changes.dense)
                 bucket = PushBucket(changes.dense.index, ())
                 if self._receives:
                     bucket.deltas, bucket.file = deltas, ring.file
             else:
                 deltas = gather_changes(changes, self._receives)
                 self._fill(changes.dense)
-                bucket = self._gathered(changes.dense, before, traffic)
+                bucket = self._gathered(changes.dense, before)
                 bucket.deltas = deltas
-            traffic.count_changes(changes)
+            self._count_changes(changes)
             yield bucket
             before = bucket
 
@@ -442,12 +444,12 @@ class Session:
         for entry in plan.alone if hold is not None else ():
             hold(entry, entry.local)
 
-    def _gathered(self, plan: BucketPlan, before: PushBucket | None, traffic: PushTraffic) -> PushBucket:
+    def _gathered(self, plan: BucketPlan, before: PushBucket | None) -> PushBucket:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""
-        traffic.await_answer(before)
+        self._await_answer(before)
         with calling(self._call):
             tensors = finish(plan, self._rings, self._receives)
-        traffic.count(plan)
+        self._count(plan)
         if tensors is None:
             return PushBucket(plan.index, ())
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
@@ -455,41 +457,22 @@ class Session:
         file = ring_of(self._rings, plan).file if lies_in_ring(plan, self._rings) else None
         return PushBucket(plan.index, plan.specs, tensors, file=file)
 
+    # ---- what a push has sent so far, the same on every rank but ``waited_s``
 
-class PushTraffic:
-    """What a push has sent so far, the same on every rank but ``waited_s``; ``error``: that of a gather."""
-
-    def __init__(self) -> None:
-        self.num_buckets = self.num_tensors = self.bytes_sent = self.num_changed = 0
-        self.waited_s = 0.0
-        self.error: Exception | None = None
-
-    def await_answer(self, before: PushBucket | None) -> None:
-        """Engines are done with the bucket before."""
+    def _await_answer(self, before: PushBucket | None) -> None:
+        """Returns when engines are done with the bucket before."""
         if before is not None:
             began = time.perf_counter()
             before.wait()
-            self.waited_s += time.perf_counter() - began
+            self._report.waited_s += time.perf_counter() - began
 
-    def count(self, plan: BucketPlan) -> None:
-        self.num_buckets += 1
-        self.num_tensors += len(plan.specs)
-        self.bytes_sent += sum(spec.num_bytes for spec in plan.specs)
+    def _count(self, plan: BucketPlan) -> None:
+        self._report.num_buckets += 1
+        self._report.num_tensors += len(plan.specs)
+        self._report.bytes_sent += sum(spec.num_bytes for spec in plan.specs)
 
-    def count_changes(self, changes: BucketDelta) -> None:
+    def _count_changes(self, changes: BucketDelta) -> None:
         for index, (_, entry, _, _) in enumerate(changes.sparse):
             count = sum(changes.counts[index])
-            self.num_changed += count
-            self.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)
-
-    def report(self, version: int | str, mode: str, seconds: float) -> PushReport:
-        return PushReport(
-            version,
-            mode,
-            seconds,
-            self.num_buckets,
-            self.num_tensors,
-            self.bytes_sent,
-            self.num_changed,
-            self.waited_s,
-        )
+            self._report.num_changed += count
+            self._report.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,9 +45,10 @@ class PushBucket:
     file: int | None = None
     wait: Callable[[], None] = field(default=_nothing_pending)
 
-    @property
-    def names(self) -> list[str]:
-        return [spec.name for spec in self.specs] + [delta.spec.name for delta in self.deltas]
+    def failure(self, phase: str, reason: str) -> Failure:
+        """A failure at this bucket, with its first and last name."""
+        names = [spec.name for spec in self.specs] + [delta.spec.name for delta in self.deltas]
+        return Failure(phase, reason, self.index, tuple(names) if len(names) < 3 else (names[0], names[-1]))
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,33 @@ class WireLayout:
         return tuple(spec for bucket in self.buckets for spec in bucket)
 
 
+class BackgroundCall(threading.Thread):
+    """A call of an engine that lasts as long as a push, in a thread. ``result`` or ``error`` is known at its end."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(name="fsdp2x-call", daemon=True)
+        self._call = call
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:
+            self.error = error
+
+
 class TargetError(RuntimeError):
     """A target that failed at a known place."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
+
+    @classmethod
+    def at(cls, phase: str, reason: str, bucket: PushBucket | None = None) -> TargetError:
+        return cls(Failure(phase, reason) if bucket is None else bucket.failure(phase, reason))
 
 
 class EngineTarget:

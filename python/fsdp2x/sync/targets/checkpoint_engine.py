@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +25,7 @@ import torch
 from fsdp2x.arguments import checked
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.runtime.memory_file import collect_handed
-from fsdp2x.sync.outcomes import Failure, span
-from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, TargetError, WireLayout
 from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, device_uuid
 
 _ALIGN_BYTES = 256
@@ -69,7 +67,7 @@ class CheckpointEngine(EngineTarget):
         self._context: Any = None
         self._socket: Any = None
         self._memory: HandedMemory | None = None
-        self._call: _Call | None = None
+        self._call: BackgroundCall | None = None
         self._num_pushes, self._slot_bytes, self._slot, self._timeout_s = 0, 0, 0, 0.0
         self._sent: PushBucket | None = None  # a bucket that was not answered for yet
         self._owes_answer = self._is_silent = False
@@ -114,7 +112,7 @@ class CheckpointEngine(EngineTarget):
         self._num_pushes += 1
         self._timeout_s, self._sent = timeout_s, None
         if self._call is not None and self._call.is_alive():
-            raise TargetError(Failure("begin", "the engine has not ended the call of the push before; start it again"))
+            raise TargetError.at("begin", "the engine has not ended the call of the push before; start it again")
         self._slot_bytes = max(_places(specs)[1] for specs in layout.buckets)
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
@@ -125,7 +123,8 @@ class CheckpointEngine(EngineTarget):
         self._socket = self._context.socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self._path(self._address[1]))
-        self._call = _Call(self._request, [(key, self._path(path)) for key, path in self._addresses])
+        paths = [(key, self._path(path)) for key, path in self._addresses]
+        self._call = BackgroundCall(lambda: self._request(paths))
         self._send("begin", self._memory.handle())
         self._hear("begin")
 
@@ -171,10 +170,10 @@ class CheckpointEngine(EngineTarget):
         self._call.join(self._timeout_s)
         if self._call.is_alive():
             reason = f"the worker is done, and the engine's call does not return in {self._timeout_s:.0f} s"
-            raise TargetError(Failure("commit", reason))
+            raise TargetError.at("commit", reason)
         error = self._call.error
         if error is not None:
-            raise TargetError(Failure("commit", _said(error))) from error
+            raise TargetError.at("commit", _said(error)) from error
 
     def abort(self, reason: str) -> None:
         """The worker raises, as it expects of a parameter server, unless it has ended."""
@@ -217,7 +216,7 @@ class CheckpointEngine(EngineTarget):
         answer = self._socket.recv()
         self._owes_answer = False
         if answer != b"":
-            raise self._failed(phase, f"the worker says: {answer.decode(errors='replace').strip()}", bucket)
+            raise TargetError.at(phase, f"the worker says: {answer.decode(errors='replace').strip()}", bucket)
 
     def _wait(self, phase: str, events: int, silence: str, bucket: PushBucket | None) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -225,31 +224,10 @@ class CheckpointEngine(EngineTarget):
         while not self._socket.poll(_GLANCE_MS, events):
             error = self._call.error
             if error is not None:
-                raise self._failed(phase, f"{silence}, and the engine's call has failed: {_said(error)}", bucket)
+                raise TargetError.at(phase, f"{silence}, and the engine's call has failed: {_said(error)}", bucket)
             if time.monotonic() > deadline:
-                raise self._failed(phase, f"{silence} in {self._timeout_s:.0f} s", bucket)
+                raise TargetError.at(phase, f"{silence} in {self._timeout_s:.0f} s", bucket)
         self._is_silent = False
-
-    def _failed(self, phase: str, reason: str, bucket: PushBucket | None) -> TargetError:
-        if bucket is None:
-            return TargetError(Failure(phase, reason))
-        return TargetError(Failure(phase, reason, bucket.index, span(bucket.names)))
-
-
-class _Call(threading.Thread):
-    """``request``, which lasts as long as a push; ``error`` is what it raised."""
-
-    def __init__(self, request: Callable, socket_paths: list[tuple[str, str]]) -> None:
-        super().__init__(name="fsdp2x-checkpoint-engine", daemon=True)
-        self._request, self._socket_paths = request, socket_paths
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._request(self._socket_paths)
-        except Exception as error:
-            self.error = error
 
 
 def _places(specs: tuple[TensorSpec, ...]) -> tuple[list[int], int]:

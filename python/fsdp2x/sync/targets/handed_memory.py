@@ -58,8 +58,8 @@ class HandedMemory:
         """
         if self._file is not None:
             raise ValueError(
-                'fsdp2x.sync: memory="device" hands out memory of a GPU, and this rank gathers weights on the CPU; '
-                'leave it at "host"'
+                "fsdp2x.sync: engines are handed memory of a GPU, and this rank gathers weights on the CPU; "
+                'use memory="host" of Peer and Vllm, group="gloo" of Sglang'
             )
         arguments = reductions.reduce_tensor(self.bytes)[1]
         return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 from fsdp2x.arguments import checked
-from fsdp2x.sync.outcomes import Failure, span
 from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -113,7 +112,4 @@ class InProcess(EngineTarget):
 
 
 def _told(error: Exception, bucket: PushBucket | None) -> TargetError:
-    text = f"load_weights raised {type(error).__name__}: {error}"
-    if bucket is None:
-        return TargetError(Failure("load", text))
-    return TargetError(Failure("load", text, bucket.index, span(bucket.names)))
+    return TargetError.at("load", f"load_weights raised {type(error).__name__}: {error}", bucket)

@@ -16,7 +16,7 @@ from typing import Literal
 from fsdp2x.arguments import checked
 from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.sync import engine, engine_tcp
-from fsdp2x.sync.outcomes import Failure, span
+from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
 from fsdp2x.sync.targets.transports import BroadcastTransport, BucketTransport, FileTransport, IpcTransport
 
@@ -103,7 +103,7 @@ class Peer(EngineTarget):
             self._connections[address] = self._transport.connect(address, self._timeout_s)
         except OSError as error:
             reason = f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
-            raise TargetError(Failure("begin", reason)) from error
+            raise TargetError.at("begin", reason) from error
         hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
         try:
@@ -129,7 +129,7 @@ class Peer(EngineTarget):
             raise
         except engine.WireError as error:
             self.close()
-            raise TargetError(Failure("begin", str(error))) from error
+            raise TargetError.at("begin", str(error)) from error
 
     def _together(self, phase: str, act: Callable[[float, Callable[[], bool]], None]) -> None:
         """Runs what the transport does with all engines at once. If it fails, nobody knows what each engine got.
@@ -148,7 +148,7 @@ class Peer(EngineTarget):
                 if not answer["ok"]
             ]
             self.close()
-            raise TargetError(Failure(phase, "; ".join([*reasons, str(error)]))) from error
+            raise TargetError.at(phase, "; ".join([*reasons, str(error)])) from error
 
     def _has_one_failed(self, wait_s: float = 0.0) -> bool:
         """Looks at what came from engines: answers that are errors, connections that ended."""
@@ -182,7 +182,7 @@ class Peer(EngineTarget):
             self._together("load", self._transport.deliver)
             self._taken, bucket.wait = bucket, self._answered
         except Exception as error:
-            self._failure = Failure("load", str(error), bucket.index, span(bucket.names))
+            self._failure = bucket.failure("load", str(error))
 
     def _answered(self) -> None:
         """All engines are done with the bucket that was sent last, or it is known why not."""
@@ -192,7 +192,7 @@ class Peer(EngineTarget):
         try:
             self._hear(self._addresses, "load")
         except TargetError as error:
-            self._failure = Failure("load", error.failure.reason, bucket.index, span(bucket.names))
+            self._failure = bucket.failure("load", error.failure.reason)
 
     def finish(self, version: int | str) -> None:
         self._ask(self._addresses, "finish", "finish", {})
@@ -234,7 +234,7 @@ class Peer(EngineTarget):
                 failed.append(f"the engine at {address!r}: {error}")
         if failed and self._transport.is_group and kind in ("join", "bucket"):
             self.close()  # the others wait for all, and cannot answer
-            raise TargetError(Failure(phase, "; ".join(failed)))
+            raise TargetError.at(phase, "; ".join(failed))
         if failed:
             # The others' answers are taken now, so that none is mistaken for that of a later request.
             self._hear([address for address in addresses if address in self._connections], phase, failed)
@@ -261,7 +261,7 @@ class Peer(EngineTarget):
                 self._disconnect(address)
                 reasons.append(f"the engine at {address!r}: {error}")
         if reasons:
-            raise TargetError(Failure(phase, "; ".join(reasons)))
+            raise TargetError.at(phase, "; ".join(reasons))
 
     def _disconnect(self, address: str) -> None:
         connection = self._connections.pop(address, None)

@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import TargetError
 
 
@@ -29,17 +28,7 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     except ControlError as error:
-        raise TargetError(Failure(name, str(error))) from error
-
-
-def require_success(server: Routes, answer: dict[str, Any] | None) -> None:
-    """Some releases of engines say in a value, with a status of success, that they failed.
-
-    Raises:
-        ControlError: this answer does.
-    """
-    if answer and not answer.get("success", True):
-        raise ControlError(f"{server.name}: {answer.get('message')}")
+        raise TargetError.at(name, str(error)) from error
 
 
 class Routes:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from fsdp2x.arguments import checked
 from fsdp2x.sync.engine_tcp import SCHEME, own_host
-from fsdp2x.sync.outcomes import Failure
-from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, TargetError, WireLayout
 from fsdp2x.sync.targets.peer import Peer
-from fsdp2x.sync.targets.routes import ControlError, phase
-from fsdp2x.sync.targets.vllm_control import EngineControl, LocalControl, ServerControl
+from fsdp2x.sync.targets.routes import ControlError, Routes, phase
 from fsdp2x.sync.vllm_worker import place_of_process
 
 CONTACT_S = 60.0  # from a call of all workers to the begin that they wait for; vLLM may be in the middle of a step
@@ -71,7 +69,7 @@ class Vllm(EngineTarget):
                 rank that talks to them, else ``"gloo"``.
         """
         addresses = [engine] if isinstance(engine, str) else engine
-        self._controls: Sequence[EngineControl]
+        self._controls: Sequence[ServerControl | LocalControl]
         if isinstance(addresses, Sequence):
             if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
                 raise ValueError(f'fsdp2x.sync.Vllm: addresses such as "http://127.0.0.1:8000", got {engine!r}')
@@ -90,7 +88,7 @@ class Vllm(EngineTarget):
         self._peer: Peer | None = None
         self._addresses: list[str] = []
         self._secret = secrets.token_hex()  # of workers on other hosts
-        self._calls: list[_Call] = []  # one per engine, while a push is under way
+        self._calls: dict[str, BackgroundCall] = {}  # of each engine's workers, while a push is under way
         self._timeout_s, self._is_committing = 0.0, False
 
     def receives(self, rank: int) -> bool:
@@ -150,7 +148,7 @@ class Vllm(EngineTarget):
             reason = (
                 f"vLLM loads adapters by its own requests, from files, and not as weights: {adapter!r}; save_hf them"
             )
-            raise TargetError(Failure("begin", reason))
+            raise TargetError.at("begin", reason)
         with phase("begin"):
             for control in self._controls:
                 control.timeout_s = timeout_s
@@ -173,7 +171,7 @@ class Vllm(EngineTarget):
             self._stopped = True
             for control in self._controls:
                 control.pause(self._pause)
-            self._calls = [_Call(control, covers_all) for control in self._controls]
+            self._calls = {control.name: _call_workers(control, covers_all) for control in self._controls}
         self._peer.open(self._layout, self._timeout_s)
         self._peer.begin(version, mode, base)
 
@@ -187,9 +185,9 @@ class Vllm(EngineTarget):
         self._is_committing = True
         self._peer.commit(version)
         with phase("commit"):
-            for call in self._calls:
-                call.require_committed(version, self._timeout_s)
-            self._calls = []
+            for name, call in self._calls.items():
+                self._require_committed(name, call, version)
+            self._calls = {}
             for control in self._controls:
                 control.reset_caches()
             for control in self._controls:
@@ -205,9 +203,9 @@ class Vllm(EngineTarget):
             self._peer.abort(reason)
         elif self._calls:
             self._peer.close()  # workers that have committed listen no more: those that have not see the connection end
-        for call in self._calls:
+        for call in self._calls.values():
             call.join(self._timeout_s)
-        self._calls = [call for call in self._calls if call.is_alive()]
+        self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
         if self._peer is not None and not self._calls:
             if self._is_committing:
                 # Some may have gone on already: another one failed at its commit, or one did and its answer is lost.
@@ -255,7 +253,7 @@ class Vllm(EngineTarget):
             self._addresses = addresses
         return states
 
-    def _listen_tcp(self, control: EngineControl) -> list[dict[str, Any]]:
+    def _listen_tcp(self, control: ServerControl | LocalControl) -> list[dict[str, Any]]:
         """Makes the workers of an engine listen on a port."""
         if control.host is None:
             raise ControlError(
@@ -269,47 +267,31 @@ class Vllm(EngineTarget):
         return _values(control.name, control.call("fsdp2x_listen_tcp", self._secret, trainer))
 
     def _require_idle(self) -> None:
-        self._calls = [call for call in self._calls if call.is_alive()]
-        for call in self._calls:
-            raise ControlError(f"{call.control.name} has not ended the push before; start it again")
+        self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
+        for name in self._calls:
+            raise ControlError(f"{name} has not ended the push before; start it again")
 
-    def _each_quietly(self, act: Callable[[EngineControl], object]) -> None:
+    def _require_committed(self, name: str, call: BackgroundCall, version: int | str) -> None:
+        """Raises ControlError unless every worker says in time that it holds ``version``."""
+        call.join(self._timeout_s)
+        if call.is_alive():
+            raise ControlError(f"{name} committed, and does not return in {self._timeout_s:.0f} s")
+        if call.error is not None:
+            raise call.error
+        for answer in _values(name, call.result):
+            if (answer["state"], answer["version"]) != ("clean", version):
+                raise ControlError(f"a worker of {name} is {answer['state']} ({answer['reason']})")
+
+    def _each_quietly(self, act: Callable[[ServerControl | LocalControl], object]) -> None:
         """What cannot be told any more: the engine is gone, or takes no calls."""
         for control in self._controls:
             with contextlib.suppress(ControlError):
                 act(control)
 
 
-class _Call(threading.Thread):
-    """The call of an engine's workers that lasts as long as a push, and gives their answers at its end."""
-
-    def __init__(self, control: EngineControl, covers_all: bool) -> None:
-        super().__init__(name=f"fsdp2x-{control.name}", daemon=True)
-        self.control, self._covers_all = control, covers_all
-        self._answers: list[dict[str, Any]] = []
-        self._error: ControlError | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._answers = self.control.call("fsdp2x_receive", self._covers_all, CONTACT_S, patient=True)
-        except ControlError as error:
-            self._error = error
-
-    def require_committed(self, version: int | str, timeout_s: float) -> None:
-        """Every worker says that it holds ``version``.
-
-        Raises:
-            ControlError: one of them does not, or says nothing in time.
-        """
-        self.join(timeout_s)
-        if self.is_alive():
-            raise ControlError(f"{self.control.name} committed, and does not return in {timeout_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-        for answer in _values(self.control.name, self._answers):
-            if (answer["state"], answer["version"]) != ("clean", version):
-                raise ControlError(f"a worker of {self.control.name} is {answer['state']} ({answer['reason']})")
+def _call_workers(control: ServerControl | LocalControl, covers_all: bool) -> BackgroundCall:
+    """The call that makes an engine's workers take a push. It returns at the end of the push."""
+    return BackgroundCall(lambda: control.call("fsdp2x_receive", covers_all, CONTACT_S, patient=True))
 
 
 def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -322,3 +304,129 @@ def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not answer["ok"]:
             raise ControlError(f"worker {index} of {name} says: {answer['error']}")
     return answers
+
+
+# ---- how an engine is steered
+
+EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
+
+
+class ServerControl:
+    """A vLLM server that runs with ``VLLM_SERVER_DEV_MODE=1``. Every method raises ``ControlError``.
+
+    ``timeout_s``: how long it may take to answer. ``host``: by which it is spoken to, None in this process.
+    """
+
+    timeout_s = 300.0
+
+    def __init__(self, url: str) -> None:
+        self._routes = Routes(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
+        self.name = self._routes.name
+        self.host: str | None = urlsplit(url).hostname
+
+    def _ask(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self._routes.timeout_s = self.timeout_s
+        return self._routes.ask(*args, **options)
+
+    def require_ready(self) -> None:
+        """Raises unless the engine answers, and its workers have the extension."""
+        config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
+        _require_extension(self.name, config["parallel_config"]["worker_extension_cls"])
+
+    def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
+        """What each worker's ``method`` returns. ``patient``: however long it takes."""
+        body = {"method": method, "args": list(args)}
+        results = self._ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
+        num_workers = self._ask("GET", "/get_world_size")["world_size"]
+        if num_workers != len(results):
+            raise ControlError(
+                f"{self.name} has {num_workers} workers, of which {len(results)} answer: a data-parallel server passes "
+                "calls on to one of its replicas; start a server for each, and give Vllm all their addresses"
+            )
+        return results
+
+    def is_sleeping(self) -> bool:
+        """Whether it is paused or asleep. vLLM does not tell one from the other."""
+        return self._ask("GET", "/is_sleeping")["is_sleeping"]
+
+    def sleep(self, level: int) -> None:
+        self._ask("POST", "/sleep", {"level": level})
+
+    def wake(self, tags: list[str]) -> None:
+        self._ask("POST", "/wake_up", {"tags": tags})
+
+    def pause(self, mode: str) -> None:
+        self._ask("POST", "/pause", {"mode": mode})
+
+    def resume(self) -> None:
+        self._ask("POST", "/resume")
+
+    def reset_caches(self) -> None:
+        # While requests hold blocks the cache is kept, which older servers do not even say: they are preempted first.
+        answer = self._ask("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
+        _require_reset(self.name, answer.get("success", True))
+        self._ask("POST", "/reset_encoder_cache")
+
+    def publish(self, version: str) -> None:
+        self._ask("POST", "/update_weight_version", body={"new_version": version})
+
+
+class LocalControl:
+    """A ``vllm.LLM`` of this process, with the methods of ``ServerControl``.
+
+    It does nothing between two calls of ``generate`` and so needs no pause.
+    """
+
+    name, host, timeout_s = "the LLM of this process", None, 300.0
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def require_ready(self) -> None:
+        parallel = self._llm.llm_engine.vllm_config.parallel_config
+        _require_extension(self.name, parallel.worker_extension_cls)
+
+    def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
+        return self._told(self._llm.collective_rpc, method, None if patient else self.timeout_s, args)
+
+    def is_sleeping(self) -> bool:
+        return self._told(self._llm.llm_engine.is_sleeping)
+
+    def sleep(self, level: int) -> None:
+        self._told(self._llm.sleep, level)
+
+    def wake(self, tags: list[str]) -> None:
+        self._told(self._llm.wake_up, tags)
+
+    def pause(self, mode: str) -> None:
+        """Nothing is generated meanwhile."""
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def reset_caches(self) -> None:
+        _require_reset(self.name, self._told(self._llm.reset_prefix_cache))
+        self._told(self._llm.llm_engine.reset_encoder_cache)
+
+    def publish(self, version: str) -> None:
+        self._told(self._llm.update_weight_version, version)
+
+    def _told(self, method: Any, *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            raise ControlError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+
+def _require_extension(name: str, extension: str | None) -> None:
+    # Asking a worker for a method that it has not would leave the other workers' answers in vLLM's queues.
+    if not extension:
+        raise ControlError(
+            f"{name} has no worker extension: start it with --worker-extension-cls {EXTENSION} (LLM(..., "
+            f'worker_extension_cls="{EXTENSION}")), or with the copy that lies on its PYTHONPATH'
+        )
+
+
+def _require_reset(name: str, success: bool) -> None:
+    if not success:
+        raise ControlError(f"{name} did not reset its prefix cache: it would go on with what old weights computed")
