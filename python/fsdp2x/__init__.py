@@ -26,13 +26,12 @@ from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.models.vision import shard_vision_language
-from fsdp2x.module import FSDPModule
-from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
-from fsdp2x.module_states import check_module_states, sync_module_states
+from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.optim.rebind import rebind_optimizer
 from fsdp2x.runtime import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.runtime.offload import HostOffloadPolicy
+from fsdp2x.runtime.replicas import check_module_states, sync_module_states
 from fsdp2x.tools.describe import describe
 from fsdp2x.tools.profile import profile
 from fsdp2x.tools.sleep import sleep, wake

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2x.arguments import checked
 from fsdp2x.module import FSDPModule
 from fsdp2x.runtime import collect, torch_private
+from fsdp2x.runtime.collect import group_by_ranks, place
 from fsdp2x.runtime.mesh import ShardGroup, default_mesh, shard_group
 from fsdp2x.runtime.offload import Offload, offload_of
 from fsdp2x.runtime.padding import even_placement
-from fsdp2x.runtime.params import GroupParams, group_by_ranks, place
+from fsdp2x.runtime.param_group import ShardedParamGroup
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import check_transport
-from fsdp2x.runtime.tree import find_states_by
+from fsdp2x.runtime.tree import get_state
 from fsdp2x.units.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
@@ -194,7 +195,7 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
 
 
 def _shard_or_undo(module, modules: list[nn.Module], **arguments):
-    already = [m for m in modules if _shard.state(m) is not None]
+    already = [m for m in modules if get_state(m) is not None]
     try:
         return _shard(module, **arguments)
     except BaseException:
@@ -223,7 +224,7 @@ def _shard_modules(
     ``keeps_for_backward``: it is not resharded after forward because backward needs it at once, if there is one.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
-    managed = collect.managed_modules(modules, lambda m: _shard.state(m) is not None)
+    managed = collect.managed_modules(modules, lambda m: get_state(m) is not None)
     owned = collect.collect_params(managed, ignored_params)
     if not offload.of_shards:
         collect.move_to_device([entry.param for entry in owned], ranks.device)
@@ -232,7 +233,7 @@ def _shard_modules(
     if buffer_dtype is not None:
         collect.cast_floating(buffers, buffer_dtype)
     placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [GroupParams(members, mp_policy, offload) for members in group_by_ranks(placed)]
+    groups = [ShardedParamGroup(members, mp_policy, offload) for members in group_by_ranks(placed)]
     state: UnitState = _shard.state(modules[0])
     state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, check_ranks, groups, managed)
     state.offload = offload
@@ -246,11 +247,9 @@ def _shard_modules(
     return module
 
 
-# The name under which torch's registry knows the API; upstream's error message repeats it.
-_shard_modules.__name__ = "fully_shard"
+_shard_modules.__name__ = "fully_shard"  # torch's error about a module that is sharded already repeats it
 _shard = torch_private.contract(state_cls=UnitState)(_shard_modules)
-fully_shard.state = _shard.state
-find_states_by(_shard.state)
+fully_shard.state = get_state
 
 
 def _sharded_class(cls: type) -> type:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.module import FSDPModule
-from fsdp2x.units.lookup import units_of
+from fsdp2x.runtime.tree import units_of
 
 # What backwards before a step's last one communicate.
 BeforeLast = Literal["nothing", "reduce_scatter"]

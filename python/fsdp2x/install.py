@@ -26,8 +26,7 @@ from torch import nn
 from fsdp2x import api
 from fsdp2x.accelerate_on_cpu import FollowAccelerate
 from fsdp2x.arguments import checked
-from fsdp2x.module import FSDPModule
-from fsdp2x.module_functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import torch_clip
 
 logger = logging.getLogger("fsdp2x")

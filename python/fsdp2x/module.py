@@ -1,20 +1,23 @@
-"""``FSDPModule``: the class a sharded module's class is mixed with. Methods delegate to its ``UnitState``."""
+"""``FSDPModule``: the class a sharded module's class is mixed with, and upstream's functions over such modules."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.runtime import swapped, torch_private, waiting, wire_formats
+from fsdp2x.runtime import pending_gradients, torch_private, wire_formats
 from fsdp2x.runtime.comms import own_collective
 from fsdp2x.runtime.mesh import reduction_group
 from fsdp2x.runtime.moving import moving
-from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.optimizer_hooks import refuse_swapped
+from fsdp2x.runtime.state import UnitState, set_wire_formats
 from fsdp2x.runtime.transport import has_streams
 from fsdp2x.runtime.tree import get_state, refuse_unregistered
 
@@ -39,7 +42,7 @@ class FSDPModule(_TorchFSDPModule):
 
     def _get_fsdp_state(self) -> UnitState:
         state = get_state(self)
-        if state is None:
+        if not isinstance(state, UnitState):
             raise AssertionError(f"No FSDP state found on {type(self).__name__}")
         return state
 
@@ -83,9 +86,9 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._get_fsdp_state().reset()
 
-    zero_grad = waiting.zero_grad
-    get_pending_gradients = waiting.get_pending_gradients
-    synchronize_gradients = waiting.synchronize_gradients
+    zero_grad = pending_gradients.zero_grad
+    get_pending_gradients = pending_gradients.get_pending_gradients
+    synchronize_gradients = pending_gradients.synchronize_gradients
 
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -357,7 +360,7 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         formats = wire_formats.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
-        wire_formats.apply(list(self._states(recurse)), *formats)
+        set_wire_formats(list(self._states(recurse)), *formats)
 
     @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -396,7 +399,7 @@ class FSDPModule(_TorchFSDPModule):
         """No effect: gathers never allocate, which is what this knob of upstream's is about."""
 
     def _apply(self, fn, recurse: bool = True):
-        swapped.refuse_swapped("FSDPModule.to", self.parameters())
+        refuse_swapped("FSDPModule.to", self.parameters())
         with moving(self._get_fsdp_state(), fn):
             return super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
 
@@ -409,6 +412,56 @@ def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
         kind = type(modules if wrong is None else wrong).__name__
         raise ValueError(f"fsdp2x.{caller}: modules: Expects a list of FSDPModules but got a {kind}")
     return given
+
+
+@checked(own=("modules",))
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
+
+    Slots and reduction buffers stay each root's own, as upstream's gathered parameters do.
+
+    Raises:
+        ValueError: one of ``modules`` is not sharded.
+        RuntimeError: called during forward or backward.
+    """
+    modules = sharded_modules("share_comm_ctx", modules)
+    states = [module._get_fsdp_state() for module in modules]
+    layers = next((state.layers for state in states if state.layers is not None), {})
+    for state in states:
+        state.layers = layers
+        state.remake_transports("streams")
+
+
+@checked
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.method_name`` gather and free the parameters as ``forward`` does. No-op on unsharded modules.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    def call_sharded_method(self, *args: Any, **kwargs: Any):
+        state = self._get_fsdp_state()
+        hooks = state.hooks
+        try:
+            state.follow_modules()
+            if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
+                args, kwargs = changed
+            output = original(*args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                hooks.post_forward(self, args, None)
+            raise
+        changed = hooks.post_forward(self, args, output)
+        return output if changed is None else changed
+
+    call_sharded_method.__name__ = method_name
+    setattr(module, method_name, call_sharded_method.__get__(module, type(module)))
 
 
 def _not_implemented(name: str):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import fsdp2x
 from fsdp2x.runtime.agreement import Agreement
-from fsdp2x.runtime.explain import Diverged
+from fsdp2x.runtime.collectives import Diverged
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, only_fsdp2x, same, shard

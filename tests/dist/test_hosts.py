@@ -71,12 +71,12 @@ def train(ctx, mesh, transports: str) -> None:
 def main() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from fsdp2x.runtime import sharing
+    from fsdp2x.runtime import meeting
     from harness.context import Context
     from models import Stack
     from reference import shard
 
-    sharing._host_identity = lambda: f"host {os.environ['GROUP_RANK']}"  # torchrun's number of the agent
+    meeting._host_identity = lambda: f"host {os.environ['GROUP_RANK']}"  # torchrun's number of the agent
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ctx = Context(dist.get_rank(), dist.get_world_size())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2x.runtime.transport import TransportChoice
+from fsdp2x.runtime.transport_choice import TransportChoice
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, mean_of_ranks, only_fsdp2x, same, shard

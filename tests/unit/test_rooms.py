@@ -142,7 +142,7 @@ def test_a_planted_arrow_to_a_higher_ring_is_found(room, line):
 
 
 def test_a_planted_circle_is_found():
-    name, target = "fsdp2x.runtime.shapes", "fsdp2x.runtime.params"
+    name, target = "fsdp2x.runtime.shapes", "fsdp2x.runtime.param_group"
     assert any({name, target} <= set(circle) for circle in circles(planted(name, f"import {target}")))
     assert circles(planted(name, f"if TYPE_CHECKING:\n    import {target}")) == []
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile
-from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.dcp import METADATA
 from fsdp2x.reading.safe_files import OpenFiles
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.runtime.failures import gather_all, join_failures, rank_and_size, run_on_all_ranks
+from fsdp2x.runtime.optimizer_hooks import why_swapped
 from fsdp2x.runtime.replicas import check_again
-from fsdp2x.runtime.swapped import why_swapped
 from fsdp2x.runtime.tree import unit_states
+from fsdp2x.units.names import clean_name
 
 from ..arguments import checked
 from . import directory

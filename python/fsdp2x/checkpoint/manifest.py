@@ -19,9 +19,9 @@ from typing import Any, Literal, assert_never, get_args
 import torch
 
 from fsdp2x.errors import CheckpointError, CorruptFile
-from fsdp2x.hf.names import clean_name
 from fsdp2x.reading.dcp import METADATA
 from fsdp2x.reading.safe_files import open_regular, read_json
+from fsdp2x.units.names import clean_name
 
 from .directory import FULL_FILE, MANIFEST, MARKED, PARTS_FILE, rank_file, rng_file, sync_file, write_file
 

@@ -17,12 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from fsdp2x.errors import CheckpointError
-from fsdp2x.hf.names import clean_name
 from fsdp2x.optim.coded_moments import widened
 from fsdp2x.reading.dcp import KeyPath
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.offload import host_state
-from fsdp2x.units.lookup import named_params
+from fsdp2x.runtime.tree import named_params
+from fsdp2x.units.names import clean_name
 
 from .trees import mismatch, same
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from fsdp2x.errors import CheckpointError
 from fsdp2x.reading.dcp import KeyPath
 from fsdp2x.runtime.failures import gather_on_rank_0, on_rank_0, rank_and_size
-from fsdp2x.runtime.swapped import why_swapped
+from fsdp2x.runtime.optimizer_hooks import why_swapped
 
 from .manifest import Entries, model_layout
 from .optimizer import Optimizers, layout_of, named_state

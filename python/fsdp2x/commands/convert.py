@@ -45,8 +45,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _convert(args: argparse.Namespace) -> int:
     import torch
 
-    from fsdp2x.checkpoint import CheckpointError
-    from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
+    from fsdp2x.convert.to_dcp import hf_to_dcp
+    from fsdp2x.convert.to_hf import dcp_to_hf, ranks_to_hf
+    from fsdp2x.errors import CheckpointError
 
     form = {
         "dcp": ("input_dir", "output_dir"),

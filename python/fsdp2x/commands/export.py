@@ -21,8 +21,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from fsdp2x.checkpoint import CheckpointError
-    from fsdp2x.convert import export_checkpoint
+    from fsdp2x.convert.to_hf import export_checkpoint
+    from fsdp2x.errors import CheckpointError
 
     try:
         out = export_checkpoint(args.checkpoint, args.out, force=args.force)

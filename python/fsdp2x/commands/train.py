@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from fsdp2x.checkpoint import CheckpointError
+    from fsdp2x.errors import CheckpointError
     from fsdp2x.train import ConfigError, TrainingError, load_config, train
 
     try:

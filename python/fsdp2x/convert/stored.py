@@ -15,12 +15,12 @@ from pathlib import Path
 from fsdp2x.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
 from fsdp2x.errors import CheckpointError, CorruptFile
-from fsdp2x.hf.names import clean_name
 from fsdp2x.hf.sources import Piece
 from fsdp2x.reading.dcp import METADATA, DcpTensors, Ours
 from fsdp2x.reading.records import Placement, Shard, box_of, read_records
 from fsdp2x.reading.safe_files import OpenFiles, read_text
 from fsdp2x.reading.tensors import Source, Tile, tiled
+from fsdp2x.units.names import clean_name
 
 _RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Where frameworks put the DCP directory of the model inside a checkpoint.

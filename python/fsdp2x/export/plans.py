@@ -15,8 +15,8 @@ from fsdp2x.export.rings import GroupRing, SharedRing, make_ring, raise_changed
 from fsdp2x.hf.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.runtime.calls import current_call
 from fsdp2x.runtime.failures import exchange
-from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.units.lookup import named_params
+from fsdp2x.runtime.processes import require_own_process
+from fsdp2x.runtime.tree import named_params
 
 Choice = Callable[[str, nn.Parameter], bool]
 

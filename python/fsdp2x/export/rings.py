@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry
-from fsdp2x.runtime.calls import Call, calling, current_call
-from fsdp2x.runtime.explain import explained
+from fsdp2x.export.meetings import Meetings
+from fsdp2x.runtime.calls import Call, UnitParams, calling, current_call
+from fsdp2x.runtime.collectives import explained
 from fsdp2x.runtime.failures import exchange
-from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.meeting import Introductions, introduce
 from fsdp2x.runtime.memory_file import MemoryFile, aligned_starts, whole_pages
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.same_units import UnitParams
-from fsdp2x.runtime.sharing import Introductions, introduce
+from fsdp2x.runtime.processes import require_own_process
 from fsdp2x.runtime.transport import Transport
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from fsdp2x.errors import CheckpointError, first_line
 from fsdp2x.hf.files import Checkpoint
-from fsdp2x.hf.names import unsharded_class
 from fsdp2x.reading.safe_files import read_json
+from fsdp2x.units.names import unsharded_class
 
 # Of what is made one by one, more than any model has.
 _COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")

@@ -23,15 +23,7 @@ from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
-from fsdp2x.hf.names import (
-    hf_base,
-    is_adapter,
-    is_quantized,
-    is_transformers,
-    original_classes,
-    remember_source,
-    unsharded_class,
-)
+from fsdp2x.hf.names import hf_base, is_adapter, is_quantized, is_transformers, original_classes, remember_source
 from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.hf.sources import RemoteTensor
@@ -40,9 +32,10 @@ from fsdp2x.reading.safe_files import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.runtime.failures import on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.runtime.optimizer_hooks import why_swapped
 from fsdp2x.runtime.replicas import check_again
-from fsdp2x.runtime.swapped import why_swapped
 from fsdp2x.runtime.tree import unit_states
+from fsdp2x.units.names import unsharded_class
 
 logger = logging.getLogger("fsdp2x")
 Mode = Literal["auto", "each", "broadcast"]

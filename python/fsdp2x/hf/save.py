@@ -30,7 +30,7 @@ from fsdp2x.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
 from fsdp2x.hf.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.runtime.calls import named_call
 from fsdp2x.runtime.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
-from fsdp2x.units.lookup import named_params
+from fsdp2x.runtime.tree import named_params
 
 # A folder has a tokenizer when it has one of these.
 TOKENIZER_FILES = (

@@ -18,7 +18,7 @@ from fsdp2x.runtime.mesh import ShardGroup, post_forward_group
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload
 from fsdp2x.runtime.padding import Padding, even_placement, padding_in, padding_of
-from fsdp2x.runtime.params import GroupParams
+from fsdp2x.runtime.param_group import ShardedParamGroup
 from fsdp2x.runtime.shapes import ParamFacts, keeps_dtype
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import Transport, has_streams
@@ -40,7 +40,12 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     }
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
     sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
-    return ModelFacts(model, units, _unsharded_bytes(model, sharded), tuple(padding_in(states, model)))
+    return ModelFacts(
+        model,
+        units,
+        _unsharded_bytes(model, sharded),
+        tuple(padding_in((group for state in states for group in state.groups), model)),
+    )
 
 
 def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
@@ -66,7 +71,7 @@ def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, An
     )
 
 
-def _group_of_state(state: UnitState, group: GroupParams, common: dict[str, Any]) -> GroupFacts:
+def _group_of_state(state: UnitState, group: ShardedParamGroup, common: dict[str, Any]) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     comms, options = state.comms, state.live_options()
     if state.post_forward_world is not None and not group.is_replicated:
@@ -95,7 +100,7 @@ def _group_of_state(state: UnitState, group: GroupParams, common: dict[str, Any]
 def _ranks(
     ranks: ShardGroup,
     state: UnitState,
-    group: GroupParams,
+    group: ShardedParamGroup,
     common: dict[str, Any],
     replicas: int,
     replicas_share: bool = False,
@@ -114,11 +119,11 @@ def _ranks(
     )
 
 
-def _has_streams(group: GroupParams) -> bool:
+def _has_streams(group: ShardedParamGroup) -> bool:
     return group.engine.has_streams if group.engine is not None else has_streams(group.ranks.device)
 
 
-def _transport_of(state: UnitState, group: GroupParams) -> Transport:
+def _transport_of(state: UnitState, group: ShardedParamGroup) -> Transport:
     """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
     if group.engine is not None:
         return group.transport
@@ -129,12 +134,12 @@ def _transport_of(state: UnitState, group: GroupParams) -> Transport:
     return Transport.LOCAL if group.ranks.world == 1 else Transport.SHM
 
 
-def _may_share(state: UnitState, group: GroupParams) -> bool:
+def _may_share(state: UnitState, group: ShardedParamGroup) -> bool:
     on_cpu = group.ranks.device.type == "cpu"
     return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
 
 
-def _replicas_share(state: UnitState, group: GroupParams) -> bool:
+def _replicas_share(state: UnitState, group: ShardedParamGroup) -> bool:
     """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
     if group.ranks.replicas == 1:
         return False

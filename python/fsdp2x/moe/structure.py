@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.hf.names import unsharded_class
+from fsdp2x.units.names import unsharded_class
 
 # On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
 PARALLEL_STATE = "_fsdp2x_expert_parallel"

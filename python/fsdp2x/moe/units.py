@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.api import fully_shard
 from fsdp2x.arguments import checked
-from fsdp2x.hf.names import unsharded_class
 from fsdp2x.moe.structure import PARALLEL_STATE, ExpertGroup, experts_of
+from fsdp2x.units.names import unsharded_class
 
 logger = logging.getLogger("fsdp2x")
 

@@ -15,9 +15,9 @@ from fsdp2x.arguments import checked
 from fsdp2x.optim.local import cut_like, local_tensor, refuse_sparse
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.agreement import all_reduce_agreed
-from fsdp2x.runtime.explain import explained
-from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.collectives import explained
 from fsdp2x.runtime.native import _C
+from fsdp2x.runtime.processes import require_own_process
 
 
 @checked

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp2x.arguments import checked
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.runtime.offload import host_state
-from fsdp2x.runtime.swapped import swapped_values
+from fsdp2x.runtime.optimizer_hooks import swapped_values
 from fsdp2x.runtime.tree import running_step, unit_states
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
 from fsdp2x.optim.local import loss_of
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.stale import refuse_stale
+from fsdp2x.runtime.optimizer_hooks import refuse_stale
 
 _UNSUPPORTED = ("capturable", "differentiable")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.collectives import explained
 
 # Writes a block; to nowhere where a replica sends it.
 Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2x.arguments import checked
 from fsdp2x.optim.coded_moments import narrowed, widened
-from fsdp2x.runtime.stale import original_number
-from fsdp2x.runtime.swapped import refuse_swapped
-from fsdp2x.units.lookup import named_params, units_of
+from fsdp2x.runtime.optimizer_hooks import original_number, refuse_swapped
+from fsdp2x.runtime.tree import named_params, units_of
 
 
 @checked

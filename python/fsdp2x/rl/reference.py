@@ -10,8 +10,8 @@ from torch import nn
 
 from fsdp2x.module import FSDPModule
 from fsdp2x.rl.score import score
+from fsdp2x.runtime.tree import units_of
 from fsdp2x.tools.sleep import sleep, wake
-from fsdp2x.units.lookup import units_of
 
 
 class Reference:

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.collectives import all_gather, all_to_all, reduce_scatter, wait
-from fsdp2x.runtime.explain import Diverged, explained
+from fsdp2x.runtime.collectives import Diverged, all_gather, all_to_all, explained, reduce_scatter, wait
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.processes import introduced, name_ended
 

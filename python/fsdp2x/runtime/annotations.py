@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2x.runtime import torch_private
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.mesh import ShardGroup
 
 # What the package keeps on its tensors.
 ATTRIBUTES = ("_local_type", "_partition_spec")
@@ -64,8 +61,10 @@ class Annotation:
             return whole.redistribute(placements=self._target()).to_local()
 
 
-def annotation_of(param: nn.Parameter, where: str, ranks: ShardGroup) -> Annotation | None:
+def annotation_of(param: nn.Parameter, where: str, mesh: DeviceMesh | None, dp_mesh_dims: Any) -> Annotation | None:
     """What spmd_types says of ``param``; None without an annotation, or if it is a DTensor.
+
+    ``mesh``: the whole mesh, with the data-parallel axes ``dp_mesh_dims``. None: ``fully_shard`` was not given them.
 
     Raises:
         ValueError: there is no ``dp_mesh_dims``; the annotation leaves out an axis that is not data-parallel, names one
@@ -74,20 +73,20 @@ def annotation_of(param: nn.Parameter, where: str, ranks: ShardGroup) -> Annotat
     package = imported_package()
     if package is None or isinstance(param, DTensor) or not package.get_local_type(param):
         return None
-    names = ranks.spmd_mesh.mesh_dim_names if ranks.spmd_mesh is not None else None
-    if names is None:
+    names = None if mesh is None else mesh.mesh_dim_names
+    if mesh is None or names is None:
         raise ValueError(
             f"fsdp2x.fully_shard: {where} is annotated by spmd_types; pass the whole named mesh as mesh=, and which of "
             "its axes are data-parallel as dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         )
-    axes = [package.MeshAxis.of(ranks.spmd_mesh.get_group(name)) for name in names]
-    data = (*ranks.dp_mesh_dims.shard_names, *ranks.dp_mesh_dims.replicate_names)
+    axes = [package.MeshAxis.of(mesh.get_group(name)) for name in names]
+    data = (*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names)
     data_axes = frozenset(names.index(name) for name in data)
     types, partition = dict(package.get_local_type(param)), package.get_partition_spec(param)
     compute_axes = _compute_axes(package, types, axes, where)
     on_mesh = _types_on_mesh(package, {**types, **_cut_axes(package, partition)}, axes, data_axes, names, where)
     return Annotation(
-        mesh=ranks.spmd_mesh,
+        mesh=mesh,
         placements=tuple(package.spmd_type_to_dtensor_placement(kind) for kind in on_mesh),
         gradient_placements=tuple(package.spmd_type_to_dtensor_placement(kind.backward_type()) for kind in on_mesh),
         data_axes=data_axes,

@@ -1,33 +1,32 @@
-"""Names the public call, and its model, that a rank is in: every exchange of objects compares them on all ranks.
+"""What ranks compare before they exchange anything: the public call, its model, and the parameters of its units.
 
 Two models of one shape look alike in all else that ranks compare. Their units have different numbers, which follow the
-order of ``fully_shard`` calls.
+order of ``fully_shard`` calls. Different parameters in the units of a group would give collectives of different sizes,
+which backends answer with an abort of the process or with wrong numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from itertools import zip_longest
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 
-from fsdp2x.runtime.same_units import digest
-from fsdp2x.runtime.stale import original_number
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.optimizer_hooks import original_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
-all_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # of this process
+all_units: weakref.WeakSet[NumberedUnit] = weakref.WeakSet()  # of this process
 _num_units: defaultdict[UnitNumber, int] = defaultdict(int)
 _NUM_SHOWN = 4
 
@@ -52,6 +51,23 @@ class Call:
 _current: ContextVar[Call | None] = ContextVar("fsdp2x_call", default=None)
 
 
+class ParamRecord(Protocol):
+    """A sharded parameter, as far as calls look at it."""
+
+    param: nn.Parameter
+    original: int
+
+
+class NumberedUnit(Protocol):
+    """A unit, as far as calls look at it."""
+
+    number: UnitNumber
+    modules: Any  # a sequence of modules
+
+    @property
+    def params(self) -> Sequence[ParamRecord]: ...
+
+
 @dataclass(frozen=True)
 class UnitNumber:
     """``number``: of the units of this kind and these shapes over these ranks, in the order of their making."""
@@ -62,7 +78,7 @@ class UnitNumber:
     number: int = 0
 
 
-def number_unit(state: UnitState, ranks: Iterable[int]) -> UnitNumber:
+def number_unit(state: NumberedUnit, ranks: Iterable[int]) -> UnitNumber:
     """The number of a new unit, by which later calls know it."""
     kind = ", ".join(_kind(module) for module in state.modules)
     like = UnitNumber(tuple(sorted(ranks)), kind, tuple(tuple(record.param.shape) for record in state.params))
@@ -81,7 +97,7 @@ def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, name
     for state in all_units:
         for index, record in enumerate(state.params):
             places[id(record.param)] = places[record.original, "original"] = (state, index)
-    indices: defaultdict[UnitState, list[int]] = defaultdict(list)
+    indices: defaultdict[NumberedUnit, list[int]] = defaultdict(list)
     for param in params:
         place = places.get(id(param)) or places.get((original_number(param), "original"))
         if place is not None:
@@ -159,3 +175,50 @@ def require_same_call(calls: Mapping[int, Call]) -> None:
             f"fsdp2x: the ranks are in different calls: rank {other} in {known}, rank {rank} in {call}. Make the same "
             "calls in the same order on every rank. Equal units are numbered in the order of fully_shard calls."
         )
+
+
+# --- parameters of units ---
+
+Facts = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class UnitParams:
+    """What of one unit, or of its part over one mesh, decides about the sizes of collectives."""
+
+    name: str
+    params: tuple[tuple[str, Facts], ...]  # (name, facts) in order
+
+
+def facts_of_model(name: str) -> UnitParams:
+    """Tells models of the same units apart. ``name``: class, and number in the order of ``fully_shard`` calls."""
+    return UnitParams(f"model {name}", ())
+
+
+def digest(facts: list) -> bytes:
+    """Equal for equal facts, such as ``UnitParams``."""
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:
+    """The first difference between the units of the first rank and of another one; "" when there is none."""
+    first = next(iter(of_rank))
+    for rank, units in of_rank.items():
+        for is_unit in (True, False):  # a unit that differs tells more than the number of the model
+            sides = ([one for one in side if bool(one.params) is is_unit] for side in (of_rank[first], units))
+            for here, there in zip_longest(*sides):
+                if here != there:
+                    return f"rank {first} has {_text(here, there)}, rank {rank} {_text(there, here)}"
+    return ""
+
+
+def _text(unit: UnitParams | None, beside: UnitParams | None) -> str:
+    if unit is None:
+        return "no more units"
+    text = f"unit {unit.name!r}" if unit.params else unit.name
+    for param, other in zip_longest(unit.params, beside.params if beside is not None else unit.params):
+        if param is None:
+            return f"{text} with {len(unit.params)} parameters"
+        if param != other:
+            return f"{text} with {param[0]!r} ({', '.join(str(fact) for fact in param[1])})"
+    return text

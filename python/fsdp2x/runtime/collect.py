@@ -1,4 +1,4 @@
-"""What one ``fully_shard`` call manages: modules not claimed by a nested call, their parameters and who owns them."""
+"""What one ``fully_shard`` call manages: modules, their parameters, who owns them, and where each parameter goes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.mesh import ShardGroup, from_mesh_info
 
 
 class Owners(Sequence):
@@ -109,3 +111,45 @@ def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> Non
     for tensor in tensors:
         if tensor.device != device and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a parameter goes: the ranks that share it and the dim it is cut along."""
+
+    owned: OwnedParam
+    ranks: ShardGroup
+    shard_dim: int
+
+
+def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
+    """Asks ``shard_placement_fn``; by default ``Shard(0)`` over ``ranks``.
+
+    Raises:
+        ValueError: the function returned something else than None, ``Shard`` or torch's ``ShardPlacementResult``, or
+            a dim that the parameter has not.
+    """
+    param = owned.param
+    placement = placement_fn(param) if placement_fn is not None else None
+    if hasattr(placement, "mesh_info"):
+        ranks, placement = from_mesh_info(placement.mesh_info), placement.placement
+    if placement is None:
+        return Placed(owned, ranks, 0)
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}; expected "
+            "None, Shard(dim) or ShardPlacementResult"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
+    return Placed(owned, ranks, dim)
+
+
+def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
+    """Parameters of one mesh together, in order of first appearance."""
+    groups: dict[tuple, list[Placed]] = {}
+    for one in placed:
+        key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())

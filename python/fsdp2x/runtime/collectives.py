@@ -1,8 +1,12 @@
-"""Starts the collectives of the CPU's process groups, under the names that upstream's FSDP2 uses, and waits."""
+"""Collectives of the CPU's process groups: started under the names that upstream's FSDP2 uses, packed, waited for.
+
+``explained`` adds rank, operation and unit to what a failed collective raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +15,8 @@ import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.annotations import skips_checks
+from fsdp2x.runtime.memory_file import aligned_starts
+from fsdp2x.runtime.processes import introduced, name_ended, own_host
 
 
 @skips_checks
@@ -103,3 +109,105 @@ def wait(work, timeout: timedelta | None = None) -> bool:
     if work is not None and hasattr(work, "wait"):
         work.wait() if timeout is None else work.wait(timeout)
     return True
+
+
+# --- several gathers in one ---
+
+# What every backend transports by name; inputs of several dtypes, and of any other (float8, int16), travel as bytes.
+_TRANSPORTED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+Gather = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Starts ``gather(output, source)`` for all (output, source) at once; returns the work to ``wait`` for, or None.
+
+    Args:
+        gather: the collective, asynchronous or not.
+        pairs: contiguous tensors; an output holds ``world`` sources one after the other and has their dtype.
+    """
+    dtypes = {source.dtype for _, source in pairs}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    if dtype not in _TRANSPORTED:
+        dtype = torch.uint8
+    columns = [(output.reshape(-1).view(dtype), source.reshape(-1).view(dtype)) for output, source in pairs]
+    if len(columns) == 1:
+        return gather(*columns[0])
+    starts, width = aligned_starts(source.numel() for _, source in columns)
+    staging = torch.empty(world, width, dtype=dtype, device=columns[0][0].device)
+    for start, (_, source) in zip(starts, columns, strict=True):
+        staging[rank, start : start + source.numel()].copy_(source)
+    work = gather(staging.view(-1), staging[rank])
+    return _Unpack(work, staging, starts, columns)
+
+
+class _Unpack:
+    """A work whose end distributes what was gathered."""
+
+    def __init__(self, work: Any, staging: torch.Tensor, starts: list[int], columns: list) -> None:
+        self._work, self._staging, self._starts, self._columns = work, staging, starts, columns
+
+    def wait(self) -> bool:
+        if self._columns:
+            wait(self._work)
+            for start, (output, source) in zip(self._starts, self._columns, strict=True):
+                rows = self._staging[:, start : start + source.numel()]
+                output.view(self._staging.shape[0], source.numel()).copy_(rows)
+            self._columns = []
+        return True
+
+
+# --- what a failure means ---
+
+
+class Diverged(RuntimeError):
+    """The ranks of a process group were about to post different collectives, or one of them has left. All raise it."""
+
+
+@contextlib.contextmanager
+def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """A collective of the block over ``group`` that fails is told as by ``explain_collective``."""
+    try:
+        yield
+    except Exception as error:
+        told = explain_collective(group, error, what)
+        if told is error:
+            raise
+        raise told  # noqa: B904 (it has its cause)
+
+
+def explain_collective(group: dist.ProcessGroup | None, error: BaseException, what: str) -> BaseException:
+    """The exception to raise in place of ``error``, which a collective of ``group`` raised on this rank.
+
+    ``what``: the operation, and its unit where it has one. Errors that are not the backend's get a note and stay
+    themselves. Ranks are those of the default group.
+    """
+    if isinstance(error, Diverged):
+        return error
+    where = f"{_place_in(group)} was in the {what}"
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        error.add_note(f"fsdp2x: {where}")
+        return error
+    known = introduced()
+    if ended := name_ended(known):
+        said = f"{ended} ended meanwhile: its own output says why; restart all ranks"
+    else:
+        here = own_host()
+        said = "no rank of this host has ended"
+        if len(known) < dist.get_world_size():
+            said = f"none of the {len(known)} ranks that this one has met has ended"
+        if any(process.host != here for process in known.values()):
+            said += ", one of another host may have"
+        said += "; where none has, one hangs, has raised and lives, or runs other modules: look at the stacks of all"
+    explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
+    explained.__cause__ = error
+    return explained
+
+
+def _place_in(group: dist.ProcessGroup | None) -> str:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == dist.get_world_size():
+        return f"rank {rank} of {world}"
+    return f"rank {dist.get_rank()}, which is {rank} of the {world} of its group,"

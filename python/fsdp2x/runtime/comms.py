@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.runtime import torch_private, wire_formats
-from fsdp2x.runtime.collectives import all_gather, reduce_scatter, wait
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.collectives import Gather, all_gather, explained, gather_packed, reduce_scatter, wait
 from fsdp2x.runtime.mesh import reduction_group
-from fsdp2x.runtime.packed_gather import Gather, gather_packed
-from fsdp2x.runtime.params import GroupParams
+from fsdp2x.runtime.param_group import ShardedParamGroup
 from fsdp2x.runtime.sharded_param import unsharded_parameter
 from fsdp2x.runtime.transport import device_reduction
+from fsdp2x.runtime.unit import CustomComms, ShardedUnit
 
 
-def connect(group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
+def connect(group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
     """Gives the engine's group its callables: when it is made, and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
         slow = group.slow_gathers = _SlowGathers(group, mp_policy)
@@ -36,7 +35,7 @@ class _SlowGathers:
     and where the engine has nothing to gather, in one of their own.
     """
 
-    def __init__(self, group: GroupParams, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
         self._group = weakref.ref(group)
         self._mp_policy = mp_policy
         self._work: Any = None
@@ -95,48 +94,35 @@ class _SlowGathers:
         return True
 
 
-class CustomComms:
-    """Collectives and hooks that the user set on a unit, before or after the engine's groups exist."""
+def apply(state: ShardedUnit) -> None:
+    """Hands the collectives and hooks that the user set to the engine's groups of ``state``."""
+    wire_formats.check(state)
+    custom = state.comms
+    for group in state.groups:
+        engine = group.engine
+        hook, stream = custom.all_reduce_hook, custom.all_reduce_hook_stream
+        engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
+        if group.is_replicated:
+            continue
+        gather = custom.all_gather and functools.partial(_custom_gather, custom.all_gather, group.ranks.group)
+        if group.slow_gathers is not None:
+            gather = gather or functools.partial(all_gather, group.ranks.group)
+            gather = functools.partial(group.slow_gathers.all_gather, gather)
+        engine.all_gather = gather
+        engine.separate_reduce_scatter = None
+        if engine.has_streams and custom.separate_reduction and custom.reduce_scatter is None:
+            engine.reduce_scatter = None
+            engine.separate_reduce_scatter = device_reduction(reduction_group(group.ranks))
+        else:
+            engine.reduce_scatter = _reduction_of(custom, group)
 
-    def __init__(self) -> None:
-        self.all_gather: Any = None
-        self.reduce_scatter: Any = None
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.all_reduce_hook_stream: Any = None
-        self.separate_reduction = False  # over a process group of its own
 
-    @property
-    def is_custom(self) -> bool:
-        """Whether collectives must go through a process group."""
-        return self.all_gather is not None or self.reduce_scatter is not None
-
-    def apply(self, state) -> None:
-        """Hands them to the engine's groups of ``state``."""
-        wire_formats.check(state)
-        for group in state.groups:
-            engine = group.engine
-            hook, stream = self.all_reduce_hook, self.all_reduce_hook_stream
-            engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
-            if group.is_replicated:
-                continue
-            gather = self.all_gather and functools.partial(_custom_gather, self.all_gather, group.ranks.group)
-            if group.slow_gathers is not None:
-                gather = gather or functools.partial(all_gather, group.ranks.group)
-                gather = functools.partial(group.slow_gathers.all_gather, gather)
-            engine.all_gather = gather
-            engine.separate_reduce_scatter = None
-            if engine.has_streams and self.separate_reduction and self.reduce_scatter is None:
-                engine.reduce_scatter = None
-                engine.separate_reduce_scatter = device_reduction(reduction_group(group.ranks))
-            else:
-                engine.reduce_scatter = self._reduction_of(group)
-
-    def _reduction_of(self, group: GroupParams) -> Callable[..., Any] | None:
-        """None: the transport's own."""
-        ranks = reduction_group(group.ranks) if self.separate_reduction else group.ranks.group
-        if self.reduce_scatter is not None:
-            return functools.partial(_custom_scatter, self.reduce_scatter, ranks)
-        return functools.partial(reduce_scatter, ranks) if self.separate_reduction else None
+def _reduction_of(custom: CustomComms, group: ShardedParamGroup) -> Callable[..., Any] | None:
+    """None: the transport's own."""
+    ranks = reduction_group(group.ranks) if custom.separate_reduction else group.ranks.group
+    if custom.reduce_scatter is not None:
+        return functools.partial(_custom_scatter, custom.reduce_scatter, ranks)
+    return functools.partial(reduce_scatter, ranks) if custom.separate_reduction else None
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Tensor) -> bool:

@@ -15,9 +15,8 @@ from fsdp2x.errors import CheckpointError
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.agreement import agreement_of
 from fsdp2x.runtime.calls import current_call, require_same_call
-from fsdp2x.runtime.explain import explained
-from fsdp2x.runtime.forks import require_own_process
-from fsdp2x.runtime.processes import Process, name_ended, own_host
+from fsdp2x.runtime.collectives import explained
+from fsdp2x.runtime.processes import Process, name_ended, own_host, require_own_process
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None

@@ -1,4 +1,4 @@
-"""Adopts parameters that modules register after ``fully_shard``: adapters, new heads. Finds them, and owns nothing.
+"""Adopts parameters that modules register after ``fully_shard``: adapters, new heads.
 
 They are replicated instead of sharded, so that the ``nn.Parameter`` objects stay what they were: an optimizer that was
 built from them before the adoption steps the right tensors.
@@ -6,24 +6,74 @@ built from them before the adoption steps the right tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2x.runtime import collect, torch_private
+from fsdp2x.runtime import collect, optimizer_hooks, torch_private
+from fsdp2x.runtime import spec as specs
 from fsdp2x.runtime.agreement import agreement_of
-from fsdp2x.runtime.collect import OwnedParam
+from fsdp2x.runtime.collect import OwnedParam, Owners, Placed
+from fsdp2x.runtime.collectives import explained
 from fsdp2x.runtime.hooks import watch_loading
-from fsdp2x.runtime.mesh import ShardGroup
-from fsdp2x.runtime.params import Placed
-from fsdp2x.runtime.replicated import ReplicatedParams, replicated_ranks
+from fsdp2x.runtime.mesh import ShardGroup, covering_group
+from fsdp2x.runtime.param_group import ShardedParamGroup
+from fsdp2x.runtime.shapes import keeps_dtype
+from fsdp2x.runtime.sharded_param import ShardedParam, user_attributes
 from fsdp2x.runtime.tree import get_state
+from fsdp2x.runtime.unit import ShardedUnit
 
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
+
+def replicated_ranks(ranks: ShardGroup) -> ShardGroup:
+    """The ranks of a unit as replicas of one another. Collective at the first call for a mesh of several axes."""
+    if ranks.group is None and not ranks.has_replicate_axis:
+        return ranks
+    group = ranks.group if ranks.mesh.ndim == 1 and ranks.group is not None else covering_group(ranks.mesh)
+    return dataclasses.replace(
+        ranks, group=None, rank=0, world=1, replicate_group=group, replicas=dist.get_world_size(group)
+    )
+
+
+class ReplicatedParamGroup(ShardedParamGroup):
+    """To the engine a group with one shard and as many replicas as there are ranks.
+
+    The ``nn.Parameter`` objects stay plain tensors, and move into the group's pool. Modules register others, of the
+    compute dtype, while the unit is gathered.
+    """
+
+    is_replicated = True
+    is_shared = False  # every rank has the values of the first one
+
+    def _shard(self, placed: Placed) -> None:
+        param, owners = placed.owned.param, placed.owned.owners
+        spec = specs.replicated_spec(param, self.ranks)
+        keeps = keeps_dtype(param, self._mp_policy)
+        self.params.append(ShardedParam(param, Owners(owners), spec, param.shape, user_attributes(param), keeps, False))
+
+    def _take_places(self, placed: list[Placed]) -> None:
+        for sharded in self.params:
+            sharded.original = optimizer_hooks.new_number()
+
+    def _is_replacement(self, current: nn.Parameter, sharded: ShardedParam) -> bool:
+        return type(current) is nn.Parameter and current is not sharded.param
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Gives every rank the values of the first one. Collective, once."""
+        if self.is_shared or self.pool is None:
+            return
+        group = self.ranks.replicate_group
+        if group is not None and self.ranks.replicas > 1:
+            values = self.pool.to(self.ranks.device)
+            with torch_private.unobserved(), explained(group, "broadcast of parameters added after fully_shard"):
+                dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+            if values is not self.pool:
+                self.pool.copy_(values)
+        self.is_shared = True
 
 
 def snapshot(root: nn.Module) -> tuple:
@@ -35,7 +85,7 @@ def snapshot(root: nn.Module) -> tuple:
     return tuple(entries)
 
 
-def adopt_late(root: UnitState, tree: list[UnitState]) -> bool:
+def adopt_late(root: ShardedUnit, tree: list[ShardedUnit]) -> bool:
     """Gives each unit in ``tree`` a group of the parameters that its modules register since the last call.
 
     Dissolves groups of earlier calls if parameters have left the model, and adopts the remaining ones again. All units
@@ -61,18 +111,18 @@ def meet(ranks: ShardGroup) -> None:
             agreement.meet("adoption of parameters that were added after fully_shard")
 
 
-def share_late(tree: list[UnitState]) -> None:
+def share_late(tree: list[ShardedUnit]) -> None:
     """Gives late parameters the values of the first rank. Collective, once for each group of them."""
     for group in late_groups(tree):
         group.share()
 
 
-def late_groups(tree: list[UnitState]) -> list[ReplicatedParams]:
+def late_groups(tree: list[ShardedUnit]) -> list[ReplicatedParamGroup]:
     """The groups of adopted parameters of all units."""
-    return [group for state in tree for group in state.groups if isinstance(group, ReplicatedParams)]
+    return [group for state in tree for group in state.groups if isinstance(group, ReplicatedParamGroup)]
 
 
-def _dissolve(state: UnitState, present: set[int]) -> bool:
+def _dissolve(state: ShardedUnit, present: set[int]) -> bool:
     """Drops late groups with a parameter whose module or name is gone, and forgets deleted names."""
     places = [(ref, names, ref()) for ref, names in state.places]
     state.places = [(ref, names & module._parameters.keys()) for ref, names, module in places if module is not None]
@@ -90,7 +140,7 @@ def _dissolve(state: UnitState, present: set[int]) -> bool:
     return len(state.groups) < before
 
 
-def _find(root: UnitState, tree: list[UnitState]) -> list[tuple[UnitState, list[OwnedParam]]]:
+def _find(root: ShardedUnit, tree: list[ShardedUnit]) -> list[tuple[ShardedUnit, list[OwnedParam]]]:
     """Returns units and their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
@@ -135,7 +185,7 @@ def _is_managed_elsewhere(module: nn.Module) -> bool:
     return get_state(module) is not None or isinstance(module, DistributedDataParallel)
 
 
-def _tie(group, index: int, state: UnitState, module: nn.Module, name: str) -> None:
+def _tie(group, index: int, state: ShardedUnit, module: nn.Module, name: str) -> None:
     """Registers a parameter of a unit in one more place, if that unit is gathered there."""
     home = group.unit_state()
     inside = {id(inner) for outer in home.modules for inner in outer.modules()}
@@ -144,12 +194,12 @@ def _tie(group, index: int, state: UnitState, module: nn.Module, name: str) -> N
         watch_loading(state, [module])
 
 
-def _adopt_in(state: UnitState, entries: list[OwnedParam]) -> None:
+def _adopt_in(state: ShardedUnit, entries: list[OwnedParam]) -> None:
     if not state.offload.of_shards:
         collect.move_to_device([entry.param for entry in entries], state.ranks.device)
     ranks = replicated_ranks(state.ranks)
     with torch.inference_mode(False):
-        group = ReplicatedParams([Placed(entry, ranks, 0) for entry in entries], state.mp_policy, state.offload)
+        group = ReplicatedParamGroup([Placed(entry, ranks, 0) for entry in entries], state.mp_policy, state.offload)
     group.unit_state = weakref.ref(state)
     state.groups.append(group)
     modules = list({id(module): module for entry in entries for module, _ in entry.owners}.values())

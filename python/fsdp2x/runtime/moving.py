@@ -6,26 +6,20 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.calls import all_units
-from fsdp2x.runtime.frames import depth_of
+from fsdp2x.runtime.param_group import ShardedParamGroup
 from fsdp2x.runtime.sharded_param import ShardedParam, user_attributes
-from fsdp2x.runtime.tree import units_of_root
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.params import GroupParams
-    from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import depth_of
+from fsdp2x.runtime.unit import ShardedUnit, refuse_unreduced
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-# Buffers without values: where they are, weakly, and the versions of their memory.
-RawBuffers = list[tuple["weakref.ref[torch.Tensor]", int]]
 
 
 class _RefuseSharing(TorchFunctionMode):
@@ -39,7 +33,7 @@ class _RefuseSharing(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def moving(state: UnitState, fn: Convert) -> Iterator[None]:
+def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
     """While the unit's modules apply ``fn`` to their parameters, whose attributes stay and whose shards follow.
 
     Raises:
@@ -58,7 +52,7 @@ def moving(state: UnitState, fn: Convert) -> Iterator[None]:
             yield
     finally:  # what fn has changed before it raised, too
         try:
-            state.adopt()
+            adopt_all(state.groups)
         finally:
             for sharded, attributes in zip(state.params, kept, strict=True):
                 sharded.param.__dict__.update({**attributes, **user_attributes(sharded.param)})
@@ -67,8 +61,8 @@ def moving(state: UnitState, fn: Convert) -> Iterator[None]:
         state.raw_buffers = [(weakref.ref(buffer), buffer._version) for buffer in buffers]
 
 
-def _refuse_moment(state: UnitState, fn: Convert) -> None:
-    units = units_of_root(state)
+def _refuse_moment(state: ShardedUnit, fn: Convert) -> None:
+    units = state.units_of_root
     if _is_running(state, units):
         if state.unit.param_state != "SHARDED" or _changes(state, fn):
             raise RuntimeError(
@@ -79,13 +73,13 @@ def _refuse_moment(state: UnitState, fn: Convert) -> None:
         refuse_unreduced(units)
 
 
-def _is_running(state: UnitState, units: Iterable[UnitState]) -> bool:
+def _is_running(state: ShardedUnit, units: Iterable[ShardedUnit]) -> bool:
     if state.root is None or not state.root.in_forward:
         return state.root is not None and state.root.in_backward
     return any(depth_of(module) for one in units for module in one.modules)  # else it was interrupted
 
 
-def _changes(state: UnitState, fn: Convert) -> bool:
+def _changes(state: ShardedUnit, fn: Convert) -> bool:
     """Whether ``fn`` gives parameters another dtype or device, tried on empty tensors."""
     for dtype, device in {(sharded.param.dtype, sharded.param.device) for sharded in state.params}:
         changed = fn(torch.empty(0, dtype=dtype, device=device))
@@ -94,30 +88,7 @@ def _changes(state: UnitState, fn: Convert) -> bool:
     return False
 
 
-def forget_engine(state: UnitState) -> None:
-    """The tree of ``state`` has no engine until its next forward makes one for what the parameters are then.
-
-    Raises:
-        RuntimeError: units of the tree hold unreduced gradients.
-    """
-    refuse_unreduced(units_of_root(state))
-    for one in (state.root_state() or state).tree or (state,):
-        one.forget_unit()
-        one.hooks.set_unit(None)  # type: ignore[arg-type]
-
-
-def refuse_unreduced(units: Iterable[UnitState]) -> None:
-    """Raises RuntimeError if one of ``units`` holds gradients that another dtype or device would spoil."""
-    for state in units:
-        if any(group.holds_unreduced for group in state.groups):
-            raise RuntimeError(
-                f"fsdp2x: unit '{state.name}' holds gradients that are not reduced yet, so the model's parameters "
-                "cannot change their dtype or device. End the step with a synchronized backward, or call "
-                "reset_iter_state() on the root module."
-            )
-
-
-def adopt_all(groups: Iterable[GroupParams]) -> None:
+def adopt_all(groups: Iterable[ShardedParamGroup]) -> None:
     """Each of ``groups`` takes its parameters, whatever others raise; the first error is raised then."""
     errors = []
     for group in groups:
@@ -148,51 +119,7 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
                 torch_private.set_local_tensor(guest.param, local.clone())
 
 
-def refuse_shapes(group: GroupParams, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
-    """Puts back parameters that do not have the shapes of their shards.
-
-    Args:
-        before: what modules registered when the shards came into the pool.
-        dtypes: of the shards there; empty: they are not there yet.
-
-    Raises:
-        ValueError: there are such parameters.
-    """
-    wrong = ""
-    for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
-        param, expected = sharded.param, sharded.spec.local_shape
-        local, whole = torch_private.local_tensor(param), sharded.spec.sharded.shape
-        if sharded.is_wrapper or (local.shape == expected and param.shape == whole and param.dtype == local.dtype):
-            continue
-        wrong = wrong or (
-            f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} of "
-            f"{tuple(param.shape)} and dtype {param.dtype} over {local.dtype} on rank {group.ranks.rank}, expected "
-            f"{tuple(expected)} of {tuple(whole)}. Load DTensors with the placement of the sharded model, and convert "
-            "it by model.to(dtype)."
-        )
-        _put_back(sharded, old, dtypes[index] if dtypes else None)
-    if wrong:
-        raise ValueError(wrong)
-
-
-def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Modules register ``param`` again, over the memory that its shard has in the pool."""
-    if sharded.param is param and sharded.storage is not None and dtype is not None:
-        pooled = torch.empty(0, dtype=dtype, device=sharded.storage.device)
-        pooled.set_(sharded.storage, 0, sharded.spec.local_shape)
-        param.grad = None
-        shard = sharded.spec.parameter(pooled, requires_grad=param.requires_grad)
-        if isinstance(param, DTensor):
-            shard.__dict__.update(user_attributes(param) or sharded.attributes)
-            torch.utils.swap_tensors(param, shard)
-        else:
-            param.data = shard
-    sharded.param = param
-    for module, name in sharded.owners:
-        module._parameters[name] = param
-
-
-def warn_of_raw_buffers(root: UnitState) -> None:
+def warn_of_raw_buffers(root: ShardedUnit) -> None:
     """Names buffers that nobody has written since ``to_empty``, once. Writes through ``.data`` do not show."""
     raw = [entry for state in root.tree for entry in state.raw_buffers]
     if not raw:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.runtime.extensions import is_wrapper
+from fsdp2x.runtime.param_group import ShardedParamGroup
 from fsdp2x.runtime.shapes import ParamFacts
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
 
 # Less padding than this, or a smaller part of the whole, is not worth a word.
 _WORTH_BYTES = 2**20
@@ -50,13 +47,12 @@ def padding_of(name: str, facts: ParamFacts, world: int) -> Padding | None:
     return Padding(name, tuple(facts.size), facts.shard_dim, world, padded_rows / rows, wasted_bytes, even)
 
 
-def padding_in(states: Iterable[UnitState], model: nn.Module) -> list[Padding]:
-    """Of the units of a sharded model."""
+def padding_in(groups: Iterable[ShardedParamGroup], model: nn.Module) -> list[Padding]:
+    """Of the groups of a sharded model."""
     names = {id(param): name for name, param in model.named_parameters()}
     return [
         one
-        for state in states
-        for group in state.groups
+        for group in groups
         for param in group.params
         if (one := padding_of(names.get(id(param.param), param.fqn), param.facts, group.ranks.world))
     ]

@@ -1,5 +1,10 @@
-"""The processes behind the ranks, and which of them have ended. Holds no handle: a process is told by its host, its
-number and when it began."""
+"""The processes behind the ranks: which of them have ended, and forked children, which must not act for their parent.
+
+A process is identified by its host, its number and its start time; no handle is held. A forked child inherits the
+connections and the model of its rank. A collective in the child would wait for threads that it does not have, and a
+forward would write into the memory of its parent. The engine refuses the second by itself; ``require_own_process`` is
+for what Python does.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from fsdp2x.runtime.native import _C
 
 _LOOK_S = 0.05
 # Of each default process group: the processes of the ranks that have introduced themselves, by rank.
@@ -85,3 +92,36 @@ def stat_fields(folder: str | os.PathLike) -> list[str] | None:
             return file.read().rpartition(")")[2].split()  # the name, in parentheses, may hold anything
     except OSError:
         return None
+
+
+_no_world = lambda: None  # noqa: E731
+_world, _guard = _no_world, _C.ProcessGuard()
+
+
+def require_own_process(what: str) -> None:
+    """Before a collective.
+
+    Raises:
+        RuntimeError: this is a forked child of the process that made the default process group; names the way out.
+            ``what`` ends the sentence "a forked child cannot ...".
+    """
+    if dist.is_initialized():
+        _remember()
+        _guard.require(what)
+
+
+def _remember() -> None:
+    """Notes which process the default process group belongs to; also before each fork."""
+    global _world, _guard
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is not _world():
+        _world = _no_world if world is None else weakref.ref(world)
+        _guard = _C.ProcessGuard()
+
+
+def _before() -> None:
+    _remember()
+    _C.begin_fork()
+
+
+os.register_at_fork(before=_before, after_in_parent=_C.end_fork, after_in_child=_C.forbid_in_child)

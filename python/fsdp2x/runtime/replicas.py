@@ -1,19 +1,18 @@
-"""Compares the values of replicas by checksums, and makes them equal by a broadcast from the first replica."""
+"""Compares the values that several ranks hold copies of by checksums, and makes them equal by broadcasts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp2x.arguments import checked
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.failures import exchange
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.tree import named_params, units_of
+from fsdp2x.runtime.unit import ShardedUnit
 
 # Tensors that the ranks of a group hold copies of, by name.
 Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
@@ -24,7 +23,7 @@ _CHUNK_NUMEL = 1 << 20
 _NUM_NAMED = 3
 
 
-def shard_copies(states: Iterable[UnitState]) -> Copies:
+def shard_copies(states: Iterable[ShardedUnit]) -> Copies:
     """Returns the local shards of replicated units."""
     copies: Copies = {}
     for state in states:
@@ -36,13 +35,13 @@ def shard_copies(states: Iterable[UnitState]) -> Copies:
     return copies
 
 
-def shard_groups(states: Iterable[UnitState]) -> list[dist.ProcessGroup]:
+def shard_groups(states: Iterable[ShardedUnit]) -> list[dist.ProcessGroup]:
     """Returns the process groups that units are sharded over, each once, in the same order on every rank."""
     groups = dict.fromkeys(group.ranks.group for state in states for group in state.groups)
     return [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
 
 
-def require_equal_shards(root: UnitState) -> None:
+def require_equal_shards(root: ShardedUnit) -> None:
     """Compares the root's replicas, and enables the hooks of its units if they are equal. Collective over replicas.
 
     Raises:
@@ -56,7 +55,7 @@ def require_equal_shards(root: UnitState) -> None:
         state.hooks.set_unit(state.unit)
 
 
-def check_again(state: UnitState) -> None:
+def check_again(state: ShardedUnit) -> None:
     """Makes the next forward of the root compare its replicas; called when shards of ``state`` were loaded."""
     root = state.root_state()
     if root is None or not root.has_equal_replicas:
@@ -133,3 +132,74 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from _plain(getattr(tensor, name))
+
+
+@checked
+def sync_module_states(model: nn.Module) -> None:
+    """Gives every replica the values of the first one; collective over the mesh of ``model``.
+
+        fsdp2x.fully_shard(model, mesh=mesh)  # 2-D: (replicate, shard)
+        fsdp2x.sync_module_states(model)
+
+    Shards are broadcast over the replicate axis. Buffers and parameters that are not sharded (``ignored_params``) are
+    broadcast over all ranks of the mesh, also of a 1-D one. Each keeps its dtype and device. Call it when replicas were
+    built with different seeds, before the first forward; the name is FSDP1's. On a 1-D mesh shards stay as they are.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+        RuntimeError: a parameter is on the meta device.
+    """
+    states = units_of(model, "sync_module_states")
+    _refuse_meta(model, "sync_module_states")
+    for state in states:
+        state.reshard()
+    device = states[0].ranks.device
+    make_equal(shard_copies(states), device)
+    for group in _groups_of_all(states):
+        make_equal({group: _copied(model)}, device)
+
+
+@checked
+def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
+    """Compares copies on several ranks bit by bit, through checksums; collective over the mesh of ``model``.
+
+    Shards are compared over the replicate axis; the first forward, and the first one after a load, do so too.
+    Buffers and parameters that are not sharded are compared over all ranks of the mesh.
+
+    Args:
+        buffers: compare buffers, too. Running statistics of BatchNorm differ between ranks that see other data.
+
+    Raises:
+        ValueError: on every rank, if some copies differ: it names the first ones and two ranks. Or nothing in ``model``
+            is sharded.
+        RuntimeError: a parameter is on the meta device.
+    """
+    states = units_of(model, "check_module_states")
+    _refuse_meta(model, "check_module_states")
+    copies = shard_copies(states)
+    for group in _groups_of_all(states):
+        copies[group] = {**copies.get(group, {}), **_copied(model, buffers)}
+    require_equal("fsdp2x.check_module_states", copies, shard_groups(states))
+
+
+def _copied(model: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """Returns the tensors that every rank of the mesh holds completely."""
+    found: dict[str, torch.Tensor] = {name: param for name, param, record in named_params(model) if record is None}
+    if buffers:
+        found.update(model.named_buffers())
+    return found
+
+
+def _groups_of_all(states: list[ShardedUnit]) -> list:
+    """Returns process groups that together reach all ranks of the outermost unit's mesh from its first rank."""
+    ranks = states[0].ranks
+    groups = (ranks.replicate_group if ranks.replicas > 1 else None, ranks.group)
+    return [group for group in groups if group is not None]
+
+
+def _refuse_meta(model: nn.Module, caller: str) -> None:
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise RuntimeError(
+                f"fsdp2x.{caller}: parameter {name!r} is on the meta device. Load or initialize the model first."
+            )

@@ -1,19 +1,25 @@
-"""One parameter of a group: sharded, as modules register it between units' calls, and gathered."""
+"""One parameter of a group: cut into rows, sharded as modules register it between forwards, and gathered."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2x.runtime import spec as specs
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.annotations import ATTRIBUTES
 from fsdp2x.runtime.collect import Owners
-from fsdp2x.runtime.extensions import Extension
+from fsdp2x.runtime.extensions import Extension, is_wrapper
+from fsdp2x.runtime.mesh import ShardGroup
+from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import MARK
+from fsdp2x.runtime.optimizer_hooks import MARKS, mark_gathered
 from fsdp2x.runtime.shapes import ParamFacts
-from fsdp2x.runtime.stale import MARKS, mark_gathered
+from fsdp2x.runtime.spec import ParamSpec
 from fsdp2x.runtime.upstream_names import ParamNames
 
 # What DTensor, spmd_types and we keep on parameters.
@@ -26,7 +32,7 @@ class ShardedParam(ParamNames):
 
     param: nn.Parameter
     owners: Owners
-    spec: specs.ParamSpec
+    spec: ParamSpec
     local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
     attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
     keeps_dtype: bool  # computes in its original dtype, whatever the policy says
@@ -36,7 +42,7 @@ class ShardedParam(ParamNames):
     is_alias: bool = False  # registered by another group too, in whose pool it lies
     storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
     fqn: str = ""
-    shown: dict = field(default_factory=dict)  # weak references to what waiting.py has handed out
+    shown: dict = field(default_factory=dict)  # weak references to the pending gradients that users were given
 
     @property
     def facts(self) -> ParamFacts:
@@ -73,3 +79,62 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     if sharded.spec.annotation is not None:
         sharded.spec.annotation.apply(unsharded)
     return unsharded
+
+
+def cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
+    """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
+    start, sizes = ranks.rows(full.shape, dim)
+    begin, num = start[dim], sizes[dim]
+    if not is_wrapper(full):
+        return full.narrow(dim, begin, num) if num else full.narrow(dim, 0, 0)
+    _, padded_size = ranks.rows(full.shape, dim, rank=0)
+    rows = full.new_zeros(padded_size).narrow(dim, 0, num)
+    if num:
+        rows.copy_(full.narrow(dim, begin, num))
+    return rows
+
+
+def parameter_over(rows: torch.Tensor, spec: ParamSpec, *, requires_grad: bool) -> nn.Parameter:
+    """The sharded parameter over ``rows`` of the whole tensor.
+
+    A DTensor takes over the storage offset of the tensor it is made from, and has an address by it that is nobody's. So
+    it is made from a tensor that begins where its storage does, as the shard will in its pool.
+    """
+    if is_wrapper(rows):
+        return spec.parameter(rows, requires_grad=requires_grad)
+    if rows.is_meta:
+        return spec.parameter(rows.new_empty(rows.shape), requires_grad=requires_grad)
+    stand_in = _C.tensor_without_memory(list(rows.shape), rows.dtype, rows.device)
+    param = spec.parameter(stand_in, requires_grad=requires_grad)
+    torch_private.set_local_tensor(param, rows)
+    return param
+
+
+def is_sharded(param: Any) -> bool:
+    """Whether a module registers a sharded parameter there."""
+    return isinstance(param, DTensor) and isinstance(param, nn.Parameter)
+
+
+def tie_again(sharded: ShardedParam, before: nn.Parameter) -> None:
+    """Registers the parameter of the first owner with the others, too; ``before``: the one they had in common.
+
+    Warns where another owner was given other values, which are dropped.
+    """
+    for module, name in sharded.owners[1:]:
+        other = module._parameters.get(name)
+        if not is_sharded(other) or other is sharded.param:
+            continue
+        if other is not before and _differ(other, sharded.param):
+            first = sharded.fqn or sharded.owners[0][1]
+            warnings.warn(
+                f"fsdp2x: {type(module).__name__}.{name} is tied to '{first}' and was given other values: those of "
+                "the first one are used for both",
+                stacklevel=2,
+            )
+        module._parameters[name] = sharded.param
+
+
+def _differ(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether this rank's rows have other values; on the meta device there are none."""
+    rows, others = torch_private.local_tensor(one), torch_private.local_tensor(other)
+    return not (rows.is_meta or others.is_meta or (rows.shape == others.shape and torch.equal(rows, others)))

@@ -131,7 +131,7 @@ def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int
         NotImplementedError: more than two model-parallel axes.
     """
     placement = _shard(shard_dim)
-    annotation = annotation_of(param, where, ranks)
+    annotation = annotation_of(param, where, ranks.spmd_mesh, ranks.dp_mesh_dims)
     if annotation is not None:
         spec, full = _on_whole_mesh(annotation.dtensor(param), where, ranks, placement)
         return replace(spec, annotation=annotation), full

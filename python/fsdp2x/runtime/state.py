@@ -1,4 +1,4 @@
-"""The Python side of one unit: its modules, its parameters, its settings, and the lazy initialization of a root.
+"""The lazy initialization of a root: it finds its units, takes their parameters, and makes the engine and transports.
 
 One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)`` returns it. The engine's objects
 (hooks from the start, unit and root from the first forward on) hang below it.
@@ -7,76 +7,26 @@ One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)``
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import calls, comms, moving, replicas, torch_private, wire_formats
-from fsdp2x.runtime.hooks import follow_modules_of, register_hooks
+from fsdp2x.runtime import calls, comms, moving, replicas, wire_formats
+from fsdp2x.runtime.hooks import follow_modules_of, register_hooks, watch_entries
 from fsdp2x.runtime.late import adopt_late, late_groups, meet, share_late, snapshot
 from fsdp2x.runtime.mesh import ShardGroup, post_forward_group, smaller_world
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.offload import Offload
-from fsdp2x.runtime.params import GroupParams, mark_aliases
-from fsdp2x.runtime.past_root import watch_entries
-from fsdp2x.runtime.sharded_param import ShardedParam
-from fsdp2x.runtime.transport import TransportChoice, has_streams
-from fsdp2x.runtime.tree import Place, WeakTuple, check_tree, find_tree, name_units, places_in, set_names
-from fsdp2x.runtime.upstream_names import StateNames
+from fsdp2x.runtime.param_group import ShardedParamGroup, mark_aliases
+from fsdp2x.runtime.transport import has_streams
+from fsdp2x.runtime.transport_choice import TransportChoice
+from fsdp2x.runtime.tree import check_tree, find_tree, name_units, places_in, set_names
+from fsdp2x.runtime.unit import ShardedUnit
 
 
-class UnitState(StateNames, torch_private.State):
-    """State of one unit. Attributes without a comment are what the call was given."""
-
-    modules = WeakTuple()
-    tree = WeakTuple()  # all units below a root, set on the root only
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ranks: ShardGroup | None = None
-        self.number = calls.UnitNumber()
-        self.mp_policy = MixedPrecisionPolicy()
-        self.transport = "auto"
-        self.timeout: timedelta | None = None
-        self.checks_ranks = True
-        self.groups: list[GroupParams] = []  # one per mesh; none without parameters
-        self.offload = Offload()
-        self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
-        self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
-        self.post_forward_world: int | None = None  # reshard_after_forward as an int
-        self.is_root: bool | None = None  # decided at lazy initialization
-        self.hooks = None  # _C.UnitHooks
-        self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
-        self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
-        self.modules_seen: tuple = ()  # by the root's last forward; see late.snapshot
-        self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
-        self.names: list[str] = []  # FQNs of the modules from the root
-        self.prefetch: dict[
-            str, list[weakref.ref[UnitState]]
-        ] = {}  # engine setter -> units, given before or after the unit exists
-        self.raw_buffers: moving.RawBuffers = []  # of to_empty, until the next forward
-        self.comms = comms.CustomComms()  # the user's collectives and hooks
-        self.root_state: Callable[[], UnitState | None] = lambda: None  # weak reference to the state of the root
-        # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
-        # that are threads of one process have a model each.
-        self._initializing = threading.RLock()
-        # Read on the root only.
-        self.has_equal_replicas = False  # since the last load
-        self.entered: Callable[[], nn.Module | None] | None = None  # the module below that was called past it
-        self.is_last_backward = True
-        self.post_optimizer_event: Any = None  # given before there is a root
-        self.manual_finalization = False
-        self.reduction_pending = False  # a handle of finalize_backward was not waited for
-        self.generation = 0  # counts resets, which invalidate handles
-        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
-        self.max_reduce_buffers: int | None = None  # None: the engine's default
-        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
+class UnitState(ShardedUnit):
+    """A unit, and the root that it is or belongs to."""
 
     def configure(
         self,
@@ -87,7 +37,7 @@ class UnitState(StateNames, torch_private.State):
         transport: str,
         timeout: timedelta | None,
         checks_ranks: bool,
-        groups: list[GroupParams],
+        groups: list[ShardedParamGroup],
         managed: list[nn.Module],
     ) -> None:
         self.modules, self.ranks, self.mp_policy, self.checks_ranks = modules, ranks, mp_policy, checks_ranks
@@ -107,32 +57,6 @@ class UnitState(StateNames, torch_private.State):
         self.options.param_dtype = mp_policy.param_dtype
         self.options.output_dtype = mp_policy.output_dtype
         register_hooks(self, managed)
-
-    def live_options(self):
-        """The settings the engine reads: the unit's once it exists."""
-        return self.options if self.unit is None else self.unit.options
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """From the next forward on; nothing is kept by fewer ranks any more."""
-        self.post_forward_world = None
-        for group in self.groups:
-            if group.engine is not None:
-                group.engine.clear_post_forward()
-        options = self.live_options()
-        options.reshard_after_forward, options.reshard_without_grad = reshard, False
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Of the whole root."""
-        (self.root_state() or self).is_last_backward = is_last_backward
-        if self.root is not None:
-            self.root.is_last_backward = is_last_backward
-
-    @property
-    def params(self) -> list[ShardedParam]:
-        """The parameters of all groups."""
-        return [param for group in self.groups for param in group.params]
-
-    # --- lazy initialization ---
 
     def lazy_init(self) -> None:
         """Makes this unit's module a root: the first one to run forward. Collective.
@@ -339,14 +263,6 @@ class UnitState(StateNames, torch_private.State):
         if any(group.transport.shares_memory for state in root_state.tree for group in state.groups):
             root_state._make_root()
 
-    def apply_reduce_buffers(self) -> None:
-        """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
-        if self.root is None or self.root_state() is None:
-            return
-        wanted = [state.max_reduce_buffers for state in self.root_state().tree if state.max_reduce_buffers is not None]
-        if wanted:
-            self.root.set_max_reduce_buffers(max(wanted))
-
     @property
     def needs_group(self) -> str:
         """What of this unit's settings runs over a process group alone; "" if nothing does."""
@@ -364,33 +280,11 @@ class UnitState(StateNames, torch_private.State):
             return
         shares_memory = any(group.transport.shares_memory for group in self.groups)
         if not (self.needs_group and shares_memory):
-            self.comms.apply(self)
+            comms.apply(self)
             return
         if self.root.in_forward or self.root.in_backward:
             raise RuntimeError(f"{self.needs_group} cannot be set during forward or backward")
         self.root_state()._make_root()
-
-    def check_finalization(self) -> None:
-        """What ``finalize_backward`` demands, in upstream's words."""
-        if self.reduction_pending:
-            raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
-        if not self.is_root:
-            raise RuntimeError("finalize_backward must be called on the root FSDP module")
-        if not self.manual_finalization:
-            raise RuntimeError(
-                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
-                "before forward"
-            )
-        if self.root.in_backward:
-            raise RuntimeError("finalize_backward must be called after backward completes")
-
-    def finish_held_backwards(self) -> None:
-        """Reduces what backwards without gradient sync left, in all units of the root; nothing before a forward."""
-        if self.root is None:
-            return
-        if self.root.in_backward:
-            raise RuntimeError(f"post_backward of unit '{self.name}' must be called after backward completes")
-        self.root.finish_held_backwards()
 
     def _engine_unit(self):
         policy = self.mp_policy
@@ -436,61 +330,34 @@ class UnitState(StateNames, torch_private.State):
         for group in self.groups:
             choice.agree(root, group, self.post_forward_world if post_forward else None)
         self.unit, self.root = unit, root
-        self.comms.apply(self)
-
-    def set_prefetch(self, setter: str, targets: list[UnitState]) -> None:
-        self.prefetch[setter] = [weakref.ref(target) for target in targets]
-        self.apply_prefetch()
-
-    def apply_prefetch(self) -> None:
-        """Hands the explicit prefetch lists to the engine once all units in them exist."""
-        for setter, refs in self.prefetch.items():
-            targets = [target for ref in refs if (target := ref()) is not None]
-            if self.unit is not None and all(target.unit is not None for target in targets):
-                getattr(self.unit, setter)([target.unit for target in targets])
-
-    @property
-    def name(self) -> str:
-        """FQNs of the modules, ``<root>`` for the root itself."""
-        return ", ".join(name or "<root>" for name in self.names) or type(self.modules[0]).__name__
-
-    # --- what may move parameters ---
-
-    def reshard(self) -> None:
-        """Registers the sharded parameters; frees the unsharded ones."""
-        if self.unit is not None:
-            self.unit.reshard()
+        comms.apply(self)
 
     def adopt(self) -> None:
         """Takes parameters that were replaced or moved back into the pool."""
         moving.adopt_all(self.groups)
 
-    def forget_unit(self) -> None:
-        """Undoes ``make_unit``."""
-        if self.unit is not None:
-            self.options = _C.UnitOptions(self.unit.options)
-            self.unit.retire()
-        self.unit = self.root = None
-        for group in self.groups:
-            group.forget_engine()
 
-    def check_pools(self) -> None:
-        """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""
-        if self.is_root:
-            for state in self.tree:
-                for group in state.groups:
-                    group.check_pool()
+def set_wire_formats(states: list[UnitState], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
 
-    def reset(self) -> None:
-        """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""
-        if self.is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if self.root is None:
-            return
-        for state in self.tree:
-            state.hooks.forget_progress()
-            for sharded in state.params:
-                sharded.param.grad = None
-        self.reduction_pending = False
-        self.generation += 1
-        self.root.reset()
+    Raises:
+        RuntimeError: a forward or backward is running; and what ``wire_formats.check`` raises.
+    """
+    if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
+        raise RuntimeError("wire formats cannot be set during forward or backward")
+    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
+    try:
+        for state in states:
+            _set_formats(state, weights, gradients)
+            wire_formats.check(state)
+        for state in states:
+            state.apply_comms()
+    except BaseException:
+        for found in before:
+            _set_formats(*found)
+        raise
+
+
+def _set_formats(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    options = state.live_options()
+    options.wire_weights, options.wire_gradients = weights, gradients

@@ -10,6 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ from torch.utils._python_dispatch import (  # whether somebody watches the colle
 )
 from torch.utils._pytree import tree_leaves  # the order of a call's inputs, as the engine walks them
 
+S = TypeVar("S", bound=State)
+
 # What is torch's own, beside the functions below.
 __all__ = [
     "DTensorSpec", "State", "StridedShard", "TrainingState", "contract", "is_traceable_wrapper_subclass",
@@ -67,6 +70,12 @@ def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable ``replicate`` manages this module."""
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry
+
+
+def state_of(module: nn.Module, kind: type[S]) -> S | None:
+    """The state of class ``kind`` that ``contract`` has registered on ``module``, if any."""
+    states = module.__dict__.get(STATE_KEY, {}).values()
+    return next((state for state in states if isinstance(state, kind)), None)
 
 
 def forget_contract(modules: list[nn.Module], function) -> None:

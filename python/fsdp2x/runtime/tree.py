@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
-
-# A module, weakly, since its number may be another's when it is gone; and the names that it registers parameters under.
-Place = tuple[weakref.ref[nn.Module], frozenset[str]]
-
-_find_state: Callable[[nn.Module], UnitState | None] = lambda module: None  # noqa: E731
+from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.sharded_param import ShardedParam
+from fsdp2x.runtime.unit import Place, ShardedUnit
 
 
-class WeakTuple:
-    """An attribute for objects that hold the one it belongs to: what it is set to, held weakly.
-
-    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._key = f"_{name}_refs"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> tuple:
-        found = (ref() for ref in instance.__dict__.get(self._key, ()))
-        return tuple(value for value in found if value is not None)
-
-    def __set__(self, instance: Any, values: Iterable) -> None:
-        instance.__dict__[self._key] = [weakref.ref(value) for value in values]
-
-
-def find_states_by(find: Callable[[nn.Module], UnitState | None]) -> None:
-    """``find`` looks up what ``fully_shard`` has registered on a module."""
-    global _find_state
-    _find_state = find
-
-
-def get_state(module: nn.Module) -> UnitState | None:
+def get_state(module: nn.Module) -> ShardedUnit | None:
     """The state of the unit that ``module`` is a root of, if any."""
-    return _find_state(module)
+    return torch_private.state_of(module, ShardedUnit)
 
 
-def unit_states(model: nn.Module) -> list[UnitState]:
+def unit_states(model: nn.Module) -> list[ShardedUnit]:
     """All units in ``model``, in the order of ``named_modules``."""
     found = {}
     for module in model.modules():
@@ -54,15 +28,9 @@ def unit_states(model: nn.Module) -> list[UnitState]:
     return list(found.values())
 
 
-def roots_of(states: Iterable[UnitState]) -> list:
+def roots_of(states: Iterable[ShardedUnit]) -> list:
     """The engine's roots of ``states``, each once; of those that have run."""
     return list({id(state.root): state.root for state in states if state.root is not None}.values())
-
-
-def units_of_root(state: UnitState) -> list[UnitState]:
-    """``state`` and all units under its root; before that is made, ``state`` alone."""
-    root = state.root_state()
-    return [state, *(root.tree if root is not None else ())]
 
 
 def running_step(model: nn.Module) -> str | None:
@@ -73,13 +41,13 @@ def running_step(model: nn.Module) -> str | None:
     return None
 
 
-def find_tree(root: UnitState) -> list[UnitState]:
+def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
     """All units below the module of ``root``, which is about to run first.
 
     Raises:
         RuntimeError: one of them has run before, or was set up as if it were the root.
     """
-    tree: dict[int, UnitState] = {}
+    tree: dict[int, ShardedUnit] = {}
     for name, module in root.modules[0].named_modules():
         state = get_state(module)
         if state is None:
@@ -97,7 +65,7 @@ def find_tree(root: UnitState) -> list[UnitState]:
     return list(tree.values())
 
 
-def name_units(root: UnitState, tree: list[UnitState]) -> None:
+def name_units(root: ShardedUnit, tree: list[ShardedUnit]) -> None:
     """Tells the units the names of their modules below that of ``root``."""
     for state in tree:
         state.names = []
@@ -106,7 +74,7 @@ def name_units(root: UnitState, tree: list[UnitState]) -> None:
             state.names.append(name)
 
 
-def set_names(root: UnitState, tree: list[UnitState]) -> None:
+def set_names(root: ShardedUnit, tree: list[ShardedUnit]) -> None:
     """Gives the parameters their first names from the module of ``root``, whatever it registers at the moment."""
     records = {(id(m), name): param for state in tree for param in state.params for m, name in param.owners}
     named = set()
@@ -124,7 +92,7 @@ def set_names(root: UnitState, tree: list[UnitState]) -> None:
             state.unit.rename(state.name, [[param.fqn for param in group.params] for group in joined])
 
 
-def check_tree(tree: list[UnitState]) -> None:
+def check_tree(tree: list[ShardedUnit]) -> None:
     """Checks of upstream's lazy initialization, over all units of a root, and of settings beside each other."""
     refuse_unregistered("fully_shard", tree)
     seen: dict[int, str] = {}
@@ -147,7 +115,7 @@ def check_tree(tree: list[UnitState]) -> None:
 
 
 def refuse_unregistered(
-    caller: str, tree: list[UnitState], *, separate: bool = False, registered: bool = False
+    caller: str, tree: list[ShardedUnit], *, separate: bool = False, registered: bool = False
 ) -> None:
     """Raises ValueError where reductions would have a process group that their buffers are not registered with.
 
@@ -169,3 +137,69 @@ def places_in(modules: Iterable[nn.Module]) -> list[Place]:
         if names := frozenset(name for name, param in module._parameters.items() if param is not None):
             found.append((weakref.ref(module), names))
     return found
+
+
+def units_of(model: nn.Module, caller: str) -> list[ShardedUnit]:
+    """All units in ``model``, in the order of ``named_modules``.
+
+    Raises:
+        ValueError: there is none; the message starts with ``caller``.
+    """
+    states = unit_states(model)
+    if not states:
+        raise ValueError(
+            f"fsdp2x.{caller}: nothing in this {type(model).__name__} is sharded by fsdp2x; call "
+            "fsdp2x.fully_shard(model) first"
+        )
+    return states
+
+
+def named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedParam | None]]:
+    """(FQN, parameter, its record) as ``model.named_parameters()`` orders them, ties once.
+
+    The parameter is the sharded one also while its unit is unsharded; the record is None for one outside of any unit.
+    """
+    sharded = {
+        (id(module), name): record
+        for state in unit_states(model)
+        for record in state.params
+        for module, name in record.owners
+    }
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            record = sharded.get((id(module), name))
+            current = param if record is None else record.param
+            if current is not None and id(current) not in seen:
+                seen.add(id(current))
+                yield f"{prefix}.{name}" if prefix else name, current, record
+
+
+# --- calls on the stack of this thread ---
+
+# Code that calls a sharded module between its hooks: nn.Module's, also as Dynamo cuts it, and ours for other methods.
+_CALLERS = re.compile(r"(?<!_wrapped)_call_impl|call_sharded_method")
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether ``module`` was called before the call that is being made, and has neither returned nor raised.
+
+    From its pre-forward hook, on the thread that calls it.
+    """
+    num_calls = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _CALLERS.search(frame.f_code.co_name) and frame.f_locals.get("self") is module:
+            num_calls += 1
+        frame = frame.f_back
+    return num_calls > 1
+
+
+def depth_of(module: nn.Module) -> int:
+    """How many calls of ``module`` are on the stack of this thread."""
+    depth = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fsdp2x.runtime.native import _C
-
-if TYPE_CHECKING:
-    from fsdp2x.runtime.state import UnitState
+from fsdp2x.runtime.unit import ShardedUnit
 
 _PLAIN = _C.WireFormat.plain
 WEIGHTS = {"int8": _C.WireFormat.int8, "fp8": _C.WireFormat.fp8}
@@ -46,33 +44,7 @@ def told(options: _C.UnitOptions) -> tuple[str, ...]:
     return (f"weights travel as {weights}, gradients as {gradients}",)
 
 
-def apply(states: list[UnitState], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
-
-    Raises:
-        RuntimeError: a forward or backward is running; and what ``check`` raises.
-    """
-    if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
-        raise RuntimeError("wire formats cannot be set during forward or backward")
-    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
-    try:
-        for state in states:
-            _set(state, weights, gradients)
-            check(state)
-        for state in states:
-            state.apply_comms()
-    except BaseException:
-        for found in before:
-            _set(*found)
-        raise
-
-
-def _set(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    options = state.live_options()
-    options.wire_weights, options.wire_gradients = weights, gradients
-
-
-def check(state: UnitState) -> None:
+def check(state: ShardedUnit) -> None:
     """Whether the formats that ``state`` asks for can be had with what else it is set to.
 
     Raises:

@@ -25,7 +25,7 @@ from fsdp2x.export.entries import Entry
 from fsdp2x.export.plans import BucketPlan
 from fsdp2x.export.rings import SharedRing, copy_past_caches
 from fsdp2x.hf.names import Family
-from fsdp2x.runtime.explain import explained
+from fsdp2x.runtime.collectives import explained
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync.engine import POSITION_BYTES, delta_bytes
 from fsdp2x.sync.targets.base import Delta

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fsdp2x.hf.names import Family, TensorSpec, unsharded_class
-from fsdp2x.units.lookup import named_params
+from fsdp2x.hf.names import Family, TensorSpec
+from fsdp2x.runtime.tree import named_params
+from fsdp2x.units.names import unsharded_class
 
 
 class AdapterMerge:

@@ -29,9 +29,9 @@ from fsdp2x.export.plans import BucketPlan, check_bucket_bytes, chosen_params, f
 from fsdp2x.export.stream import BUCKET_BYTES
 from fsdp2x.runtime.calls import call_of, calling
 from fsdp2x.runtime.failures import exchange
-from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.processes import require_own_process
 from fsdp2x.runtime.transport import check_transport
-from fsdp2x.runtime.tree import running_step
+from fsdp2x.runtime.tree import named_params, running_step
 from fsdp2x.sync.delta import (
     BucketDelta,
     Changes,
@@ -46,7 +46,6 @@ from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.outcomes import Failure, PushReport, SyncError
 from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError
 from fsdp2x.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
-from fsdp2x.units.lookup import named_params
 
 _numbers = itertools.count()  # of sessions; those of the first rank count
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fsdp2x.export.plans import BucketPlan, plan_buckets, ring_of
-from fsdp2x.hf.names import Family, clean_name
+from fsdp2x.hf.names import Family
 from fsdp2x.runtime.native import _C
 from fsdp2x.sync.merged import AdapterMerge
 from fsdp2x.sync.targets.base import WireLayout
+from fsdp2x.units.names import clean_name
 
 
 def plan_wire(

@@ -100,7 +100,7 @@ def describe(model: nn.Module) -> ModelReport:
         world=states[0].ranks.world,
         transport=_transports(states),
         stats=root.stats() if root is not None else {},
-        advice=tuple(advice(padding_in(states, model))),
+        advice=tuple(advice(padding_in((group for state in states for group in state.groups), model))),
     )
 
 

@@ -20,8 +20,8 @@ from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.memory_file import collect_handed
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import host_state
+from fsdp2x.runtime.optimizer_hooks import refuse_swapped
 from fsdp2x.runtime.state import UnitState
-from fsdp2x.runtime.swapped import refuse_swapped
 from fsdp2x.runtime.tree import roots_of, unit_states
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.hf.names import WRAPPERS, clean_name
+from fsdp2x.units.names import WRAPPERS, clean_name
 from fsdp2x.units.ties import UnitPlan, has_forward, join_ties, sort_bottom_up
 
 __all__ = ["AutoWrap", "UnitPlan", "plan_units", "should_auto_wrap"]

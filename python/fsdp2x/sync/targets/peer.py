@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from fsdp2x.arguments import checked
-from fsdp2x.runtime.forks import require_own_process
+from fsdp2x.runtime.processes import require_own_process
 from fsdp2x.sync import engine, engine_tcp
 from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout

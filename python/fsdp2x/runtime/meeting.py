@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.calls import UnitParams, digest, disagreement
 from fsdp2x.runtime.failures import exchange
-from fsdp2x.runtime.forks import require_own_process
 from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.processes import Process, boot_id, introduced, remember
-from fsdp2x.runtime.same_units import UnitParams, digest, disagreement
+from fsdp2x.runtime.processes import Process, boot_id, introduced, remember, require_own_process
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,7 @@
-"""Gradients that wait for a reduction or an all-reduce: shown to the user, and known to torch's ``zero_grad``.
-
-They are no ``.grad`` yet, so ``zero_grad`` of torch's modules and optimizers cannot see them. From the first sharded
-model on, that of a module clears those of its parameters. That of an optimizer leaves them, as FSDP2 does, and the next
-forward or backward warns. ``zero_grad``, ``get_pending_gradients`` and ``synchronize_gradients`` are methods of
-``FSDPModule``.
-"""
+"""Gradients that wait for a reduction or an all-reduce: cleared, shown and reduced by methods of ``FSDPModule``."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -25,27 +18,6 @@ from fsdp2x.runtime.spec import ParamSpec
 from fsdp2x.runtime.tree import roots_of, unit_states
 
 Waiting = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-@functools.cache
-def watch_zero_grad() -> None:
-    """From now on, for every module and every optimizer of the process."""
-    of_module, of_optimizer = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
-
-    @functools.wraps(of_module)
-    def zero_module(self: nn.Module, set_to_none: bool = True) -> None:
-        of_module(self, set_to_none)
-        if not torch.compiler.is_compiling():
-            _C.clear_waiting_gradients(list(self.parameters()), set_to_none)
-
-    @functools.wraps(of_optimizer)
-    def zero_optimizer(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        of_optimizer(self, set_to_none)
-        if not torch.compiler.is_compiling():
-            _C.note_zeroed_gradients([param for group in self.param_groups for param in group["params"]])
-
-    nn.Module.zero_grad = zero_module
-    torch.optim.Optimizer.zero_grad = zero_optimizer
 
 
 @checked

@@ -1,81 +1,41 @@
 """The parameters of one group: cutting them into shards, the pool they lie in, and adopting what replaced them.
 
-``GroupParams`` owns the shard pool and the sharded ``nn.Parameter`` objects; the engine's group is built from it at
-lazy initialization and keeps the same pool.
+``ShardedParamGroup`` owns the shard pool and the sharded ``nn.Parameter`` objects. The engine's ``_C.ParamGroup`` is
+built from it at lazy initialization and keeps the same pool.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp2x.runtime import mesh as meshes
-from fsdp2x.runtime import shard_writes, torch_private, waiting
+from fsdp2x.runtime import optimizer_hooks, torch_private
 from fsdp2x.runtime import spec as specs
-from fsdp2x.runtime.collect import OwnedParam, Owners
-from fsdp2x.runtime.cut import cut, parameter_over
+from fsdp2x.runtime.collect import Owners, Placed
 from fsdp2x.runtime.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.runtime.mesh import ShardGroup
-from fsdp2x.runtime.moving import forget_engine, refuse_shapes
 from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.offload import Offload, mark, new_mark
 from fsdp2x.runtime.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, layout_shapes
-from fsdp2x.runtime.sharded_param import ShardedParam, unsharded_parameter, user_attributes
-from fsdp2x.runtime.stale import mark_original
-from fsdp2x.runtime.tied import is_sharded, tie_again
+from fsdp2x.runtime.sharded_param import (
+    ShardedParam,
+    cut,
+    is_sharded,
+    parameter_over,
+    tie_again,
+    unsharded_parameter,
+    user_attributes,
+)
 from fsdp2x.runtime.transport import Transport, has_streams
 from fsdp2x.runtime.upstream_names import GroupNames
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Where a parameter goes: the ranks that share it and the dim it is cut along."""
-
-    owned: OwnedParam
-    ranks: ShardGroup
-    shard_dim: int
-
-
-def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
-    """Asks ``shard_placement_fn``; by default ``Shard(0)`` over ``ranks``.
-
-    Raises:
-        ValueError: the function returned something else than None, ``Shard`` or torch's ``ShardPlacementResult``, or
-            a dim that the parameter has not.
-    """
-    param = owned.param
-    placement = placement_fn(param) if placement_fn is not None else None
-    if hasattr(placement, "mesh_info"):
-        ranks, placement = meshes.from_mesh_info(placement.mesh_info), placement.placement
-    if placement is None:
-        return Placed(owned, ranks, 0)
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}; expected "
-            "None, Shard(dim) or ShardPlacementResult"
-        )
-    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.dim():
-        raise AssertionError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
-    return Placed(owned, ranks, dim)
-
-
-def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
-    """Parameters of one mesh together, in order of first appearance."""
-    groups: dict[tuple, list[Placed]] = {}
-    for one in placed:
-        key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)
-        groups.setdefault(key, []).append(one)
-    return list(groups.values())
-
-
-class GroupParams(GroupNames):
+class ShardedParamGroup(GroupNames):
     """The sharded parameters of one group and the pool their shards lie in."""
 
     is_replicated = False
@@ -117,7 +77,7 @@ class GroupParams(GroupNames):
     def _take_places(self, placed: list[Placed]) -> None:
         """Registers the sharded parameters where the originals were."""
         for one, sharded in zip(placed, self.params, strict=True):
-            sharded.original = mark_original(one.owned.param)
+            sharded.original = optimizer_hooks.mark_original(one.owned.param)
             for module, name in sharded.owners:
                 module._parameters[name] = sharded.param
 
@@ -209,7 +169,7 @@ class GroupParams(GroupNames):
         """
         before = [sharded.param for sharded in self.params]
         self.follow_modules()
-        refuse_shapes(self, before, self._dtypes)
+        _refuse_shapes(self, before, self._dtypes)
         for sharded in self.params:
             torch_private.restore_gradient_hooks(sharded.param)
             if not user_attributes(sharded.param):  # a conversion of a module inside the unit drops them
@@ -275,7 +235,7 @@ class GroupParams(GroupNames):
     def _leave_engine(self) -> None:
         """What the engine has was made for other shards."""
         if self.engine is not None:
-            forget_engine(self.unit_state())
+            self.unit_state().forget_engine()
 
     def _leave_slot(self) -> None:
         """Shards that rest in the engine's slot lie in a pool again, where they can be replaced."""
@@ -396,8 +356,8 @@ class GroupParams(GroupNames):
         )
         self._own_pool = None  # the engine's, which may move shards
         self._watch_shards()
-        shard_writes.watch_steps()
-        waiting.watch_zero_grad()
+        optimizer_hooks.watch_steps()
+        optimizer_hooks.watch_zero_grad()
 
     def forget_engine(self) -> None:
         """Undoes ``make_engine_group``."""
@@ -468,7 +428,7 @@ class GroupParams(GroupNames):
         return result
 
 
-def mark_aliases(groups: list[GroupParams]) -> None:
+def mark_aliases(groups: list[ShardedParamGroup]) -> None:
     """Finds parameters that were tied between groups after sharding: the first group keeps them in its pool.
 
     Raises:
@@ -498,3 +458,47 @@ def _owner(module: nn.Module, name: str) -> tuple:
     """As the engine takes it: a weak reference if the class overrides ``__setattr__`` (an LSTM lists its weights)."""
     is_custom = type(module).__setattr__ is not nn.Module.__setattr__
     return module._parameters, name, weakref.ref(module) if is_custom else None
+
+
+def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
+    """Puts back parameters that do not have the shapes of their shards.
+
+    Args:
+        before: what modules registered when the shards came into the pool.
+        dtypes: of the shards there; empty: they are not there yet.
+
+    Raises:
+        ValueError: there are such parameters.
+    """
+    wrong = ""
+    for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
+        param, expected = sharded.param, sharded.spec.local_shape
+        local, whole = torch_private.local_tensor(param), sharded.spec.sharded.shape
+        if sharded.is_wrapper or (local.shape == expected and param.shape == whole and param.dtype == local.dtype):
+            continue
+        wrong = wrong or (
+            f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} of "
+            f"{tuple(param.shape)} and dtype {param.dtype} over {local.dtype} on rank {group.ranks.rank}, expected "
+            f"{tuple(expected)} of {tuple(whole)}. Load DTensors with the placement of the sharded model, and convert "
+            "it by model.to(dtype)."
+        )
+        _put_back(sharded, old, dtypes[index] if dtypes else None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    """Modules register ``param`` again, over the memory that its shard has in the pool."""
+    if sharded.param is param and sharded.storage is not None and dtype is not None:
+        pooled = torch.empty(0, dtype=dtype, device=sharded.storage.device)
+        pooled.set_(sharded.storage, 0, sharded.spec.local_shape)
+        param.grad = None
+        shard = sharded.spec.parameter(pooled, requires_grad=param.requires_grad)
+        if isinstance(param, DTensor):
+            shard.__dict__.update(user_attributes(param) or sharded.attributes)
+            torch.utils.swap_tensors(param, shard)
+        else:
+            param.data = shard
+    sharded.param = param
+    for module, name in sharded.owners:
+        module._parameters[name] = param
