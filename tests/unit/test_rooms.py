@@ -339,14 +339,3 @@ def test_a_file_without_a_row_is_found(tmp_path):
         "| file | job |\n| --- | --- |\n| `told.py` | x |\n| `gone.py` | y |\n`{first,second}.cpp`\n"
     )
     assert untold(tmp_path) == ["untold", "gone: is not there"]
-
-
-# ---- sizes
-
-MOST_LINES = 500
-
-
-def test_no_file_outgrows_its_job():
-    code = [path for room in (PACKAGE, CSRC, TESTS) for path in room.rglob("*") if path.suffix in {".py", *CODE}]
-    lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in code}
-    assert {path: length for path, length in lengths.items() if length > MOST_LINES} == {}, "split these"
