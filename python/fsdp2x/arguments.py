@@ -74,13 +74,14 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
 
 
 def _name_of(function: Callable) -> str:
-    """As a user calls it: by its name in the package that exports it, the innermost one last."""
+    """As a user calls it: by its name in the package that exports it, the outermost one first."""
     name = function.__qualname__.removesuffix(".__init__")
-    package = ".".join(function.__module__.split(".")[:2])
-    homes = [
-        home for home in ("fsdp2x", package) if name.partition(".")[0] in getattr(sys.modules[home], "__all__", ())
-    ]
-    return f"{homes[0] if homes else 'fsdp2x'}.{name}"
+    first = name.partition(".")[0]
+    for home, module in sorted(sys.modules.items()):
+        if home.partition(".")[0] == "fsdp2x" and home.count(".") <= 1 and first in getattr(module, "__all__", ()):
+            if getattr(getattr(module, first), "__module__", None) == function.__module__:
+                return f"{home}.{name}"
+    return f"fsdp2x.{name}"
 
 
 # ---- kinds

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.export.entries import Entry
-from fsdp2x.export.meetings import Meetings
 from fsdp2x.runtime.calls import Call, UnitParams, calling, current_call
 from fsdp2x.runtime.collectives import explained
 from fsdp2x.runtime.failures import exchange

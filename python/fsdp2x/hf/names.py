@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# Levels that activation checkpointing and torch.compile add to the path of what they wrap.
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-_LEVELS = re.compile(rf"(?:{'|'.join(WRAPPERS)})\.")
+from fsdp2x.units.names import clean_name, unsharded_class
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class Family:
     outputs: tuple[TensorSpec, ...]
     convert: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     is_renamed_only: bool = True
-
-
-def clean_name(name: str) -> str:
-    """A FQN without the levels that wrappers add."""
-    return _LEVELS.sub("", name)
 
 
 def plain_families(params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:
@@ -134,11 +127,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def is_transformers(model: nn.Module) -> bool:
     """Whether transformers can say how the model's files are named; imports nothing for any other model."""
     return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__) and hasattr(model, "config")
-
-
-def unsharded_class(module: nn.Module) -> type:
-    """The module's class before ``fully_shard`` swapped in a subclass."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 @contextlib.contextmanager
