@@ -84,7 +84,7 @@ py::dict stats_of(const Root& root) {
   result["owners"] = stats.owners;
   result["gradient_block_allocations"] = root.blocks().num_allocations();
   result["gathers"] = root.counters().gathers;
-  result["prefetched_gathers"] = root.counters().prefetched_gathers;
+  result["prefetched_gathers"] = root.schedule().num_prefetches();
   result["reductions"] = root.counters().reductions;
   result["wire_encodings"] = root.counters().wire_encodings;
   result["parameter_stores"] = root.counters().parameter_stores;
@@ -213,16 +213,20 @@ void bind_root(py::module_& m) {
       .def("finalize_backward", &Root::finalize_backward)
       .def("finish_held_backwards", &Root::finish_held_backwards)
       .def("synchronize_gradients", &Root::synchronize_gradients, py::arg("units"))
-      .def_property_readonly("in_forward", &Root::in_forward)
-      .def_property_readonly("in_backward", &Root::in_backward)
-      .def_readwrite("is_last_backward", &Root::is_last_backward)
-      .def_readwrite("manual_finalization", &Root::manual_finalization)
+      .def_property_readonly("in_forward", [](const Root& self) { return self.schedule().in_forward(); })
+      .def_property_readonly("in_backward", [](const Root& self) { return self.schedule().in_backward(); })
+      .def_property(
+          "is_last_backward", [](const Root& self) { return self.schedule().settings().is_last_backward; },
+          [](Root& self, bool value) { self.schedule().settings().is_last_backward = value; })
+      .def_property(
+          "manual_finalization", [](const Root& self) { return self.schedule().settings().manual_finalization; },
+          [](Root& self, bool value) { self.schedule().settings().manual_finalization = value; })
       .def("set_max_reduce_buffers",
            [](Root& self, size_t num) {
              for (const auto& transport : self.transports()) transport->set_max_reduce_buffers(num);
            })
       .def("set_post_optimizer_event",
-           [](Root& self, const py::object& event) { self.post_optimizer_event = own_unless_none(event); })
+           [](Root& self, const py::object& event) { self.set_post_optimizer_event(own_unless_none(event)); })
       // (kind, last owner, address, bytes) of what the transports lend to units.
       .def("loans",
            [](const Root& self) {
@@ -360,10 +364,6 @@ void bind_group(py::module_& m) {
   bind_call<&GroupCalls::explain_all_reduce>(group, "explain_all_reduce");
 }
 
-void set_prefetch(std::vector<std::weak_ptr<Unit>>& list, const std::vector<std::shared_ptr<Unit>>& units) {
-  list.assign(units.begin(), units.end());
-}
-
 void bind_unit(py::module_& m) {
   py::class_<UnitOptions>(m, "UnitOptions")
       .def(py::init<>())
@@ -388,9 +388,9 @@ void bind_unit(py::module_& m) {
            py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
       .def("set_groups", &Unit::set_groups, py::arg("groups"))
-      .def("begin_unshard", [](Unit& self) { self.root->begin_unshard(self); })
-      .def("finish_unshard", [](Unit& self) { self.root->finish_unshard(self); })
-      .def("unshard", [](Unit& self) { self.root->unshard(self); })
+      .def("begin_unshard", &Unit::begin_unshard)
+      .def("finish_unshard", &Unit::finish_unshard)
+      .def("unshard", [](Unit& self) { self.root->schedule().unshard(self); })
       .def("reshard", &Unit::reshard)
       // (whole, rows) of a gradient that waits, flat rows.
       .def(
@@ -398,21 +398,22 @@ void bind_unit(py::module_& m) {
           [](Unit& self, size_t group, size_t param) {
             self.root->waiting();
             ParamGroup& held = *self.groups.at(group);
-            return std::pair(Reductions::unreduced(held, param), Reductions::partial_rows(held, param));
+            return std::pair(WaitingGradients::unreduced(held, param), WaitingGradients::partial_rows(held, param));
           },
           py::arg("group"), py::arg("param"))
       .def("retire", &Unit::retire)
       .def(
-          "pre_backward", [](Unit& self) { self.root->pre_backward(self); }, py::call_guard<py::gil_scoped_release>())
+          "pre_backward", [](Unit& self) { self.root->schedule().pre_backward(self); },
+          py::call_guard<py::gil_scoped_release>())
       .def("set_forward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
-             set_prefetch(unit.forward_prefetch, units);
+             unit.set_forward_prefetch({units.begin(), units.end()});
            })
       .def("set_backward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
-             set_prefetch(unit.backward_prefetch, units);
+             unit.set_backward_prefetch({units.begin(), units.end()});
            })
-      .def_readonly("name", &Unit::name)
+      .def_property_readonly("name", [](const Unit& unit) { return unit.name(); })
       .def_readonly("groups", &Unit::groups)
       .def_property_readonly(
           "options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)

@@ -41,7 +41,7 @@ void bind_waiting(py::module_& m) {
       [](const std::vector<py::object>& params, bool drops) {
         visit_waiting(params, [drops](Unit& unit, ParamGroup& group, const std::vector<bool>& which) {
           unit.root->waiting();
-          Reductions::clear(unit, group, which, drops);
+          WaitingGradients::clear(unit.root->schedule().reductions(), group, which, drops);
         });
       },
       py::arg("params"), py::arg("drops"));

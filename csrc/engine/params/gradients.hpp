@@ -59,7 +59,6 @@ class BlockPool {
 // Counted since the root was made; read by tests and by describe().
 struct Counters {
   uint64_t gathers = 0;
-  uint64_t prefetched_gathers = 0;
   uint64_t reductions = 0;
   uint64_t wire_encodings = 0;  // of this rank's weights, in a wire format
   uint64_t parameter_stores = 0;

@@ -29,18 +29,6 @@ at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
 
 }  // namespace
 
-const char* to_string(GradientState state) {
-  switch (state) {
-    case GradientState::none:
-      return "NONE";
-    case GradientState::packed:
-      return "PACKED";
-    case GradientState::posted:
-      return "POSTED";
-  }
-  return "?";
-}
-
 ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<Param> group_params,
                        GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
     : layout_(std::move(group_layout)),
@@ -145,7 +133,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
   call(calls_.gather_slowly);  // before the pool is read: it refreshes aliases
-  gathered_from_ = holds_post_forward_ ? post_forward_.get() : this;
+  gathered_from_ = keeps_rows() ? post_forward_.get() : this;
   if (gathered_from_ == this) {
     if (shards_.state() == ShardState::open) {
       const pybind11::gil_scoped_acquire gil;
@@ -193,7 +181,7 @@ void ParamGroup::check_registered() const {
 }
 
 PyObject* ParamGroup::registered_while_sharded(size_t param) const {
-  return holds_post_forward_ ? post_forward_params_[param].get() : params_[param].sharded_object();
+  return keeps_rows() ? post_forward_params_[param].get() : params_[param].sharded_object();
 }
 
 void ParamGroup::register_again() const {
@@ -222,11 +210,9 @@ void ParamGroup::fill() {
     params_[i].register_unsharded();
   }
   counters().parameter_stores += params_.size();
-  is_filled_ = true;
 }
 
 void ParamGroup::empty(bool keeps_post_forward) {
-  is_filled_ = false;
   counters().parameter_stores += params_.size();
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -234,7 +220,6 @@ void ParamGroup::empty(bool keeps_post_forward) {
     if (keeps_post_forward) params_[i].give_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
     params_[i].register_object(keeps_post_forward ? post_forward_params_[i].get() : params_[i].sharded_object());
   }
-  holds_post_forward_ = keeps_post_forward;
 }
 
 void ParamGroup::free_extensions() { call(calls_.free_slowly); }
@@ -285,7 +270,7 @@ bool ParamGroup::close_slot(SlotLedger& ledger) {
 }
 
 void ParamGroup::drop_post_forward() {
-  if (!std::exchange(holds_post_forward_, false)) return;
+  if (!stop_keeping_rows()) return;
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].take_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
@@ -305,11 +290,12 @@ at::Tensor ParamGroup::plain(const at::Tensor& gradient, size_t param) const {
   return THPVariable_Unpack(local.get());
 }
 
+bool ParamGroup::has_unpacked_gradient(size_t i) const {
+  return params_[i].unsharded_object() != nullptr && params_[i].unsharded().grad().defined();
+}
+
 at::Tensor ParamGroup::take_gradient(size_t i) {
-  if (params_[i].unsharded_object() == nullptr) return {};
-  const at::Tensor& parameter = params_[i].unsharded();
-  if (!parameter.grad().defined()) return {};
-  return std::exchange(parameter.mutable_grad(), at::Tensor());
+  return std::exchange(params_[i].unsharded().mutable_grad(), at::Tensor());
 }
 
 at::Tensor ParamGroup::packable(at::Tensor gradient, size_t i) const {
@@ -326,16 +312,6 @@ void ParamGroup::drop_unpacked() {
   for (const Param& param : params_) {
     if (param.unsharded_object() != nullptr) param.unsharded().mutable_grad() = at::Tensor();
   }
-}
-
-void ParamGroup::set_gradient_state(GradientState to) {
-  const GradientState from = gradient_state_;
-  if (from == to ? to != GradientState::none : from == GradientState::posted && to == GradientState::packed) {
-    throw Error("fsdp2x: the gradients of unit '" + name_ + "' cannot become " + to_string(to) + ": they are " +
-                to_string(from));
-  }
-  gradient_state_ = to;
-  if (to == GradientState::none) record_.was_zeroed = false;
 }
 
 // --- how it is reduced ---

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
+#include "core/schedule/states.hpp"
 #include "core/slots.hpp"
 #include "engine/memory/copy_program.hpp"
 #include "engine/params/gradients.hpp"
@@ -62,42 +63,15 @@ struct AgreementSeat {
   uint64_t subject = 0;  // its number there, the same on every rank
 };
 
-// Which backwards a sum of gradients is made of, by the root's number of them: what an exception spoils with the
-// gradients of the backward that raised.
-struct Parts {
-  uint64_t backward = 0;       // the last that added something
-  bool holds_earlier = false;  // there was something before that one
-
-  void add(uint64_t number, bool is_first) {
-    if (backward == number) return;
-    backward = number;
-    holds_earlier = !is_first;
-  }
+// Gradients of a group on their way, by tensors; the states of ScheduledGroup say how far they are.
+struct WaitingTensors {
+  std::vector<at::Tensor> shown;           // what is packed, whole, by parameter; empty: the transport holds it
+  std::unique_ptr<ReducedRows> reduced;    // by the last reduction, until they are attached or kept
+  std::unique_ptr<ReducedRows> downloads;  // on their way to the host
+  std::unique_ptr<SegmentRows> partial;    // wait for an all-reduce, unless the transport keeps them
 };
 
-// Where gradients are that have left autograd: nowhere, with the transport, with the transport and told to the peers.
-enum class GradientState : uint8_t { none, packed, posted };
-
-// What else the root's reductions know of a group's gradients.
-struct GradientRecord {
-  Parts parts;                           // what is packed
-  Parts partial_parts;                   // what waits for an all-reduce
-  std::unique_ptr<SegmentRows> partial;  // that, unless the transport keeps it
-  std::vector<at::Tensor> shown;         // what is packed, whole, by parameter; empty: the transport holds it
-  bool was_zeroed = false;               // an optimizer zeroed `.grad` meanwhile, which left these as they are
-  bool pending_flush = false;            // a peer posts this group only in its root callback
-  bool reduced_this_backward = false;
-
-  // The transport keeps this reduction's rows for an all-reduce, with what was kept before.
-  void note_partial() { partial_parts = parts; }
-  // It adds what was kept to this reduction.
-  void note_merged_partial() {
-    parts.holds_earlier = true;
-    partial_parts = Parts();
-  }
-};
-
-class ParamGroup {
+class ParamGroup final : public ScheduledGroup {
  public:
   // `device`: where it is gathered and reduced. `offload`: what lies in host memory; only transports with streams can
   // do that.
@@ -105,7 +79,7 @@ class ParamGroup {
              at::Device device, Offload offload);
 
   // --- what it is ---
-  const std::string& name() const { return name_; }  // empty until its unit names it
+  const std::string& name() const override { return name_; }  // empty until its unit names it
   // What errors and the ledgers call it, and its smaller world with it.
   void rename(std::string name);
   const Layout& layout() const { return layout_; }
@@ -151,7 +125,6 @@ class ParamGroup {
   ParamGroup& gathered_from() const { return *gathered_from_; }
   // The slot is full: unsharded parameters look at it, and modules register them. Takes the GIL.
   void fill();
-  bool is_filled() const { return is_filled_; }
   // Gathered parameters whose modules register the sharded ones again (torch.func.functional_call puts back what it
   // found) are registered once more.
   void register_again() const;
@@ -183,20 +156,15 @@ class ParamGroup {
   const CopyProgram& rows_to_keep();
 
   // --- gradients ---
-  // What autograd has accumulated; undefined: nothing.
+  bool has_unpacked_gradient(size_t param) const;
+  // What autograd has accumulated.
   at::Tensor take_gradient(size_t param);
   // Dense and plain, as transports take it.
   at::Tensor packable(at::Tensor gradient, size_t param) const;
   // What autograd has accumulated is dropped.
   void drop_unpacked();
-  GradientState gradient_state() const { return gradient_state_; }
-  bool is_open() const { return gradient_state_ != GradientState::none; }
-  bool is_posted() const { return gradient_state_ == GradientState::posted; }
-  // Throws where there is no way from the state before.
-  void set_gradient_state(GradientState to);
-  GradientRecord& record() { return record_; }
-  const GradientRecord& record() const { return record_; }
-  bool holds_unreduced() const { return is_open() || record_.partial_parts.backward != 0; }
+  WaitingTensors& waiting() { return waiting_; }
+  const WaitingTensors& waiting() const { return waiting_; }
 
   // --- how it is reduced ---
   // Whether the summed rows go through a segment of their own instead of straight into `.grad`.
@@ -244,17 +212,12 @@ class ParamGroup {
   GroupCalls calls_;
   Gradients gradients_;
   GatherSlot gather_;
-  bool is_filled_ = false;
-  bool holds_post_forward_ = false;
   ParamGroup* gathered_from_ = this;  // whose transport and slot the last gather used
   std::shared_ptr<ParamGroup> post_forward_;
   std::vector<PyRef> post_forward_params_;
   std::map<const ParamGroup*, CopyProgram> rows_to_keep_;  // by gathered_from_
-  GradientState gradient_state_ = GradientState::none;
-  GradientRecord record_;
+  WaitingTensors waiting_;
 };
-
-const char* to_string(GradientState state);
 
 // Throws the exception that a collective of `group` left in the interpreter, as `explain` tells it. `operation`:
 // "all-gather".

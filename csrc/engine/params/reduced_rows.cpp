@@ -1,6 +1,8 @@
 // Reduced rows in memory of the CPU.
 #include "engine/params/reduced_rows.hpp"
 
+#include "core/error.hpp"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -61,6 +63,13 @@ void SegmentRows::write(const GradientTargets& targets) {
     scale_into(at::kCPU, place.shape.orig, targets[i]->data, type_, rows + place.reduce_segment_offset,
                place.shard_numel, divisor_, targets[i]->accumulate);
   }
+}
+
+std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows) {
+  SegmentRows* const segment = rows->segment();
+  if (segment == nullptr) throw Error("fsdp2x: reduced rows that wait for an all-reduce are not in a segment");
+  rows.release();
+  return std::unique_ptr<SegmentRows>(segment);
 }
 
 void call_hook(const PyRef& hook, const at::Tensor& rows) {

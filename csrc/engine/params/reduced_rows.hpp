@@ -68,6 +68,10 @@ class SegmentRows final : public ReducedRows {
   double divisor_;
 };
 
+// The rows as the segment that they are. Throws where they are not: transports without streams reduce replicated groups
+// into segments.
+std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows);
+
 // Calls `hook` with `rows`; throws what it raises.
 void call_hook(const PyRef& hook, const at::Tensor& rows);
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/schedule/states.hpp"
 #include "core/unit_settings.hpp"
 #include "core/wire_format.hpp"
 #include "engine/torch/profile_range.hpp"
@@ -16,14 +17,8 @@
 namespace fsdp2x {
 
 // What the user's setters change; read at each use.
-struct UnitOptions {
-  bool reshard_after_forward = true;
-  bool reshard_without_grad = false;  // after a forward without grad, though the line above says no
-  bool reshard_after_backward = true;
-  bool requires_gradient_sync = true;
-  bool requires_all_reduce = true;
+struct UnitOptions : ScheduleOptions {
   bool reduce_unused_params = false;
-  bool unshard_in_backward = true;
   bool keep_unsharded_storage = false;  // the same memory at every unshard
   bool cast_forward_inputs = true;
   std::optional<at::ScalarType> param_dtype;    // inputs are cast to it
@@ -36,7 +31,7 @@ struct UnitOptions {
 
 // See UnitSettings::flags. `odd_steps`: optimizers have stepped between passes an odd number of times.
 inline uint32_t flags_of(const UnitOptions& options, bool odd_steps) {
-  constexpr std::array kFlags{
+  constexpr std::array<bool UnitOptions::*, 8> kFlags{
       &UnitOptions::reshard_after_forward,  &UnitOptions::reshard_without_grad, &UnitOptions::reshard_after_backward,
       &UnitOptions::requires_gradient_sync, &UnitOptions::requires_all_reduce,  &UnitOptions::reduce_unused_params,
       &UnitOptions::unshard_in_backward,    &UnitOptions::force_sum_reduction,
@@ -49,15 +44,14 @@ inline uint32_t flags_of(const UnitOptions& options, bool odd_steps) {
   return flags;
 }
 
-struct UnitFacts {
-  UnitFacts(std::string unit_name, UnitOptions unit_options)
-      : name(std::move(unit_name)), ranges(name), options(std::move(unit_options)) {}
-
-  std::string name;
+class UnitFacts : public ScheduledUnit {
+ public:
   RangeNames ranges;
   UnitOptions options;
-  bool armed = false;              // took part in a forward under grad since its last synchronised backward
-  uint64_t backward_position = 0;  // see Root::backward_position
+
+ protected:
+  UnitFacts(std::string unit_name, UnitOptions unit_options)
+      : ScheduledUnit(unit_name, options), ranges(unit_name), options(std::move(unit_options)) {}
 };
 
 }  // namespace fsdp2x

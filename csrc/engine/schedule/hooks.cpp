@@ -27,8 +27,8 @@ namespace {
 // Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
 // that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
-  PostBackwardNode(const std::shared_ptr<Unit>& unit, std::optional<uint64_t> entry, torch::autograd::edge_list edges)
-      : Node(std::move(edges)), call(unit, entry) {}
+  PostBackwardNode(const std::shared_ptr<Unit>& unit, std::optional<uint64_t> number, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), call(unit, number) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     call.end();
@@ -47,7 +47,7 @@ struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
   explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    unit->root->pre_backward(*unit);
+    unit->root->schedule().pre_backward(*unit);
     return grads;
   }
 
@@ -105,13 +105,12 @@ std::string text_of(const py::object& error) {
 
 }  // namespace
 
-UnitCall::UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> entry)
-    : unit_(std::move(unit)), token_(unit_->take_call_token()), entry_(entry) {}
+UnitCall::UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> number)
+    : unit_(std::move(unit)), token_(unit_->take_call_token()), number_(number) {}
 
 void UnitCall::end() {
   token_.reset();
-  unit_->backward_position = unit_->root->backward_position(entry_);
-  unit_->root->post_backward(*unit_);
+  unit_->root->schedule().post_backward(*unit_, number_);
 }
 
 UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
@@ -124,8 +123,8 @@ UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_ini
 }
 
 UnitHooks::~UnitHooks() {
-  if (!unit_ || !unit_->root || !unit_->root->backward_has_raised()) return;
-  unit_->root->drop_raised_reductions();
+  if (!unit_ || !unit_->root || !unit_->root->schedule().backward_has_raised()) return;
+  unit_->root->schedule().reductions().forget_pending();
   run_empty_backward();
 }
 
@@ -138,68 +137,56 @@ UnitHooks::Handled UnitHooks::Handled::now() {
 
 py::object UnitHooks::pre_forward(const py::object& module, py::object args, py::object kwargs) {
   guard_.require("run a sharded model");
-  if (unit_ && unit_->root->backward_has_raised()) unit_->root->abandon_backward();
+  use_unit();
+  Unit& unit = *unit_;
+  Schedule& schedule = unit.root->schedule();
+  const ProfileRange range(unit.ranges.pre_forward);
+  handled_before_ = Handled::now();
+  const PyObject* const old_args = args.ptr();
+  const PyObject* const old_kwargs = kwargs.ptr();
+
+  const Schedule::Entry entry = enter(module);
+  if (entry.begins_root && !unit.device.is_cpu()) move_inputs(args, kwargs);
+  cast_inputs(args, kwargs);
+  schedule.gather_for_forward(unit, entry);
+  if (entry.begins_unit && at::GradMode::is_enabled()) {
+    schedule.await_backward(unit);
+    unit.packs_late = has_backward_hooks();
+    attach_post_backward(args, kwargs);
+    first_node_ = at::sequence_number::peek();
+  }
+  if (args.ptr() == old_args && kwargs.ptr() == old_kwargs) return py::none();
+  return py::make_tuple(std::move(args), std::move(kwargs));
+}
+
+void UnitHooks::use_unit() {
+  if (unit_) unit_->root->schedule().settle_raised_backward();
   if (!unit_ || (begins_forward() && unit_->root->has_replaced_shards())) {
     const OutsideTransforms outside;
     lazy_init_();
   }
   if (!unit_) throw Error("fsdp2x: lazy initialization left a module without its unit");
-  Unit& unit = *unit_;
-  Root& root = *unit.root;
-  const ProfileRange range(unit.ranges.pre_forward);
-  handled_before_ = Handled::now();
-  const PyObject* const old_args = args.ptr();
-  const PyObject* const old_kwargs = kwargs.ptr();
-  if (unit.phase() == Phase::backward) {
-    // A checkpoint inside this unit's backward recomputes it: the hooks of the first forward still stand.
-    root.unshard(unit);
-    cast_inputs(args, kwargs);
-  } else {
-    if (unit.num_running > 0 && root.is_forward_root(&unit) && root.is_forward_thread() &&
-        !is_running_(module).cast<bool>()) {
-      root.abandon_forward(/*interrupted=*/true, "");
-    }
-    const bool first = unit.phase() != Phase::forward;
-    if (modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
-    unit.set_phase(Phase::forward);
-    ++unit.num_running;
-    if (first && !root.in_forward()) {
-      static const std::string root_range = "FSDP::root_pre_forward";
-      const ProfileRange whole(root_range);
-      root.begin_forward(&unit);
-      if (!unit.device.is_cpu()) move_inputs(args, kwargs);
-    }
-    cast_inputs(args, kwargs);
-    if (!inside_backward()) unit.drop_post_forward();  // an optimizer may have run since: gather the shards themselves
-    if (unit.param_state() == ParamState::unsharded) {
-      bool is_whole = true;
-      for (const auto& group : unit.groups) {
-        group->register_again();
-        is_whole = group->follow_gathered() && is_whole;
-      }
-      if (!is_whole) unit.reshard();
-    }
-    root.unshard(unit);
-    if (first) {
-      root.prefetch_forward(unit);
-      if (at::GradMode::is_enabled()) {
-        if (!unit.armed) unit.armed_in = root.forward_number();
-        unit.armed = true;
-        unit.packs_late = has_backward_hooks();
-        attach_post_backward(args, kwargs);
-        first_node_ = at::sequence_number::peek();
-      }
-    }
-  }
-  if (args.ptr() == old_args && kwargs.ptr() == old_kwargs) return py::none();
-  return py::make_tuple(std::move(args), std::move(kwargs));
+}
+
+Schedule::Entry UnitHooks::enter(const py::object& module) {
+  Root& root = *unit_->root;
+  Schedule& schedule = root.schedule();
+  // Exceptions that are no `Exception` leave a forward without a word.
+  const bool was_interrupted = unit_->phase() != Phase::backward && unit_->num_running() > 0 &&
+                               schedule.is_forward_root(unit_.get()) && root.is_forward_thread() &&
+                               !is_running_(module).cast<bool>();
+  if (was_interrupted || !schedule.in_forward()) root.note_thread();
+  const Schedule::Entry entry = schedule.enter(*unit_, at::GradMode::is_enabled(), was_interrupted);
+  if (!entry.is_recomputed && modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
+  return entry;
 }
 
 py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
   if (!unit_ || !unit_->root) return py::none();  // lazy init raised
   if (!guard_.is_here()) return py::none();       // what is running is the parent's
   Unit& unit = *unit_;
-  if (unit.phase() != Phase::backward && unit.num_running > 0) --unit.num_running;
+  Schedule& schedule = unit.root->schedule();
+  schedule.leave(unit);
   if (output.is_none()) {
     // always_call hooks also run, with None, while the exception of a failed forward is being handled. Another one may
     // have been handled all the time.
@@ -215,10 +202,10 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
     attach_pre_backward(output);
     result = mark_outputs(output);
     if (is_last_call(module)) {
-      finish_forward();
-      if (unit.root->is_forward_root(&unit)) {
+      schedule.finish_forward(unit, at::GradMode::is_enabled());
+      if (schedule.is_forward_root(&unit)) {
         result = complete_others(result);
-        unit.root->end_forward();
+        schedule.end_forward();
       }
     }
   }
@@ -232,19 +219,9 @@ bool UnitHooks::is_last_call(const py::object& module) {
   std::erase(remaining_, module.ptr());
   if (remaining_.size() < num_before && remaining_.empty()) return true;
   // A member that was called past the root: nobody else ends this forward.
-  if (!unit_->root->is_forward_root(unit_.get()) || unit_->num_running > 0) return false;
+  if (!unit_->root->schedule().is_forward_root(unit_.get()) || unit_->num_running() > 0) return false;
   remaining_.clear();
   return true;
-}
-
-void UnitHooks::finish_forward() {
-  if (!inside_backward()) {
-    const bool frees =
-        unit_->options.reshard_after_forward || (unit_->options.reshard_without_grad && !at::GradMode::is_enabled());
-    if (frees && unit_->num_running == 0) unit_->reshard_after_forward();
-    unit_->root->record_forward(*unit_);
-  }
-  unit_->set_phase(Phase::idle);
 }
 
 py::object UnitHooks::complete_others(py::object output) {
@@ -252,7 +229,7 @@ py::object UnitHooks::complete_others(py::object output) {
     const auto hooks = it->lock();
     if (!hooks || hooks.get() == this || hooks->remaining_.empty()) continue;
     hooks->remaining_.clear();
-    hooks->finish_forward();
+    hooks->unit_->root->schedule().finish_forward(*hooks->unit_, at::GradMode::is_enabled());
     output = hooks->cast_output(output);
   }
   return output;
@@ -260,19 +237,19 @@ py::object UnitHooks::complete_others(py::object output) {
 
 void UnitHooks::fail_forward() {
   remaining_.clear();
-  Root& root = *unit_->root;
-  const bool is_root = root.is_forward_root(unit_.get());
+  Schedule& schedule = unit_->root->schedule();
+  const bool is_root = schedule.is_forward_root(unit_.get());
   if (inside_backward()) {
-    if (is_root) root.leave_forward();
+    if (is_root) schedule.leave_recomputation();
     return;
   }
-  if (!is_root) return unit_->leave_forward();
+  if (!is_root) return schedule.fail_forward(*unit_);
   const auto error = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
   explain_(error);
   for (const auto& weak : all_) {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
-  root.abandon_forward(/*interrupted=*/false, "left its forward, which raised " + text_of(error));
+  unit_->root->fail_forward("left its forward, which raised " + text_of(error));
 }
 
 void UnitHooks::set_unit(std::shared_ptr<Unit> unit) {
@@ -281,7 +258,8 @@ void UnitHooks::set_unit(std::shared_ptr<Unit> unit) {
 }
 
 bool UnitHooks::begins_forward() const {
-  return unit_->phase() == Phase::idle && !unit_->root->in_forward() && !unit_->root->in_backward();
+  const Schedule& schedule = unit_->root->schedule();
+  return unit_->phase() == Phase::idle && !schedule.in_forward() && !schedule.in_backward();
 }
 
 uint64_t& UnitHooks::python_calls() const { return unit_->root->counters().python_calls; }
@@ -324,13 +302,13 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   for_each_tensor(args.ptr(), collect, python_calls());
   for_each_tensor(kwargs.ptr(), collect, python_calls());
   // Also without such inputs: ranks may train different parameters, and the numbers must mean the same place.
-  const std::optional<uint64_t> entry = unit_->root->enter();
+  const std::optional<uint64_t> number = unit_->root->schedule().number_call();
   if (inputs.empty()) return;
   torch::autograd::variable_list outputs;
   if (inside_transforms()) {
-    outputs = mark_inputs_(UnitCall(unit_, entry), inputs).cast<torch::autograd::variable_list>();
+    outputs = mark_inputs_(UnitCall(unit_, number), inputs).cast<torch::autograd::variable_list>();
   } else {
-    const auto node = compat::make_node<PostBackwardNode>(unit_, entry, torch::autograd::collect_next_edges(inputs));
+    const auto node = compat::make_node<PostBackwardNode>(unit_, number, torch::autograd::collect_next_edges(inputs));
     outputs = compat::pass_through(inputs, node);
   }
   size_t next = 0;
@@ -364,7 +342,7 @@ bool UnitHooks::has_backward_hooks() const {
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
-      if (const auto unit = weak.lock()) unit->root->pre_backward(*unit);
+      if (const auto unit = weak.lock()) unit->root->schedule().pre_backward(*unit);
     });
   }
   const py::handle leaf(tensor);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/schedule/schedule.hpp"
 #include "engine/schedule/unit.hpp"
 
 namespace fsdp2x {
@@ -16,15 +17,15 @@ namespace py = pybind11;
 // One forward call of a unit under grad, from its pre-forward until its backward has run or its graph is freed.
 class UnitCall {
  public:
-  // `entry`: see Root::enter.
-  UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> entry);
+  // `number`: see Schedule::number_call.
+  UnitCall(std::shared_ptr<Unit> unit, std::optional<uint64_t> number);
   // The gradients of all inputs of the call are known.
   void end();
 
  private:
   std::shared_ptr<Unit> unit_;
   std::shared_ptr<int> token_;
-  std::optional<uint64_t> entry_;
+  std::optional<uint64_t> number_;
 };
 
 // The hooks of one unit. A unit of several modules gathers before the first of them and reshards after the last. Inputs
@@ -73,6 +74,9 @@ class UnitHooks {
     const void* exception = nullptr;
     const void* traceback = nullptr;
   };
+  // Gives the module its unit, by lazy initialization where that is due.
+  void use_unit();
+  Schedule::Entry enter(const py::object& module);
   py::object cast_output(const py::object& output) const;
   void move_inputs(py::object& args, py::object& kwargs) const;
   void cast_inputs(py::object& args, py::object& kwargs) const;
@@ -83,7 +87,6 @@ class UnitHooks {
   void hook_leaf(PyObject* tensor);
   // Whether every module of the unit has run, or the one that was called past the root.
   bool is_last_call(const py::object& module);
-  void finish_forward();
   py::object complete_others(py::object output);
   void fail_forward();
   bool has_backward_hooks() const;

@@ -26,9 +26,9 @@ UnitMove::UnitMove(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), state_(
 
 void UnitMove::finish() {
   if (state_ == ParamState::sharded) return;
-  unit_->root->begin_unshard(*unit_);
+  unit_->begin_unshard();
   if (state_ == ParamState::gathering) return;
-  unit_->root->finish_unshard(*unit_);
+  unit_->finish_unshard();
   const at::NoGradGuard no_grad;
   for (const auto& [param, value] : before_) {
     if (!param.detach().equal(value)) param.detach().copy_(value);

@@ -13,6 +13,7 @@ namespace fsdp2x {
 // While it lives, a range of that name is open in torch.profiler and in NVTX (torch.autograd.profiler.emit_nvtx).
 class ProfileRange {
  public:
+  static bool is_profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
   explicit ProfileRange(const std::string& name) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
       function_.emplace(std::move(*callbacks));

@@ -51,14 +51,9 @@ void DeviceGathers::write_pool(ParamGroup& group, const CopyProgram& rows, const
 }
 
 void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
-  try {
-    enqueue(group, pools_stand_still);
-  } catch (...) {
-    // What was enqueued may still use memory that is given back now.
-    for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
-    release(group);
-    throw;
-  }
+  per_group(group).is_enqueued = false;
+  enqueue(group, pools_stand_still);
+  per_group(group).is_enqueued = true;
 }
 
 DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
@@ -222,7 +217,10 @@ void DeviceGathers::note_use(const ParamGroup& group, const DeviceBuffer& slot) 
 void DeviceGathers::release(ParamGroup& group) {
   const int id = group.gather().slot.id;
   PerGroup& mine = per_group(group);
-  if (id < 0) return close(group);  // an exception came before there was one
+  if (!std::exchange(mine.is_enqueued, true)) {  // an exception came: what was enqueued may still use the memory
+    for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
+  }
+  if (id < 0) return close(group);
   DeviceBuffer& slot = (*slots_)[id];
   if (mine.is_finished) {
     note_use(group, slot);

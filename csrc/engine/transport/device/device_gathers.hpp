@@ -65,6 +65,7 @@ class DeviceGathers {
     std::unique_ptr<DeviceEvent> pool_event;  // the pool was written, by the compute lane
     bool in_one_piece = false;                // of the running gather
     int staging = -1;                         // likewise, in staging_
+    bool is_enqueued = true;                  // all of it
     bool is_finished = false;                 // the compute lane has waited for it
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }

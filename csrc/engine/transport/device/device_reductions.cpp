@@ -185,7 +185,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
     const LaneScope scope(context_.layer(), running.lane);
     context_.layer().add(rows, typed(partial.memory, type, 0, rows.nbytes()));
     memory_.retire_segment(std::exchange(mine.partial, -1), running.number, running.lane);
-    group.record().note_merged_partial();
+    group.note_merged_partial();
   }
   if (!group.options().requires_all_reduce) {
     keep_partial(group, running);
@@ -222,7 +222,7 @@ void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
   mine.partial = std::exchange(running.segment, -1);
   mine.partial_plan = running.plan->layout;
   context_.layer().record(*memory_.segment(mine.partial).ready, running.lane);
-  group.record().note_partial();
+  group.note_partial();
   running = Reduction();
 }
 

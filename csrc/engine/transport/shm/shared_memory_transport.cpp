@@ -150,7 +150,8 @@ void SharedMemoryTransport::finish_gather(ParamGroup& group) {
 
 void SharedMemoryTransport::release_gather(ParamGroup& group) {
   const Slot& slot = group.gather().slot;
-  if (group_) {
+  if (slot.id < 0) return;
+  if (group_ && group.gather().read != nullptr) {
     group_->discard_private_pages(group.gather().read,
                                   group.layout().slot_bytes());  // what users wrote to the parameters
     group_->release_slot(static_cast<uint32_t>(slot.id), slot.num_uses);
@@ -313,14 +314,14 @@ void SharedMemoryTransport::fill_unused(ParamGroup& group) {
 }
 
 bool SharedMemoryTransport::needs_empty_reduction(const ParamGroup& group) const {
-  return group.reduces_unused() || (group_ && group.unit().armed);
+  return group.reduces_unused() || (group_ && group.unit().awaits_reduction());
 }
 
 Transport::Finished SharedMemoryTransport::finish_reduce(ParamGroup& group, bool flush) {
   if (group_) {
     const ReleaseGil released;
     const cpu::Joined joined = group_->join_reduction(group.index(), scratch_of(group).epoch, tag_of(group),
-                                                      group.unit().backward_position, flush);
+                                                      group.unit().backward_position(), flush);
     if (joined == cpu::Joined::later) return {.is_later = true, .rows = nullptr};
   }
   Finished finished;
@@ -454,7 +455,7 @@ void SharedMemoryTransport::close_scratch(ParamGroup& group) {
   Scratch& scratch = scratch_of(group);
   if (group_) {
     group_->consume_reduction(group.index(), scratch.epoch);
-    closing_.push_back({group.index(), scratch.epoch, scratch.slot.id, group.unit().backward_position});
+    closing_.push_back({group.index(), scratch.epoch, scratch.slot.id, group.unit().backward_position()});
   } else {
     scratch_ledger_.release(scratch.slot.id);
   }

@@ -1,0 +1,168 @@
+// What a schedule asks for: one interface, whose implementations work on tensors (the engine), on byte counts (the
+// planner) and on records (tests).
+//
+// Contract, which the schedule relies on and enforces:
+//
+// - *Exceptions.* Every effect may throw, and the schedule passes the exception on when its own state is consistent.
+//
+//   | effect that throws | what the schedule does |
+//   | --- | --- |
+//   | begin_gather, finish_gather | calls cancel_gather once for every group of the unit that has begun, also for the
+//     one that threw; the unit is sharded |
+//   | release_gather, cancel_gather | the group counts as released; the other groups of the unit are released as well |
+//   | pack, settle, begin_reduce | the group keeps its state: abandoning the backward drops it |
+//   | finish_reduce, all_reduce, run_reduce_hook, begin_download, attach | the group's gradients count as reduced; rows
+//     that are not attached are dropped by drop_reduced; sums with earlier backwards are lost, and every pass raises
+//     until a reset |
+//   | begin_pass, begin_forward, begin_backward | the pass has begun: it is abandoned like one that raised later |
+//
+// - *Reentrance.* `run_reduce_hook`, `attach` and `finish_download` run users' hooks, which may gather, reshard, run a
+//   forward, or step an optimizer. The schedule has recorded the group as reduced before it calls them.
+// - *Answers* are return values. An effect never calls the schedule.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "core/collective_order.hpp"
+#include "core/schedule/states.hpp"
+
+namespace fsdp2x {
+
+// Named parts of a step, for profiles.
+enum class Section : uint8_t {
+  all_gather,
+  all_gather_copy_out,
+  pre_backward,
+  forward_prefetch,
+  backward_prefetch,
+  post_backward_reshard,
+  post_backward_reduce,
+};
+
+struct OpenSection {
+  virtual ~OpenSection() = default;
+};
+
+// What has become of a posted reduction.
+enum class Reduced : uint8_t {
+  later,  // a peer posts later: ask again, with `flush` at the latest
+  kept,   // the transport keeps the rows for an all-reduce of its own
+  rows,   // rows are there: attach, begin_download, keep_partial or drop_reduced follows
+};
+
+class Effects {
+ public:
+  virtual ~Effects() = default;
+
+  // --- questions, which change nothing ---
+  // Whether this thread runs nodes of a backward. A recomputed forward is inside, too.
+  virtual bool inside_backward() const = 0;
+  // Whether autograd still has the backward that begin_backward announced.
+  virtual bool backward_is_alive() const = 0;
+  // Whether calls of the unit wait for their backward.
+  virtual bool has_outstanding_calls(const ScheduledUnit& unit) const = 0;
+  // Whether autograd has accumulated a gradient of the parameter that is not packed.
+  virtual bool has_gradient(ScheduledGroup& group, size_t param) const = 0;
+  virtual size_t num_params(const ScheduledGroup& group) const = 0;
+  // Whether this backward still has gradients to come for the group.
+  virtual bool expects_gradients(const ScheduledGroup& group) const = 0;
+  // Whether peers wait in a collective for a reduction of a group that has no gradient here.
+  virtual bool is_collective(const ScheduledGroup& group) const = 0;
+  // The group has packed nothing, but peers may have, or rows wait: it is reduced all the same.
+  virtual bool needs_empty_reduction(const ScheduledGroup& group) const = 0;
+  // Whether reductions on their way hold memory that the group needs next: to pack a gradient of `param`, or (null) for
+  // its reduction, or beside it, if that is posted.
+  virtual bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) = 0;
+  // Whether what is packed of the group was handed to the user, who may write to it.
+  virtual bool is_shown(const ScheduledGroup& /*group*/) const { return false; }
+  // Whether the schedule asks for the all-reduce over replicas at the end of a backward. Otherwise there are no
+  // replicas, or the transport all-reduces by itself.
+  virtual bool all_reduces_later(const ScheduledGroup& /*group*/) const { return false; }
+  // Whether reduced rows go to the host before they become gradients, how many groups of a transport may be on their
+  // way there at once, and whether two groups have one transport.
+  virtual bool downloads(const ScheduledGroup& /*group*/) const { return false; }
+  virtual size_t max_downloads(const ScheduledGroup& /*group*/) const { return 1; }
+  virtual bool share_transport(const ScheduledGroup& /*one*/, const ScheduledGroup& /*other*/) const { return true; }
+  // Throws unless this process may act on the unit. `action`: "gather unit".
+  virtual void check_process(const ScheduledUnit& /*unit*/, const char* /*action*/) const {}
+  // Throws where the unit's parameters belong to another unit by now.
+  virtual void check_params(const ScheduledUnit& /*unit*/) const {}
+
+  // --- parameters ---
+  // A change of a gathered parameter was lost at a reshard: returns that once, and refuse_lost throws.
+  virtual bool take_lost(ScheduledUnit& /*unit*/) { return false; }
+  virtual void refuse_lost(ScheduledUnit& /*unit*/) {}
+  // Before a forward over parameters that are gathered already. False: they must be gathered again.
+  virtual bool follow_gathered(ScheduledUnit& /*unit*/) { return true; }
+  // Own rows into the slot, posted to the peers. `shards_stand_still`: nobody writes to shards now.
+  virtual void begin_gather(ScheduledGroup& group, bool shards_stand_still) = 0;
+  // All rows are there, and modules register the unsharded parameters.
+  virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
+  // Modules register the sharded parameters, and the slot goes. `may_keep_rows`: a smaller world may keep the rows
+  // until the next gather. Returns whether it does.
+  virtual bool release_gather(ScheduledGroup& group, bool may_keep_rows) = 0;
+  // Drops a gather that has begun, in part or as a whole, and was not finished.
+  virtual void cancel_gather(ScheduledGroup& group) = 0;
+  // Modules register the sharded parameters again instead of the rows of the smaller world.
+  virtual void drop_rows(ScheduledGroup& /*group*/) {}
+
+  // --- passes ---
+  virtual void begin_pass(PassKind /*kind*/) {}
+  virtual void end_pass() {}
+  // The backward is gone. Nobody is waited for or told.
+  virtual void forget_pass() {}
+  // Warns of waiting gradients that an optimizer's zero_grad has left. The warning may be an exception.
+  virtual void warn_of_zeroed() {}
+  // Of the root, outside of a backward; `number` counts these from 1.
+  virtual void begin_forward(uint64_t number) = 0;
+  virtual void end_forward() = 0;
+  // Announces the root's callback to autograd. `is_alone`: the backward is of the last forward only. Returns whether
+  // gradients go to all leaves of the graph.
+  virtual bool begin_backward(uint64_t number, bool is_alone) = 0;
+  virtual void end_backward() = 0;
+  // The unit's own backward begins, on this thread and stream.
+  virtual void begin_unit_backward(ScheduledUnit& /*unit*/) {}
+  virtual void publish_progress(uint64_t position) = 0;
+  // Names a part of the step while the answer lives. Null: nobody looks.
+  virtual std::unique_ptr<OpenSection> open_section(const ScheduledUnit& /*unit*/, Section /*section*/) {
+    return nullptr;
+  }
+
+  // --- gradients ---
+  virtual void make_room(ScheduledGroup& group) = 0;
+  // Takes the accumulated gradient of the parameter and adds it to what is packed.
+  virtual void pack(ScheduledGroup& group, size_t param) = 0;
+  // Packs a parameter's gradient that was shown to the user again. After the last one nothing is shown.
+  virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
+  // This backward may have no more gradients for the group: what is held may be packed and freed.
+  virtual void settle(ScheduledGroup& group) = 0;
+  virtual void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) = 0;
+  virtual Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) = 0;
+  // The backward ends without a reduction of the group.
+  virtual void skip_reduce(ScheduledGroup& /*group*/) {}
+  // Adds the reduced rows to those that wait for an all-reduce.
+  virtual void keep_partial(ScheduledGroup& /*group*/) {}
+  // All-reduces what waits, zeros where nothing does. It is reduced rows then.
+  virtual void all_reduce(ScheduledGroup& /*group*/) {}
+  // Runs the user's hook on the reduced rows.
+  virtual void run_reduce_hook(ScheduledGroup& /*group*/) {}
+  // The reduced rows become gradients, and the parameters' own hooks run.
+  virtual void attach(ScheduledGroup& group) = 0;
+  // The same in two steps, for groups whose gradients lie in host memory.
+  virtual void begin_download(ScheduledGroup& /*group*/) {}
+  virtual void finish_download(ScheduledGroup& /*group*/) {}
+
+  // --- what goes ---
+  // Packed or posted gradients. Returns whether there were any.
+  virtual bool drop_packed(ScheduledGroup& group) = 0;
+  virtual void drop_partial(ScheduledGroup& /*group*/) {}
+  virtual void drop_reduced(ScheduledGroup& /*group*/) {}
+  virtual void drop_download(ScheduledGroup& /*group*/) {}
+  // What autograd has accumulated.
+  virtual void drop_unpacked(ScheduledGroup& /*group*/) {}
+};
+
+}  // namespace fsdp2x

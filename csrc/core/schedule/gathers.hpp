@@ -1,0 +1,32 @@
+// Parameters between sharded and unsharded. Every gather that begins is released or canceled once, whatever raises.
+#pragma once
+
+#include "core/schedule/effects.hpp"
+#include "core/schedule/states.hpp"
+
+namespace fsdp2x {
+
+class Gathers {
+ public:
+  explicit Gathers(Effects& effects) : effects_(effects) {}
+
+  // Does nothing unless the unit is sharded.
+  void begin(ScheduledUnit& unit, bool shards_stand_still);
+  // Does nothing unless the gather has begun.
+  void finish(ScheduledUnit& unit);
+  // Releases or cancels what there is; kept rows go as well.
+  void reshard(ScheduledUnit& unit);
+  // Rows may stay in a smaller world.
+  void reshard_after_forward(ScheduledUnit& unit);
+  // A gather that nobody used.
+  void cancel(ScheduledUnit& unit);
+  void drop_rows(ScheduledUnit& unit);
+
+ private:
+  // Releases the groups, canceled where they are not filled. Throws the first exception after all of them.
+  void release(ScheduledUnit& unit, bool may_keep_rows);
+
+  Effects& effects_;
+};
+
+}  // namespace fsdp2x

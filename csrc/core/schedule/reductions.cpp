@@ -1,0 +1,241 @@
+// The way of gradients, without the gradients.
+#include "core/schedule/reductions.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/error.hpp"
+
+namespace fsdp2x {
+
+// --- in ---
+
+void Reductions::make_room(ScheduledGroup& group, std::optional<size_t> param) {
+  if (!effects_.needs_room(group, param)) return;
+  finish_pending();
+  effects_.make_room(group);
+}
+
+void Reductions::pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
+  if (group.is_posted()) finish(unit.shared_from_this(), group, /*flush=*/true);  // peers read what is packed
+  group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
+  if (!effects_.is_shown(group)) make_room(group, param);
+  if (!group.is_open()) group.set_gradients(GradientState::packed);
+  effects_.pack(group, param);
+}
+
+void Reductions::settle(ScheduledUnit& unit) {
+  for (ScheduledGroup* const group : unit.groups_) {
+    if (group->gradient_state() != GradientState::packed || effects_.is_shown(*group)) continue;
+    make_room(*group, std::nullopt);
+    effects_.settle(*group);
+  }
+}
+
+bool Reductions::is_awaited(const ScheduledUnit& unit, const ScheduledGroup& group) const {
+  if (!reaches_all_ || !unit.awaits_reduction_ || group.is_reduced_) return false;
+  return !effects_.has_outstanding_calls(unit) && effects_.is_collective(group);
+}
+
+void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group) {
+  group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
+  if (effects_.is_shown(group)) {
+    for (size_t i = 0; i < effects_.num_params(group); ++i) {
+      make_room(group, i);
+      effects_.pack_shown(group, i);
+    }
+  }
+  make_room(group, std::nullopt);
+  group.set_gradients(GradientState::posted);
+  group.posts_late_ = false;
+  effects_.begin_reduce(unit, group);
+  make_room(group, std::nullopt);  // beside it
+  pending_.push_back({unit.shared_from_this(), &group});
+}
+
+// --- out ---
+
+void Reductions::finish_pending() {
+  for (size_t i = 0; i < pending_.size();) {
+    const OnItsWay one = pending_[i];  // users' hooks may come here again
+    if (one.group->posts_late_ || !finish(one.unit, *one.group, /*flush=*/false)) {
+      ++i;
+    } else if (i < pending_.size() && pending_[i].group == one.group) {
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+}
+
+bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group, bool flush) {
+  if (!group.is_posted()) return true;
+  const Contributions& sum = group.contributions_;
+  const bool holds_earlier = sum.backward != backward_number() || sum.holds_earlier;
+  try {
+    const Reduced reduced = effects_.finish_reduce(*unit, group, flush);
+    group.posts_late_ = reduced == Reduced::later;
+    if (group.posts_late_) return false;
+    group.set_gradients(GradientState::none);
+    group.is_reduced_ = true;
+    if (reduced == Reduced::kept) return true;
+    if (effects_.all_reduces_later(group)) {
+      effects_.keep_partial(group);
+      group.partial_contributions_.add(backward_number(), /*is_first=*/!group.holds_partial_);
+      if (sum.holds_earlier) group.partial_contributions_.holds_earlier = true;
+      group.holds_partial_ = true;
+    } else {
+      deliver(unit, group);
+    }
+    return true;
+  } catch (...) {
+    // Users' hooks run when the rows have left the transport: what they leave undone is nowhere any more.
+    effects_.drop_reduced(group);
+    if (holds_earlier) lose(group);
+    throw;
+  }
+}
+
+void Reductions::deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group) {
+  effects_.run_reduce_hook(group);
+  if (!effects_.downloads(group)) return effects_.attach(group);
+  // Gradients may come in two parts.
+  const auto same = std::find_if(downloads_.begin(), downloads_.end(),
+                                 [&group](const OnItsWay& other) { return other.group == &group; });
+  if (same != downloads_.end()) finish_download(same);
+  const auto is_beside = [&](const OnItsWay& other) { return effects_.share_transport(*other.group, group); };
+  const auto num = static_cast<size_t>(std::count_if(downloads_.begin(), downloads_.end(), is_beside));
+  if (num >= effects_.max_downloads(group)) {
+    finish_download(std::find_if(downloads_.begin(), downloads_.end(), is_beside));
+  }
+  effects_.begin_download(group);
+  downloads_.push_back({unit, &group});
+}
+
+void Reductions::finish_download(std::deque<OnItsWay>::iterator found) {
+  const OnItsWay download = std::move(*found);
+  downloads_.erase(found);
+  effects_.finish_download(*download.group);
+}
+
+// Replicas may finish their reductions in different order, so all-reduces wait for the end of the backward.
+void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group) {
+  const Contributions sum = std::exchange(group.partial_contributions_, Contributions());
+  group.holds_partial_ = false;
+  group.was_zeroed_ = false;
+  try {
+    effects_.all_reduce(group);
+    deliver(unit, group);
+  } catch (...) {
+    effects_.drop_reduced(group);
+    if (sum.backward != backward_number() || sum.holds_earlier) lose(group);
+    throw;
+  }
+}
+
+// --- the end of a backward ---
+
+void Reductions::flush(const ScheduledUnits& units) {
+  // Units whose backward autograd did not announce (inputs without gradient), whose calls are still outstanding, or
+  // that got gradients after their reduction.
+  for (auto it = units.rbegin(); it != units.rend(); ++it) {
+    ScheduledUnit& unit = **it;
+    if (!unit.options_.requires_gradient_sync) continue;
+    for (ScheduledGroup* const group : unit.groups_) {
+      if (group->is_posted()) continue;
+      const bool is_asked_for =
+          is_awaited(unit, *group) || (!group->is_reduced_ && effects_.needs_empty_reduction(*group));
+      if (!group->is_open() && !is_asked_for) {
+        if (!group->is_reduced_) effects_.skip_reduce(*group);
+        continue;
+      }
+      const auto section = effects_.open_section(unit, Section::post_backward_reduce);
+      post(unit, *group);
+    }
+  }
+  while (!pending_.empty()) {
+    const OnItsWay one = pending_.front();
+    finish(one.unit, *one.group, /*flush=*/true);
+    if (!pending_.empty() && pending_.front().group == one.group) pending_.pop_front();
+  }
+  for (auto it = units.rbegin(); it != units.rend(); ++it) {
+    const ScheduleOptions& options = (*it)->options_;
+    if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
+    for (ScheduledGroup* const group : (*it)->groups_) {
+      if (!effects_.all_reduces_later(*group)) continue;
+      if ((*it)->awaits_reduction_ || group->holds_partial_) all_reduce(*it, *group);
+    }
+  }
+  for (const auto& unit : units) {
+    if (unit->options_.requires_gradient_sync) unit->awaits_reduction_ = false;
+    for (ScheduledGroup* const group : unit->groups_) group->is_reduced_ = false;
+  }
+  while (!downloads_.empty()) finish_download(downloads_.begin());
+}
+
+// --- what goes ---
+
+bool Reductions::drop_packed(ScheduledGroup& group) {
+  const bool was_there = effects_.drop_packed(group);
+  group.set_gradients(GradientState::none);
+  group.posts_late_ = false;
+  return was_there;
+}
+
+void Reductions::drop_partial(ScheduledGroup& group) {
+  group.holds_partial_ = false;
+  group.partial_contributions_ = Contributions();
+  group.was_zeroed_ = false;
+  effects_.drop_partial(group);
+}
+
+void Reductions::forget_pending() {
+  // Of a manual finalization, reductions of earlier backwards go on.
+  std::erase_if(pending_,
+                [this](const OnItsWay& one) { return one.group->contributions_.backward == backward_number(); });
+}
+
+void Reductions::abandon(ScheduledUnit& unit) {
+  for (ScheduledGroup* const group : unit.groups_) {
+    if (group->contributions_.backward == backward_number()) {
+      const bool was_packed = drop_packed(*group);
+      const size_t num_downloads =
+          std::erase_if(downloads_, [group](const OnItsWay& one) { return one.group == group; });
+      if (num_downloads > 0) effects_.drop_download(*group);
+      if ((was_packed || num_downloads > 0) && group->contributions_.holds_earlier) lose(*group);
+    }
+    if (group->partial_contributions_.backward == backward_number()) {
+      if (group->partial_contributions_.holds_earlier) lose(*group);
+      drop_partial(*group);
+    }
+    group->is_reduced_ = false;
+    effects_.drop_unpacked(*group);
+  }
+}
+
+void Reductions::drop_all(ScheduledUnit& unit) {
+  for (ScheduledGroup* const group : unit.groups_) {
+    drop_packed(*group);
+    drop_partial(*group);
+    group->is_reduced_ = false;
+    effects_.drop_unpacked(*group);
+  }
+}
+
+void Reductions::reset() {
+  lost_.clear();
+  pending_.clear();
+  for (const OnItsWay& download : downloads_) effects_.drop_download(*download.group);
+  downloads_.clear();
+}
+
+void Reductions::lose(const ScheduledGroup& group) { lost_ += (lost_.empty() ? "'" : ", '") + group.name() + "'"; }
+
+void Reductions::refuse_after_loss() const {
+  if (lost_.empty()) return;
+  throw Error(
+      "fsdp2x: a backward raised while unit " + lost_ +
+      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
+      "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
+      "module and begin the step again.");
+}
+
+}  // namespace fsdp2x

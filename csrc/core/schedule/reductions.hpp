@@ -1,0 +1,82 @@
+// Gradients from autograd to `.grad`, for all units of one root: packed, posted, finished, attached. What an exception
+// spoils is decided here.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/schedule/effects.hpp"
+#include "core/schedule/states.hpp"
+
+namespace fsdp2x {
+
+using ScheduledUnits = std::vector<std::shared_ptr<ScheduledUnit>>;
+
+class Reductions {
+ public:
+  explicit Reductions(Effects& effects) : effects_(effects) {}
+
+  // Numbers the backwards from 1: the one that runs, or the next.
+  uint64_t backward_number() const { return num_backwards_ + 1; }
+  // `reaches_all`: gradients go to all leaves of the graph.
+  void begin_backward(bool reaches_all) { reaches_all_ = reaches_all; }
+  void end_backward() { ++num_backwards_; }
+
+  // Autograd has accumulated a gradient. One that comes late (a weight used outside its unit) waits for the reduction
+  // that was posted, and makes another one.
+  void pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
+  void settle(ScheduledUnit& unit);
+  // Whether peers may have gradients of the group, which has none here, and wait for this rank in a collective: its
+  // unit took part in a forward under grad, and no graph that lives has a call of it.
+  bool is_awaited(const ScheduledUnit& unit, const ScheduledGroup& group) const;
+  // The group's gradients of this backward are complete: their reduction begins.
+  void post(ScheduledUnit& unit, ScheduledGroup& group);
+  // Finishes the posted reductions that all ranks have reached.
+  void finish_pending();
+  // Posts what no unit's backward has posted, in an order that is the same on every rank, and finishes everything.
+  void flush(const ScheduledUnits& units);
+
+  // --- what goes ---
+  // Packed or posted gradients. Returns whether there were any.
+  bool drop_packed(ScheduledGroup& group);
+  // Reduced rows that wait for an all-reduce.
+  void drop_partial(ScheduledGroup& group);
+  // Reductions of a backward that raised. They hold their units, and those hold the root: nothing would be freed when
+  // the model goes before another backward comes.
+  void forget_pending();
+  // What the backward that raised has packed or reduced of the unit, and is not in `.grad`. Gradients of earlier
+  // backwards stay, unless they are in one sum with it: then they are lost.
+  void abandon(ScheduledUnit& unit);
+  // All gradients of the unit that are not in `.grad`.
+  void drop_all(ScheduledUnit& unit);
+  void reset();
+
+  // Throws from the loss of earlier gradients until reset().
+  void refuse_after_loss() const;
+
+ private:
+  // A reduction that was posted and not finished, or reduced rows on their way to the host.
+  struct OnItsWay {
+    std::shared_ptr<ScheduledUnit> unit;
+    ScheduledGroup* group;
+  };
+  void make_room(ScheduledGroup& group, std::optional<size_t> param);
+  // False: a peer posts later.
+  bool finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group, bool flush);
+  void deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
+  void finish_download(std::deque<OnItsWay>::iterator found);
+  void all_reduce(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
+  void lose(const ScheduledGroup& group);
+
+  Effects& effects_;
+  std::deque<OnItsWay> pending_;
+  std::deque<OnItsWay> downloads_;  // oldest first
+  std::string lost_;                // names of units
+  uint64_t num_backwards_ = 0;
+  bool reaches_all_ = true;
+};
+
+}  // namespace fsdp2x

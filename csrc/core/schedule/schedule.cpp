@@ -1,0 +1,363 @@
+// Events, and what follows from them.
+#include "core/schedule/schedule.hpp"
+
+#include <algorithm>
+
+namespace fsdp2x {
+
+namespace {
+
+// Positions of one backward lie below those of the next: they only grow over the life of a group.
+constexpr int kPositionBits = 24;
+
+}  // namespace
+
+ScheduledUnits Schedule::units() const {
+  ScheduledUnits alive;
+  alive.reserve(units_.size());
+  for (const auto& weak : units_) {
+    if (auto unit = weak.lock()) alive.push_back(std::move(unit));
+  }
+  return alive;
+}
+
+// --- calls of the user ---
+
+void Schedule::begin_unshard(ScheduledUnit& unit) {
+  if (effects_.take_lost(unit)) {
+    // One error tells of all.
+    for (const auto& other : units()) {
+      reshard(*other);
+      effects_.take_lost(*other);
+    }
+    effects_.refuse_lost(unit);
+  }
+  gathers_.begin(unit, shards_stand_still());
+}
+
+void Schedule::unshard(ScheduledUnit& unit) {
+  begin_unshard(unit);
+  finish_unshard(unit);
+}
+
+void Schedule::finalize_backward() {
+  settle_raised_backward();
+  reductions_.refuse_after_loss();
+  const ScheduledUnits alive = units();
+  for (const auto& unit : alive) {
+    sweep(*unit);  // of schedules that assign weight gradients by themselves (zero bubble)
+    if (unit->options_.reshard_after_backward) reshard(*unit);
+  }
+  flush(alive);
+  if (settings_.is_last_backward) order_.clear(alive);
+  backward_.finalized = reductions_.backward_number();
+}
+
+void Schedule::finish_held_backwards() {
+  if (backward_.finalized != reductions_.backward_number()) finalize_backward();
+}
+
+void Schedule::synchronize_gradients(const ScheduledUnits& units) {
+  settle_raised_backward();
+  reductions_.refuse_after_loss();
+  for (const auto& unit : units) sweep(*unit);
+  flush(units);
+}
+
+void Schedule::settle_raised_backward() {
+  if (backward_has_raised()) abandon_backward();
+}
+
+void Schedule::reset(ScheduledUnit& unit) {
+  effects_.check_process(unit, "reset unit");
+  reductions_.drop_all(unit);
+  reshard(unit);
+  unit.forward_indices_.clear();
+  unit.awaits_reduction_ = false;
+  unit.num_running_ = 0;
+  unit.set_phase(Phase::idle);
+}
+
+void Schedule::reset() {
+  for (const auto& unit : units()) reset(*unit);
+  reductions_.reset();
+  order_.forget();
+  forward_.root = nullptr;
+  backward_.has_begun = false;
+  reductions_.end_backward();
+  effects_.end_pass();
+}
+
+// --- forward ---
+
+Schedule::Entry Schedule::enter(ScheduledUnit& unit, bool has_grad, bool was_interrupted) {
+  if (unit.phase_ == Phase::backward) return {.is_recomputed = true};
+  if (was_interrupted) abandon_forward(/*interrupted=*/true);
+  Entry entry{.begins_unit = unit.phase_ != Phase::forward};
+  unit.set_phase(Phase::forward);
+  ++unit.num_running_;
+  entry.begins_root = entry.begins_unit && !in_forward();
+  if (entry.begins_root) begin_forward(unit, has_grad);
+  return entry;
+}
+
+void Schedule::begin_forward(ScheduledUnit& unit, bool has_grad) {
+  const bool recomputes = effects_.inside_backward();  // a checkpoint, the whole model
+  if (!recomputes && has_grad) reductions_.refuse_after_loss();
+  forward_.root = &unit;
+  order_.begin_sequence();
+  if (recomputes) return;
+  ++forward_.number;
+  forward_.has_grad = has_grad;
+  effects_.begin_pass(has_grad ? PassKind::forward : PassKind::evaluation);
+  if (has_grad) {
+    ++forward_.num_begun;
+    effects_.warn_of_zeroed();
+  }
+  const ScheduledUnits alive = units();
+  const bool outstanding =
+      std::any_of(alive.begin(), alive.end(), [this](const auto& one) { return effects_.has_outstanding_calls(*one); });
+  order_.begin_forward(!outstanding, alive);
+  if (!outstanding) backward_.num_calls = 0;
+  forward_.is_alone = has_grad && !outstanding;
+  effects_.begin_forward(forward_.number);
+}
+
+void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
+  if (entry.is_recomputed) return unshard(unit);
+  // An optimizer may have run since the rows were kept: gather the shards themselves.
+  if (!effects_.inside_backward()) gathers_.drop_rows(unit);
+  if (unit.param_state_ == ParamState::unsharded && !effects_.follow_gathered(unit)) reshard(unit);
+  unshard(unit);
+  if (entry.begins_unit) prefetch_forward(unit);
+}
+
+void Schedule::prefetch_forward(ScheduledUnit& unit) {
+  const bool recomputes = effects_.inside_backward();
+  if (!unit.forward_prefetch_.empty()) {
+    for (const auto& weak : unit.forward_prefetch_) {
+      const auto target = weak.lock();
+      if (!target || target->param_state_ != ParamState::sharded) continue;
+      // A checkpoint recomputes units one by one, and the backward of the next one is over.
+      if (recomputes && target->phase_ == Phase::reduced) continue;
+      if (!recomputes) gathers_.drop_rows(*target);
+      prefetch(*target, Section::forward_prefetch);
+    }
+    return;
+  }
+  if (recomputes || settings_.is_synchronous) return;
+  const auto next = order_.next_after(unit);
+  if (!next || next->param_state_ != ParamState::sharded || !next->has_params()) return;
+  gathers_.drop_rows(*next);
+  prefetch(*next, Section::forward_prefetch);
+}
+
+void Schedule::await_backward(ScheduledUnit& unit) {
+  if (!unit.awaits_reduction_) unit.awaits_since_ = forward_.number;
+  unit.awaits_reduction_ = true;
+}
+
+std::optional<uint64_t> Schedule::number_call() {
+  if (effects_.inside_backward()) return std::nullopt;
+  return backward_.num_calls++;
+}
+
+void Schedule::leave(ScheduledUnit& unit) {
+  if (unit.phase_ != Phase::backward && unit.num_running_ > 0) --unit.num_running_;
+}
+
+void Schedule::finish_forward(ScheduledUnit& unit, bool has_grad) {
+  if (!effects_.inside_backward()) {
+    const ScheduleOptions& options = unit.options_;
+    const bool frees = options.reshard_after_forward || (options.reshard_without_grad && !has_grad);
+    if (frees && unit.num_running_ == 0) gathers_.reshard_after_forward(unit);
+    order_.record(unit);
+  }
+  unit.set_phase(Phase::idle);
+}
+
+void Schedule::end_forward() {
+  forward_.root = nullptr;
+  order_.end_sequence();
+  if (effects_.inside_backward()) return;
+  for (const auto& unit : units()) {
+    if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
+  }
+  effects_.end_forward();
+  effects_.end_pass();
+}
+
+void Schedule::fail_forward(ScheduledUnit& unit) {
+  if (unit.phase_ != Phase::forward || unit.num_running_ > 0) return;
+  reshard(unit);
+  unit.set_phase(Phase::idle);
+}
+
+void Schedule::abandon_forward(bool interrupted) {
+  effects_.end_pass();
+  // A backward that comes all the same waits for ranks that left this forward, too.
+  forward_.is_alone = false;
+  if (forward_.has_grad) ++forward_.num_raised;
+  forward_.root = nullptr;
+  const ScheduledUnits alive = units();
+  order_.abandon_forward(alive);
+  for (const auto& unit : alive) {
+    if (unit->awaits_reduction_ && unit->awaits_since_ == forward_.number) unit->awaits_reduction_ = false;
+    if (interrupted) unit->num_running_ = 0;
+    if (unit->num_running_ > 0) continue;
+    reshard(*unit);
+    unit->set_phase(Phase::idle);
+  }
+  effects_.end_forward();
+}
+
+// --- backward ---
+
+void Schedule::pre_backward(ScheduledUnit& unit) {
+  effects_.check_params(unit);
+  begin_backward();
+  if (unit.phase_ == Phase::backward) return;
+  effects_.check_process(unit, "run backward of unit");
+  const auto section = effects_.open_section(unit, Section::pre_backward);
+  unit.set_phase(Phase::backward);
+  unit.awaits_reduction_ = true;
+  effects_.begin_unit_backward(unit);
+  if (unit.options_.unshard_in_backward) unshard(unit);
+  prefetch_backward(unit);
+}
+
+void Schedule::prefetch_backward(ScheduledUnit& unit) {
+  const auto before = order_.before(unit);
+  if (!unit.backward_prefetch_.empty()) {
+    for (const auto& weak : unit.backward_prefetch_) {
+      const auto target = weak.lock();
+      if (target && target->param_state_ == ParamState::sharded) prefetch(*target, Section::backward_prefetch);
+    }
+    return;
+  }
+  if (before && before->has_params() && before->options_.unshard_in_backward && before->phase_ != Phase::reduced &&
+      before->param_state_ == ParamState::sharded) {
+    prefetch(*before, Section::backward_prefetch);
+  }
+}
+
+void Schedule::prefetch(ScheduledUnit& unit, Section section) {
+  const auto open = effects_.open_section(unit, section);
+  ++num_prefetches_;
+  begin_unshard(unit);
+}
+
+void Schedule::begin_backward() {
+  if (in_backward() || !effects_.inside_backward()) return;
+  if (backward_.has_begun) abandon_backward();
+  reductions_.refuse_after_loss();
+  effects_.warn_of_zeroed();
+  backward_.has_begun = true;
+  effects_.begin_pass(PassKind::backward);
+  reductions_.begin_backward(effects_.begin_backward(reductions_.backward_number(), forward_.is_alone));
+}
+
+void Schedule::gradient_ready(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
+  if (!effects_.has_gradient(group, param)) return;
+  begin_backward();
+  reductions_.pack(unit, group, param);
+}
+
+void Schedule::sweep(ScheduledUnit& unit) {
+  for (ScheduledGroup* const group : unit.groups_) {
+    for (size_t i = 0; i < effects_.num_params(*group); ++i) gradient_ready(unit, *group, i);
+  }
+}
+
+void Schedule::post_backward(ScheduledUnit& unit, std::optional<uint64_t> number) {
+  constexpr uint64_t kMaxCalls = (uint64_t{1} << kPositionBits) - 1;
+  unit.backward_position_ =
+      number ? ((reductions_.backward_number() - 1) << kPositionBits) + kMaxCalls - std::min(*number, kMaxCalls)
+             : backward_.progress + 1;
+  unit.set_phase(Phase::reduced);
+  if (!unit.has_params()) return;
+  {
+    const auto section = effects_.open_section(unit, Section::post_backward_reshard);
+    sweep(unit);
+    if (unit.options_.reshard_after_backward) reshard(unit);
+  }
+  if (!unit.options_.requires_gradient_sync || effects_.has_outstanding_calls(unit)) return reductions_.settle(unit);
+  const auto& groups = unit.groups_;
+  if (std::none_of(groups.begin(), groups.end(), [&](const auto* group) { return is_due(unit, *group); })) return;
+  const auto section = effects_.open_section(unit, Section::post_backward_reduce);
+  reduce(unit);
+}
+
+bool Schedule::is_due(const ScheduledUnit& unit, const ScheduledGroup& group) const {
+  if (group.is_open()) return true;
+  if (settings_.manual_finalization || !reductions_.is_awaited(unit, group)) return false;
+  return !effects_.expects_gradients(group);
+}
+
+void Schedule::reduce(ScheduledUnit& unit) {
+  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
+  // (and an optimizer in its hooks runs) before the next ones are on their way.
+  reductions_.finish_pending();
+  publish(unit.backward_position_);
+  for (ScheduledGroup* const group : unit.groups_) {
+    if (is_due(unit, *group)) reductions_.post(unit, *group);
+  }
+  if (settings_.is_synchronous) reductions_.finish_pending();
+}
+
+void Schedule::publish(uint64_t position) {
+  if (position <= backward_.progress) return;
+  backward_.progress = position;
+  effects_.publish_progress(position);
+}
+
+void Schedule::end_backward() {
+  const ScheduledUnits alive = units();
+  publish(reductions_.backward_number() << kPositionBits);
+  for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
+    ScheduledUnit& unit = **it;
+    // Units whose inputs need no gradient: autograd did not announce the end of their backward.
+    std::unique_ptr<OpenSection> section;
+    if (unit.phase_ == Phase::backward && unit.has_params()) {
+      section = effects_.open_section(unit, Section::post_backward_reshard);
+    }
+    sweep(unit);
+    if (!unit.options_.requires_gradient_sync || settings_.manual_finalization) reductions_.settle(unit);
+    if (unit.options_.reshard_after_backward) reshard(unit);
+  }
+  if (!settings_.manual_finalization) flush(alive);
+  for (const auto& unit : alive) {
+    if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
+    unit->set_phase(Phase::idle);
+  }
+  backward_.has_begun = false;
+  reductions_.end_backward();
+  effects_.end_pass();
+  if (settings_.is_last_backward) order_.clear(alive);
+}
+
+void Schedule::abandon_backward() {
+  if (backward_has_raised()) reductions_.forget_pending();
+  const ScheduledUnits alive = units();
+  bool root_runs = false;
+  for (const auto& unit : alive) {
+    reductions_.abandon(*unit);
+    if (unit->num_running_ == 0) {
+      reshard(*unit);
+      unit->set_phase(Phase::idle);
+    } else if (unit.get() == forward_.root) {
+      root_runs = true;
+    }
+  }
+  if (!root_runs) forward_.root = nullptr;
+  effects_.forget_pass();
+  backward_.has_begun = false;
+  reductions_.end_backward();
+}
+
+void Schedule::flush(const ScheduledUnits& units) {
+  reductions_.flush(units);
+  effects_.end_backward();
+}
+
+}  // namespace fsdp2x

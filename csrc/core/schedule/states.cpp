@@ -1,0 +1,84 @@
+// Transitions of units and groups.
+#include "core/schedule/states.hpp"
+
+#include <algorithm>
+
+#include "core/error.hpp"
+
+namespace fsdp2x {
+
+const char* to_string(ParamState state) {
+  switch (state) {
+    case ParamState::sharded:
+      return "SHARDED";
+    case ParamState::gathering:
+      return "GATHERING";
+    case ParamState::unsharded:
+      return "UNSHARDED";
+  }
+  return "?";
+}
+
+const char* to_string(Phase phase) {
+  switch (phase) {
+    case Phase::idle:
+      return "IDLE";
+    case Phase::forward:
+      return "FORWARD";
+    case Phase::backward:
+      return "BACKWARD";
+    case Phase::reduced:
+      return "REDUCED";
+  }
+  return "?";
+}
+
+const char* to_string(GradientState state) {
+  switch (state) {
+    case GradientState::none:
+      return "NONE";
+    case GradientState::packed:
+      return "PACKED";
+    case GradientState::posted:
+      return "POSTED";
+  }
+  return "?";
+}
+
+void ScheduledGroup::set_gradients(GradientState to) {
+  const GradientState from = gradient_state_;
+  if (from == to ? to != GradientState::none : from == GradientState::posted && to == GradientState::packed) {
+    throw Error("fsdp2x: the gradients of unit '" + name() + "' cannot become " + to_string(to) + ": they are " +
+                to_string(from));
+  }
+  gradient_state_ = to;
+  if (to == GradientState::none) was_zeroed_ = false;
+}
+
+bool ScheduledUnit::has_open_gradients() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto* group) { return group->is_open(); });
+}
+
+void ScheduledUnit::set_scheduled_groups(std::vector<ScheduledGroup*> groups) {
+  if (param_state_ != ParamState::sharded) {
+    throw Error("fsdp2x: the groups of unit '" + name_ + "' cannot change: it is " + to_string(param_state_));
+  }
+  groups_ = std::move(groups);
+}
+
+void ScheduledUnit::set_params(ParamState from, ParamState to) {
+  if (param_state_ != from) {
+    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ": it is " + to_string(param_state_) +
+                ", expected " + to_string(from));
+  }
+  param_state_ = to;
+}
+
+void ScheduledUnit::set_phase(Phase to) {
+  if (phase_ == Phase::backward && to == Phase::forward) {
+    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ": it is " + to_string(phase_));
+  }
+  phase_ = to;
+}
+
+}  // namespace fsdp2x

@@ -1,0 +1,132 @@
+// Executes on tensors what the schedule asks for, through the transports of the groups.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/schedule/effects.hpp"
+#include "cpu/shm_group.hpp"
+#include "engine/schedule/waiting_gradients.hpp"
+#include "engine/transport/agreement.hpp"
+#include "engine/transport/transport.hpp"
+
+namespace fsdp2x {
+
+class Root;
+
+// Lives as long as the graph task of a backward, and tells the root when it went before the root's callback ran.
+class Backward {
+ public:
+  explicit Backward(std::weak_ptr<Root> root) : root_(std::move(root)) {}
+  ~Backward();
+  Backward(const Backward&) = delete;
+  Backward& operator=(const Backward&) = delete;
+
+ private:
+  std::weak_ptr<Root> root_;
+};
+
+class TensorEffects final : public Effects {
+ public:
+  // `root` owns this. Autograd's callbacks lead to it.
+  explicit TensorEffects(Root& root) : root_(root) {}
+
+  void add_transport(const std::shared_ptr<Transport>& transport);
+  void add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group);
+  void add_agreement(const std::shared_ptr<Agreement>& agreement);
+  const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
+  // What the groups of the units share.
+  const std::shared_ptr<Commons>& commons() const { return commons_; }
+  WaitingGradients& waiting() { return waiting_; }
+  void set_post_optimizer_event(PyRef event) { post_optimizer_event_ = std::move(event); }
+  void release_unused_gradients();
+  // Tells the peers that this rank's pass has raised.
+  void leave_pass(const std::string& why) noexcept;
+  // Raises the first exception of a hook that ran behind a gradient. Gradients arrive at another moment on each rank:
+  // raised there, it would keep this rank from reductions that others have posted.
+  void raise_error_of_hook();
+  void forget_error_of_hook() { error_of_hook_ = nullptr; }
+
+  bool inside_backward() const override;
+  bool backward_is_alive() const override { return !backward_.expired(); }
+  bool has_outstanding_calls(const ScheduledUnit& unit) const override;
+  bool has_gradient(ScheduledGroup& group, size_t param) const override;
+  size_t num_params(const ScheduledGroup& group) const override;
+  bool expects_gradients(const ScheduledGroup& group) const override;
+  bool is_collective(const ScheduledGroup& group) const override;
+  bool needs_empty_reduction(const ScheduledGroup& group) const override;
+  bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
+  bool is_shown(const ScheduledGroup& group) const override;
+  bool all_reduces_later(const ScheduledGroup& group) const override;
+  bool downloads(const ScheduledGroup& group) const override;
+  size_t max_downloads(const ScheduledGroup& group) const override;
+  bool share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const override;
+  void check_process(const ScheduledUnit& unit, const char* action) const override;
+  void check_params(const ScheduledUnit& unit) const override;
+
+  bool take_lost(ScheduledUnit& unit) override;
+  void refuse_lost(ScheduledUnit& unit) override;
+  bool follow_gathered(ScheduledUnit& unit) override;
+  void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
+  void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
+  bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
+  void cancel_gather(ScheduledGroup& group) override;
+  void drop_rows(ScheduledGroup& group) override;
+
+  void begin_pass(PassKind kind) override;
+  void end_pass() override;
+  void forget_pass() override;
+  void warn_of_zeroed() override;
+  void begin_forward(uint64_t number) override;
+  void end_forward() override;
+  bool begin_backward(uint64_t number, bool is_alone) override;
+  void end_backward() override;
+  void begin_unit_backward(ScheduledUnit& unit) override;
+  void publish_progress(uint64_t position) override;
+  std::unique_ptr<OpenSection> open_section(const ScheduledUnit& unit, Section section) override;
+
+  void make_room(ScheduledGroup& group) override;
+  void pack(ScheduledGroup& group, size_t param) override;
+  void pack_shown(ScheduledGroup& group, size_t param) override;
+  void settle(ScheduledGroup& group) override;
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override;
+  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
+  void skip_reduce(ScheduledGroup& group) override;
+  void keep_partial(ScheduledGroup& group) override;
+  void all_reduce(ScheduledGroup& group) override;
+  void run_reduce_hook(ScheduledGroup& group) override;
+  void attach(ScheduledGroup& group) override;
+  void begin_download(ScheduledGroup& group) override;
+  void finish_download(ScheduledGroup& group) override;
+
+  bool drop_packed(ScheduledGroup& group) override;
+  void drop_partial(ScheduledGroup& group) override;
+  void drop_reduced(ScheduledGroup& group) override;
+  void drop_download(ScheduledGroup& group) override;
+  void drop_unpacked(ScheduledGroup& group) override;
+
+ private:
+  // Gradients of the group's parameters come to the root from now on.
+  void listen(ScheduledUnit& unit, ParamGroup& group);
+  // Prepares, writes, attaches, releases. Needs the GIL.
+  void write(ParamGroup& group, std::unique_ptr<ReducedRows> rows);
+  // The gradient is there: the sharded parameter's own hooks run.
+  void run_hooks(const Param& param);
+
+  Root& root_;
+  std::shared_ptr<Commons> commons_ = std::make_shared<Commons>();
+  std::vector<std::shared_ptr<Transport>> transports_;         // one per mesh
+  std::vector<std::shared_ptr<cpu::ShmGroup>> shared_groups_;  // of the transports and the replicas
+  std::vector<std::shared_ptr<Agreement>> agreements_;         // likewise
+  WaitingGradients waiting_;
+  Pass last_pass_;
+  std::weak_ptr<const Backward> backward_;  // lives as long as the graph task that the callback was queued in
+  std::exception_ptr error_of_hook_;
+  std::string lost_;            // a parameter of which a change was lost
+  PyRef post_optimizer_event_;  // what the next forward's gathers wait for, once; null: everything enqueued before it
+};
+
+}  // namespace fsdp2x
