@@ -1,17 +1,100 @@
-// Who gets which transient memory, and how large it is: the planner counts by the engine's own rules.
+// Sizes of a planned model, and its steps: the planner counts by the engine's own rules and schedule.
 #include "bind/parts.hpp"
 
 #include <optional>
+#include <tuple>
+#include <vector>
 
-#include "core/buffers.hpp"
 #include "core/layout.hpp"
-#include "core/reduction_queue.hpp"
-#include "core/slots.hpp"
+#include "core/schedule/planned_steps.hpp"
 #include "core/wire_layout.hpp"
 
 namespace py = pybind11;
 
 namespace fsdp2x {
+
+namespace {
+
+template <size_t (TransportMemory::*Bytes)() const>
+size_t total(const PlannedSteps& steps) {
+  size_t bytes = 0;
+  for (const auto& transport : steps.transports()) bytes += ((*transport).*Bytes)();
+  return bytes;
+}
+
+void bind_planned_steps(py::module_& m) {
+  py::class_<GroupBytes>(m, "GroupBytes")
+      .def(py::init<>())
+      .def_readwrite("shard_pool", &GroupBytes::shard_pool)
+      .def_readwrite("slot", &GroupBytes::slot)
+      .def_readwrite("scratch", &GroupBytes::scratch)
+      .def_readwrite("wide_scratch", &GroupBytes::wide_scratch)
+      .def_readwrite("gather_segment", &GroupBytes::gather_segment)
+      .def_readwrite("reduce_segment", &GroupBytes::reduce_segment)
+      .def_readwrite("coded_reduce", &GroupBytes::coded_reduce)
+      .def_readwrite("staging", &GroupBytes::staging)
+      .def_readwrite("gradient", &GroupBytes::gradient)
+      .def_readwrite("gradient_pool", &GroupBytes::gradient_pool)
+      .def_readwrite("reduced", &GroupBytes::reduced)
+      .def_readwrite("landing", &GroupBytes::landing)
+      .def_readwrite("is_trainable", &GroupBytes::is_trainable)
+      .def_readwrite("reduces_in_place", &GroupBytes::reduces_in_place)
+      .def_readwrite("offloads", &GroupBytes::offloads)
+      .def_readwrite("keeps_shards", &GroupBytes::keeps_shards)
+      .def_readwrite("rests", &GroupBytes::rests)
+      .def_readwrite("reduces_unused", &GroupBytes::reduces_unused);
+  py::class_<PlannedRanks>(m, "PlannedRanks")
+      .def(py::init([](size_t world, size_t replicas, bool registers_memory, std::optional<size_t> max_reduce_buffers) {
+             return PlannedRanks{world, replicas, registers_memory, max_reduce_buffers};
+           }),
+           py::arg("world"), py::arg("replicas"), py::arg("registers_memory"), py::arg("max_reduce_buffers"));
+  py::enum_<PlannedEvent::Kind>(m, "PlannedEventKind")
+      .value("open", PlannedEvent::Kind::open)
+      .value("use", PlannedEvent::Kind::use)
+      .value("close", PlannedEvent::Kind::close);
+  py::class_<PlannedEvent>(m, "PlannedEvent")
+      .def(py::init([](PlannedEvent::Kind kind, size_t unit, size_t group, bool has_node) {
+             return PlannedEvent{kind, unit, group, has_node};
+           }),
+           py::arg("kind"), py::arg("unit"), py::arg("group"), py::arg("has_node"));
+  py::class_<PlannedBackward>(m, "PlannedBackward")
+      .def(py::init([](bool syncs, size_t num) {
+             return PlannedBackward{syncs, num};
+           }),
+           py::arg("syncs"), py::arg("num"));
+  py::enum_<PlannedSteps::TransportKind>(m, "PlannedTransport")
+      .value("shared_memory", PlannedSteps::TransportKind::shared_memory)
+      .value("process_group", PlannedSteps::TransportKind::process_group)
+      .value("device", PlannedSteps::TransportKind::device);
+  py::class_<PlannedSteps>(m, "PlannedSteps")
+      .def(py::init<size_t>(), py::arg("page_bytes"))
+      .def("add_transport", &PlannedSteps::add_transport, py::arg("kind"), py::arg("ranks"))
+      .def("add_unit", &PlannedSteps::add_unit, py::arg("name"), py::arg("reshards_after_forward"),
+           py::arg("reshards_after_backward"))
+      .def("add_group", &PlannedSteps::add_group, py::arg("unit"), py::arg("transport"), py::arg("sizes"),
+           py::arg("smaller"))
+      // (backwards like it, gathered groups, reduced groups) of each backward of the last step.
+      .def(
+          "run",
+          [](PlannedSteps& self, const std::vector<PlannedEvent>& events,
+             const std::vector<PlannedBackward>& backwards) {
+            std::vector<std::tuple<size_t, std::vector<size_t>, std::vector<size_t>>> moved;
+            for (auto& one : self.run(events, backwards)) {
+              moved.emplace_back(one.num, std::move(one.gathers), std::move(one.reductions));
+            }
+            return moved;
+          },
+          py::arg("events"), py::arg("backwards"))
+      .def_property_readonly("device_bytes", &PlannedSteps::device_bytes)
+      .def_property_readonly("gather_slot_bytes", &total<&TransportMemory::gather_slot_bytes>)
+      .def_property_readonly("own_gather_slot_bytes", &total<&TransportMemory::own_gather_slot_bytes>)
+      .def_property_readonly("peak_gather_bytes", &total<&TransportMemory::peak_gather_bytes>)
+      .def_property_readonly("scratch_bytes", &total<&TransportMemory::scratch_bytes>)
+      .def_property_readonly("resident_shard_bytes", &total<&TransportMemory::resident_shard_bytes>)
+      .def_property_readonly("landing_bytes", &total<&TransportMemory::landing_bytes>);
+}
+
+}  // namespace
 
 void bind_accounting(py::module_& m) {
   m.attr("ALIGN_BYTES") = kAlignBytes;
@@ -38,52 +121,7 @@ void bind_accounting(py::module_& m) {
         return WireLayout::of_gradients(layout, format, flags_bytes).segment_bytes();
       },
       py::arg("layout"), py::arg("format"));
-  py::class_<MemoryTally>(m, "MemoryTally")
-      .def(py::init([](std::optional<MemoryTally*> whole) { return MemoryTally(whole.value_or(nullptr)); }),
-           py::arg("whole"), py::keep_alive<1, 2>())
-      .def("take", &MemoryTally::take, py::arg("num_bytes"))
-      .def("give_back", &MemoryTally::give_back, py::arg("num_bytes"))
-      .def_property_readonly("peak_bytes", &MemoryTally::peak_bytes);
-  py::class_<BufferLedger>(m, "BufferLedger")
-      .def(py::init<bool, MemoryTally*>(), py::arg("keeps"), py::arg("tally"), py::keep_alive<1, 3>())
-      .def(
-          "acquire",
-          [](BufferLedger& ledger, size_t num_bytes) {
-            return ledger.acquire(num_bytes, [](int, size_t bytes) { return bytes; }).id;
-          },
-          py::arg("num_bytes"))
-      .def(
-          "release",
-          [](BufferLedger& ledger, int buffer) { ledger.release(buffer, [&](int unkept) { ledger.close(unkept); }); },
-          py::arg("buffer"))
-      .def("bytes_of", &BufferLedger::bytes_of, py::arg("buffer"))
-      .def_property_readonly("bytes", &BufferLedger::bytes)
-      .def_property_readonly("standing_bytes", &BufferLedger::standing_bytes)
-      .def_property_readonly("peak_bytes", &BufferLedger::peak_owned_bytes);
-  py::class_<ReductionQueue>(m, "ReductionQueue")
-      .def(py::init<>())
-      .def("set_max_buffers", &ReductionQueue::set_max_buffers, py::arg("num"))
-      .def("allowed_before", &ReductionQueue::allowed_before, py::arg("num_bytes"), py::arg("given_back"))
-      .def("begin", &ReductionQueue::begin, py::arg("buffer"), py::arg("num_bytes"))
-      .def("add_segment", &ReductionQueue::add_segment, py::arg("number"), py::arg("segment"))
-      .def("pop",
-           [](ReductionQueue& queue) {
-             const ReductionQueue::Reduction oldest = queue.pop();
-             return py::make_tuple(oldest.number, oldest.buffer, oldest.segments);
-           })
-      .def("__len__", &ReductionQueue::size)
-      .def_property_readonly("allowed_beside", &ReductionQueue::allowed_beside)
-      .def_property_readonly("max_buffers", &ReductionQueue::max_buffers);
-  py::class_<SlotLedger>(m, "SlotLedger")
-      .def(py::init<size_t>(), py::arg("page_bytes"))
-      .def(
-          "acquire", [](SlotLedger& ledger, size_t num_bytes) { return ledger.acquire(num_bytes, "").id; },
-          py::arg("num_bytes"))
-      .def("release", &SlotLedger::release, py::arg("slot"))
-      .def(
-          "capacity", [](const SlotLedger& ledger, int slot) { return ledger.slot(slot).bytes; }, py::arg("slot"))
-      .def_property_readonly("arena_bytes", &SlotLedger::arena_bytes)
-      .def_property_readonly("peak_bytes", &SlotLedger::peak_owned_bytes);
+  bind_planned_steps(m);
 }
 
 }  // namespace fsdp2x

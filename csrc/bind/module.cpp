@@ -187,8 +187,8 @@ void bind_transports(py::module_& m) {
       py::arg("group"));
   py::class_<HostAllReduce>(m, "HostAllReduce")
       .def(py::init<std::shared_ptr<cpu::ShmGroup>>(), py::arg("group"))
-      .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"))
-      .def_property_readonly_static("num_turns", [](const py::object&) { return HostAllReduce::kNumTurns; });
+      .def("__call__", &HostAllReduce::run, py::arg("values"), py::arg("average"));
+  m.def("all_reduce_scratch_bytes", &HostAllReduce::scratch_bytes, py::arg("sizes"), py::arg("page_bytes"));
   m.def(
       "group_transport",
       [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& all_to_all,

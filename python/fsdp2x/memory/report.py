@@ -12,10 +12,9 @@ from fsdp2x.arguments import checked
 from fsdp2x.contexts import BEFORE_LAST
 from fsdp2x.memory.bound import MemoryBound
 from fsdp2x.memory.facts import GroupFacts, ModelFacts, UnitFacts
-from fsdp2x.memory.ledger import all_reduce_scratch_bytes
 from fsdp2x.memory.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.memory.sources import facts_of_model
-from fsdp2x.memory.steps import HELD, MicroBatches, Replay, Traffic
+from fsdp2x.memory.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
 from fsdp2x.runtime.offload import host_state
 from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState
@@ -261,8 +260,8 @@ def report_of(
     micro_batches: MicroBatches = MicroBatches(),  # noqa: B008 (frozen)
 ) -> MemoryReport:
     """The report of a running or planned model."""
-    replays = [Replay(root, units, micro_batches) for root, units in trees_of(facts)]
-    traffic = sum((replay.run() for replay in replays), Traffic())
+    planned = [PlannedTree(root, units, micro_batches) for root, units in trees_of(facts)]
+    traffic = sum((tree.run() for tree in planned), Traffic())
     groups = [group for unit in facts.units for group in unit.groups]
     ranks = groups[0].ranks if groups else None
     offloaded = [group for group in groups if group.offloads]
@@ -270,7 +269,7 @@ def report_of(
     replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
 
     def total(name: str) -> int:
-        return sum(replay.held(name) for replay in replays)
+        return sum(tree.held(name) for tree in planned)
 
     return MemoryReport(
         units=tuple(_unit_memory(unit) for unit in facts.units),
@@ -289,7 +288,7 @@ def report_of(
         autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
         wire_bytes=sum(group.wire_bytes for group in groups),
         optimizer_step_bytes=0 if state is None else state.step,
-        step_bytes=_step_bytes(replays, groups),
+        step_bytes=_step_bytes(planned, groups),
         host_bytes=in_pools + total("landing_bytes") + (0 if state is None else state.on_host),
         traffic=traffic,
         advice=tuple(advice(facts.padded)),
@@ -297,11 +296,11 @@ def report_of(
     )
 
 
-def _step_bytes(replays: list[Replay], groups: list[GroupFacts]) -> int | None:
-    if not all(replay.is_on_device for replay in replays):
+def _step_bytes(planned: list[PlannedTree], groups: list[GroupFacts]) -> int | None:
+    if not all(tree.is_on_device for tree in planned):
         return None
     gradients = sum(group.gradient_pool_bytes for group in groups if not group.offloads)
-    return sum(replay.device_bytes for replay in replays) - gradients
+    return sum(tree.device_bytes for tree in planned) - gradients
 
 
 def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:

@@ -61,4 +61,16 @@ void HostAllReduce::run(const at::Tensor& values, bool average) {
   group_->consume_reduction(unit, turn.epoch);
 }
 
+size_t HostAllReduce::scratch_bytes(const std::vector<size_t>& sizes, size_t page_bytes) {
+  SlotLedger ledger(page_bytes);
+  std::array<int, kNumTurns> slots;
+  slots.fill(-1);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    int& slot = slots[i % kNumTurns];
+    if (slot >= 0) ledger.release(slot);
+    slot = ledger.acquire(std::max<size_t>(sizes[i], 1), "all-reduce").id;
+  }
+  return ledger.arena_bytes();
+}
+
 }  // namespace fsdp2x

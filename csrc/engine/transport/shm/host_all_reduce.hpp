@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "core/slots.hpp"
 #include "cpu/shm_group.hpp"
@@ -24,6 +25,9 @@ class HostAllReduce {
   // values = their sum over all ranks, in fp32 (f64 for f64) and rounded once; divided by the number of ranks when
   // `average`. Dense, on the CPU. Collective: the same sizes and dtypes in the same order on every rank.
   void run(const at::Tensor& values, bool average);
+
+  // What the scratches take in all when values of these sizes, in bytes, are summed one after the other.
+  static size_t scratch_bytes(const std::vector<size_t>& sizes, size_t page_bytes);
 
   const std::shared_ptr<cpu::ShmGroup>& shared_group() const { return group_; }
 

@@ -1,0 +1,164 @@
+// Training steps of a model that is only planned: the schedule runs, and its effects count bytes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/schedule/schedule.hpp"
+#include "core/schedule/transport_memory.hpp"
+
+namespace fsdp2x {
+
+class PlannedUnit final : public ScheduledUnit {
+ public:
+  PlannedUnit(std::string name, bool reshards_after_forward, bool reshards_after_backward)
+      : ScheduledUnit(std::move(name), options) {
+    options.reshard_after_forward = reshards_after_forward;
+    options.reshard_after_backward = reshards_after_backward;
+  }
+  void add_group(ScheduledGroup& group) {
+    std::vector<ScheduledGroup*> groups = scheduled_groups();
+    groups.push_back(&group);
+    set_scheduled_groups(std::move(groups));
+  }
+
+  ScheduleOptions options;
+};
+
+// What a walk through the modules of a model meets: a unit's first module, a module that uses trainable parameters of a
+// group, the end of a unit's last module.
+struct PlannedEvent {
+  enum class Kind : uint8_t { open, use, close };
+  Kind kind = Kind::open;
+  size_t unit = 0;
+  size_t group = 0;  // of the unit, for `use`
+  // Autograd announces the end (open) or the beginning (close) of the unit's backward.
+  bool has_node = false;
+};
+
+// Backwards of a step that are alike.
+struct PlannedBackward {
+  bool syncs = true;
+  size_t num = 1;
+};
+
+class MemoryEffects final : public Effects {
+ public:
+  // Transports outlive this, and so do the groups.
+  void add_group(PlannedGroup& group, TransportMemory& transport, PlannedGroup* smaller);
+  MemoryTally& whole() { return whole_; }
+  // A backward begins or ends; `syncs`: it reduces its gradients.
+  void run_backward(bool runs, bool syncs) {
+    in_backward_ = runs;
+    syncs_ = syncs;
+  }
+  // Its end, where posted groups wait for peers that are behind.
+  void end(bool ends) { is_ending_ = ends; }
+  void set_gradient(const PlannedGroup& group) { ready_ = &group; }
+  void set_outstanding(const ScheduledUnit& unit, bool is_outstanding);
+  // Numbers of the groups that were gathered and reduced since the last call.
+  std::vector<size_t> take_gathers() { return std::exchange(gathers_, {}); }
+  std::vector<size_t> take_reductions() { return std::exchange(reductions_, {}); }
+  // The group has gradients, to which further reductions of the step add.
+  void note_gradients(const PlannedGroup& group) { state_of(group).transport->note_gradients(group); }
+  // Gradients of the step go.
+  void drop_gradients();
+
+  bool inside_backward() const override { return in_backward_; }
+  bool backward_is_alive() const override { return in_backward_; }
+  bool has_outstanding_calls(const ScheduledUnit& unit) const override { return outstanding_.contains(&unit); }
+  bool has_gradient(ScheduledGroup& group, size_t param) const override;
+  size_t num_params(const ScheduledGroup& /*group*/) const override { return 1; }
+  bool expects_gradients(const ScheduledGroup& /*group*/) const override { return false; }
+  bool is_collective(const ScheduledGroup& group) const override;
+  bool needs_empty_reduction(const ScheduledGroup& group) const override;
+  bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
+  bool downloads(const ScheduledGroup& group) const override;
+  size_t max_downloads(const ScheduledGroup& group) const override;
+  bool share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const override;
+  void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
+  void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
+  bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
+  void cancel_gather(ScheduledGroup& group) override { release_gather(group, /*may_keep_rows=*/false); }
+  void begin_forward(uint64_t /*number*/) override {}
+  void end_forward() override {}
+  bool begin_backward(uint64_t /*number*/, bool /*is_alone*/) override { return true; }
+  void end_backward() override;
+  void publish_progress(uint64_t /*position*/) override {}
+  void make_room(ScheduledGroup& group) override;
+  void pack(ScheduledGroup& group, size_t param) override;
+  void settle(ScheduledGroup& group) override;
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override;
+  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
+  void attach(ScheduledGroup& /*group*/) override {}
+  void begin_download(ScheduledGroup& group) override;
+  void finish_download(ScheduledGroup& group) override;
+  bool drop_packed(ScheduledGroup& /*group*/) override { return false; }
+
+ private:
+  struct PerGroup {
+    TransportMemory* transport = nullptr;
+    PlannedGroup* smaller = nullptr;
+    bool holds_gradients = false;  // of autograd
+    bool has_pool = false;         // of gradients
+    bool posted_at_end = false;
+  };
+  PerGroup& state_of(const ScheduledGroup& group) { return groups_[static_cast<const PlannedGroup&>(group).number]; }
+  const PerGroup& state_of(const ScheduledGroup& group) const {
+    return groups_[static_cast<const PlannedGroup&>(group).number];
+  }
+  // The group whose rows are gathered.
+  PlannedGroup& source_of(ScheduledGroup& group);
+  void take_pool(PlannedGroup& group);
+
+  MemoryTally whole_;
+  std::vector<PerGroup> groups_;  // by number
+  std::vector<PlannedGroup*> planned_;
+  std::set<const ScheduledUnit*> outstanding_;
+  std::vector<size_t> gathers_, reductions_;
+  const PlannedGroup* ready_ = nullptr;  // whose gradient was accumulated
+  bool in_backward_ = false, syncs_ = true, is_ending_ = false;
+};
+
+// All units below one root.
+class PlannedSteps {
+ public:
+  enum class TransportKind : uint8_t { shared_memory, process_group, device };
+
+  explicit PlannedSteps(size_t page_bytes) : page_bytes_(page_bytes) {}
+
+  // Each returns its index.
+  size_t add_transport(TransportKind kind, const PlannedRanks& ranks);
+  size_t add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward);
+  // A group of no unit is the smaller world of another one, which keeps its rows after forward.
+  size_t add_group(std::optional<size_t> unit, size_t transport, const GroupBytes& bytes,
+                   std::optional<size_t> smaller);
+
+  // The groups that a backward and its forward gathered, and those that it reduced, by index.
+  struct Moved {
+    size_t num = 1;  // backwards like it
+    std::vector<size_t> gathers, reductions;
+  };
+  // Runs steps until the memory of the transports stays as it is. Returns what the last step moved.
+  std::vector<Moved> run(const std::vector<PlannedEvent>& events, const std::vector<PlannedBackward>& backwards);
+  const std::vector<std::unique_ptr<TransportMemory>>& transports() const { return transports_; }
+  // The most that a device holds at once of slots, buffers and gradients.
+  size_t device_bytes() { return effects_.whole().peak_bytes(); }
+
+ private:
+  void run_forward(const std::vector<PlannedEvent>& events);
+  void run_backward(const std::vector<PlannedEvent>& events, bool syncs);
+
+  size_t page_bytes_;
+  MemoryEffects effects_;
+  std::vector<std::unique_ptr<TransportMemory>> transports_;
+  std::vector<std::unique_ptr<PlannedGroup>> groups_;
+  std::vector<std::shared_ptr<PlannedUnit>> units_;
+  std::vector<std::optional<uint64_t>> calls_;  // by unit: the number of its call
+  Schedule schedule_{effects_};
+};
+
+}  // namespace fsdp2x
