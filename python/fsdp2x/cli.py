@@ -1,4 +1,4 @@
-"""The command line: `fsdp2x COMMAND ...`; each command is a module of `fsdp2x.commands`."""
+"""The command line: `fsdp2x COMMAND ...`; a module of `fsdp2x.commands` has one command or two that belong together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from fsdp2x.commands import config, convert, doctor, export, plan, rollout, selftest, train
+from fsdp2x.commands import convert, doctor, plan, rollout, selftest, train
+from fsdp2x.commands.shared import mistake
+from fsdp2x.errors import CheckpointError, ConfigError
 
-COMMANDS = (train, config, plan, export, convert, rollout, selftest, doctor)
+COMMANDS = (train, plan, convert, rollout, selftest, doctor)
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes; `fsdp2x train run.yaml`: on one
@@ -71,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = args.run(args)
         sys.stdout.flush()
         return status
+    except (ConfigError, CheckpointError, FileExistsError) as error:
+        return mistake(error)
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")

@@ -1,4 +1,4 @@
-"""The errors of files that are read or written. Each is one sentence that names the file."""
+"""The errors that name a file or a setting, in one sentence each; the command line shows them without a traceback."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ class CheckpointError(RuntimeError):
 
 class CorruptFile(CheckpointError):
     """Files contradict themselves or each other. An older checkpoint may be intact."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names its dotted path, what was got and what is expected."""
 
 
 def first_line(error: BaseException) -> str:

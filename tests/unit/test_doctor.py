@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fsdp2x
-from fsdp2x.cli import COMMANDS, main, make_parser
-from fsdp2x.commands import doctor_facts
+from fsdp2x.cli import main, make_parser
+from fsdp2x.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ def by_name(capsys):
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    for name in doctor_facts.VARIABLES:
+    for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -56,7 +56,7 @@ def test_registered_memory_is_named_for_several_gpus(monkeypatch, num_gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 0))
-    advice = doctor_facts._nccl("topic").advice
+    advice = doctor._nccl("topic").advice
     assert ("set_allocate_memory_from_process_group_for_comm(True)" in advice) == (num_gpus > 1)
 
 
@@ -74,13 +74,13 @@ def test_limits_that_keep_ranks_from_sharing_memory(capsys, monkeypatch, transpo
         pytest.skip("GPUs share no memory")
     monkeypatch.setenv("FSDP2X_TRANSPORT", transport)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor_facts.LEAST_FILE_BYTES - 1, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor.LEAST_FILE_BYTES - 1, hard))
     try:
         found, rows = by_name(capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert found == status and "ulimit -f" in rows["would be used", "transport"]["value"]
-    assert doctor_facts.shared_memory_fault() == ""
+    assert doctor.shared_memory_fault() == ""
 
 
 def test_no_descriptor_is_left():
@@ -89,7 +89,7 @@ def test_no_descriptor_is_left():
     resource_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (file, resource_limits[1]))
     try:
-        said = doctor_facts.shared_memory_fault()
+        said = doctor.shared_memory_fault()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, resource_limits)
     assert "Too many open files" in said or "ulimit -n" in said
@@ -97,7 +97,7 @@ def test_no_descriptor_is_left():
 
 def test_the_size_of_the_shared_file_is_the_engines():
     least = re.search(r"kSizes = \{size_t\{1\} << (\d+),", (ROOT / "csrc/cpu/shm_group.cpp").read_text())
-    assert 2 ** int(least[1]) == doctor_facts.LEAST_FILE_BYTES
+    assert 2 ** int(least[1]) == doctor.LEAST_FILE_BYTES
 
 
 def test_the_version_has_one_home():
@@ -107,10 +107,9 @@ def test_the_version_has_one_home():
     assert f"\n## {fsdp2x.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_help_has_every_command_and_its_examples_can_be_parsed():
+def test_examples_of_the_help_can_be_parsed():
     parser = make_parser()
     text = parser.format_help()
-    assert all(f"\n    {command.__name__.rpartition('.')[2]}" in text for command in COMMANDS)
     examples = [line.split("  ")[0] for line in re.findall(r"^  ((?:fsdp2x|torchrun) .*)$", text, flags=re.MULTILINE)]
     assert len(examples) >= 5
     for example in examples:

@@ -1,11 +1,12 @@
-"""`fsdp2x convert`: checkpoints to HuggingFace form and back, offline."""
+"""`fsdp2x export` and `fsdp2x convert`: checkpoints to HuggingFace form and back, offline."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 
-from fsdp2x.commands.shared import DTYPE, mistake
+from fsdp2x.commands.shared import DTYPE
+from fsdp2x.errors import ConfigError
 
 _EPILOG = """\
 three forms:
@@ -17,6 +18,31 @@ three forms:
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    _add_export(commands)
+    _add_convert(commands)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "export",
+        help="write a checkpoint in HuggingFace form",
+        description="Read a checkpoint in this one process and write what from_pretrained loads.",
+    )
+    command.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them whose latest is taken")
+    command.add_argument("out", metavar="OUT", help="folder to write; must not exist")
+    command.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    command.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from fsdp2x.convert.to_hf import export_checkpoint
+
+    out = export_checkpoint(args.checkpoint, args.out, force=args.force)
+    logging.getLogger(__name__).info("exported to %s", out)
+    return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "convert",
         help="convert a checkpoint to HuggingFace form, or back",
@@ -47,7 +73,6 @@ def _convert(args: argparse.Namespace) -> int:
 
     from fsdp2x.convert.to_dcp import hf_to_dcp
     from fsdp2x.convert.to_hf import dcp_to_hf, ranks_to_hf
-    from fsdp2x.errors import CheckpointError
 
     form = {
         "dcp": ("input_dir", "output_dir"),
@@ -59,27 +84,17 @@ def _convert(args: argparse.Namespace) -> int:
     needed = form[kind]
     if given != set(needed):
         expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
-        return mistake(ValueError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help"))
+        raise ConfigError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help")
     for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
         if getattr(args, name) not in (None, 0) and kind not in forms:
-            return mistake(ValueError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help"))
+            raise ConfigError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help")
     options = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
-    try:
-        if kind == "dcp":
-            out = hf_to_dcp(args.input_dir, args.output_dir, **options)
-        elif kind == "hf":
-            out = dcp_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, prefix=args.prefix, **options)
-        else:
-            out = ranks_to_hf(
-                args.hf_dir,
-                args.ckpt_dir,
-                args.save_dir,
-                args.iter,
-                groupgemm=bool(args.groupgemm),
-                prefix=args.prefix,
-                **options,
-            )
-    except (CheckpointError, FileExistsError) as error:
-        return mistake(error)
+    if kind == "dcp":
+        out = hf_to_dcp(args.input_dir, args.output_dir, **options)
+    elif kind == "hf":
+        out = dcp_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, prefix=args.prefix, **options)
+    else:
+        options |= {"groupgemm": bool(args.groupgemm), "prefix": args.prefix}
+        out = ranks_to_hf(args.hf_dir, args.ckpt_dir, args.save_dir, args.iter, **options)
     logging.getLogger(__name__).info("converted to %s", out)
     return 0

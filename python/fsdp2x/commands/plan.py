@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from fsdp2x.commands.shared import DTYPE, mistake, show
+from fsdp2x.commands.shared import DTYPE, positive, show
 from fsdp2x.memory.optimizers import PLANNED
 from fsdp2x.runtime.offload import OFFLOAD_MODES
 
@@ -22,11 +22,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
-    command.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--replicas", type=int, metavar="R", help="copies of the shards (HSDP); divides N")
+    command.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--replicas", type=positive, metavar="R", help="copies of the shards (HSDP); divides N")
     command.add_argument(
         "--local-world-size",
-        type=int,
+        type=positive,
         metavar="N",
         help="ranks of one node; default all, or 8 if there are more and 8 divides them",
     )
@@ -61,8 +61,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         choices=PLANNED,
         help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
     )
-    command.add_argument("--expert-parallel", type=int, metavar="E", help="ranks that share the experts of a block")
-    command.add_argument("--micro-batches", type=int, metavar="M", help="backwards of a step, whose gradients add up")
+    command.add_argument(
+        "--expert-parallel", type=positive, metavar="E", help="ranks that share the experts of a block"
+    )
+    command.add_argument(
+        "--micro-batches", type=positive, metavar="M", help="backwards of a step, whose gradients add up"
+    )
     command.add_argument(
         "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
     )
@@ -81,15 +85,10 @@ def _auto_wrap(text: str) -> bool | list[str]:
 
 def _plan(args: argparse.Namespace) -> int:
     from fsdp2x.commands.plan_request import Request, make_plan, parse_bytes
-    from fsdp2x.memory.plan import PlanError
-    from fsdp2x.train import ConfigError
 
     names = {field.name for field in dataclasses.fields(Request)}
-    try:
-        memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
-        options = {name: value for name, value in vars(args).items() if name in names}
-        plan = make_plan(Request(**options, memory_bytes=memory_bytes))
-    except (ConfigError, PlanError) as error:
-        return mistake(error)
+    options = {name: value for name, value in vars(args).items() if name in names}
+    memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
+    plan = make_plan(Request(**options, memory_bytes=memory_bytes))
     show(json.dumps(plan.to_dict(), indent=1) if args.json else str(plan))
     return 1 if plan.fits is False else 0

@@ -18,10 +18,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.commands.plan_words import above_bound, explanation, remark_on_dtype, remark_on_networks
 from fsdp2x.memory.bound import MemoryBound, memory_bound
-from fsdp2x.memory.plan import PlanError, planned_facts, planned_report, usual_device
+from fsdp2x.memory.plan import planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
 from fsdp2x.runtime.shapes import ParamFacts, layout_shapes
 from fsdp2x.runtime.transport import Transport
+from fsdp2x.train import ConfigError, TrainConfig
+from fsdp2x.train.explain_config import parse_without_text
+from fsdp2x.train.load_config import translate_file
+from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 _DEFAULTS = {
     "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
@@ -143,26 +149,21 @@ def make_plan(request: Request) -> MemoryPlan:
     """Reads the config, builds the model on the meta device and plans it.
 
     Raises:
-        PlanError, ConfigError: the config cannot be read, or does not go with the request.
+        ConfigError: the config cannot be read, or does not go with the request.
     """
-    from fsdp2x.train.strategy import usual_node
-
-    for name in ("world_size", "local_world_size", "replicas", "expert_parallel", "micro_batches"):
-        if getattr(request, name) is not None and getattr(request, name) < 1:
-            raise PlanError(f"{name}: got {getattr(request, name)}, expected at least 1")
     request = _filled(request, {"local_world_size": usual_node(request.world_size)})
     path = Path(request.config).expanduser()
     stages_saves = dtype_is_the_models = False
     if path.is_dir() or path.suffix == ".json":
         if request.overrides:
-            raise PlanError(f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}")
+            raise ConfigError(
+                f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}"
+            )
         model, dtype_is_the_models = _build(path, request.dtype), request.dtype is None
         request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
-        from fsdp2x.commands.plan_training import read_training
-
         given = dataclasses.asdict(request)
-        model, asked, stages_saves = read_training(
+        model, asked, stages_saves = _read_training(
             path, request.overrides, request.world_size, request.local_world_size, given
         )
         request = _filled(request, asked)
@@ -183,7 +184,7 @@ def make_plan(request: Request) -> MemoryPlan:
         report = planned_report(facts, request.optimizer, micro_batches)
         bound = memory_bound(facts, request.optimizer, options["mp_policy"])
     except (ValueError, NotImplementedError) as error:
-        raise PlanError(str(error)) from None
+        raise ConfigError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging = saved if stages_saves else 0
@@ -199,11 +200,11 @@ def parse_bytes(text: str) -> int:
     """`80GiB`, `80G` and `85899345920` are the same; `80GB` is 80 * 10**9.
 
     Raises:
-        PlanError: neither a number nor a number with such a unit.
+        ConfigError: neither a number nor a number with such a unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
     if found is None:
-        raise PlanError(f"memory: got {text!r}, expected a size such as 80GiB, 512MiB or a number of bytes")
+        raise ConfigError(f"memory: got {text!r}, expected a size such as 80GiB, 512MiB or a number of bytes")
     number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
     factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
     return int(float(number) * factor)
@@ -219,4 +220,82 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
             config = read_hf_config(path)
             return build_empty(None, config, getattr(torch, dtype) if dtype else config.dtype or torch.float32)
     except CheckpointError as error:
-        raise PlanError(f"config {error}") from None
+        raise ConfigError(f"config {error}") from None
+
+
+# ---- what a training YAML means for a plan
+
+
+def _read_training(
+    path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """A run before it exists.
+
+    `given`: what the caller has decided, such as the device, on which other settings depend.
+
+    Returns:
+        The model; arguments of `plan_memory`, and `dtype` and dtypes of the policy by name; whether a copy of what is
+        saved stays in host memory.
+
+    Raises:
+        ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
+    """
+    config = parse_without_text(translate_file(path, overrides).settings)
+    parallel, optimizer = config.parallel, config.optimizer
+    _refuse_unforeseen(config)
+    mesh = plan_mesh(parallel, world_size, local_world_size)
+    trains = config.train.mode == "train"
+    shares_memory = Transport.SHM in (given.get("transport"), parallel.transport)
+    device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
+    on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
+    asked = {
+        "dtype": config.model.dtype,
+        "param_dtype": _param_dtype(parallel.param_dtype, device),
+        "reduce_dtype": parallel.reduce_dtype,
+        "replicas": mesh.num_replicas,
+        "reshard_after_forward": mesh.reshard_after_forward,
+        "transport": (Transport.SHM if on_one_host and not in_few_bits else Transport.PROCESS_GROUP)
+        if parallel.transport == "auto"
+        else parallel.transport,
+        "wire_weights": parallel.wire_weights,
+        "wire_gradients": parallel.wire_gradients,
+        "device": device,
+        "offload": offload_mode(parallel.offload),
+        "optimizer": optimizer.planned_name,
+        "expert_parallel": parallel.expert_parallel,
+        "expert_fsdp_size": parallel.expert_fsdp_size,
+        "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
+        "before_last": parallel.accumulate,
+    }
+    if not trains:
+        asked["optimizer"] = "none"
+    dtype = getattr(torch, given.get("dtype") or config.model.dtype)
+    tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
+    model = prepare(build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=None), config)
+    asked["auto_wrap"] = unit_policy(model, parallel)
+    return model, asked, trains and config.checkpoint.async_save
+
+
+def _refuse_unforeseen(config: TrainConfig) -> None:
+    if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
+        raise ConfigError(
+            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
+            "foretold; plan with auto, fsdp2x or fused"
+        )
+
+
+def _param_dtype(setting: str | None, device: str) -> str | None:
+    """`auto` as on a GPU of today; float16, which older ones take, has as many bytes."""
+    if setting != "auto":
+        return setting
+    return "bfloat16" if device == "cuda" else None
+
+
+def _micro_batches(config: TrainConfig, num_readers: int) -> int:
+    """Packed samples take as many as the fullest rank needs: at most so many."""
+    batching = resolve_batching(config.train, num_readers)
+    if not config.data.packing:
+        return batching.accumulation
+    samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
+    return -(-batching.batch_size * batching.accumulation // samples_per_row)

@@ -6,7 +6,7 @@ import torch
 
 from fsdp2x.memory.bound import MemoryBound
 from fsdp2x.memory.report import MemoryReport, readable
-from fsdp2x.tools.describe import columns
+from fsdp2x.tables import columns
 
 WORDS = {
     "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates; its share of everything",

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from fsdp2x.commands.shared import mistake
+from fsdp2x.errors import ConfigError
 from fsdp2x.runtime.transport import TRANSPORTS
 
 _GRACE_S = 5
@@ -32,7 +32,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fsdp2x.train import ConfigError
     from fsdp2x.train.distributed import choose_device
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -40,13 +39,10 @@ def _run(args: argparse.Namespace) -> int:
     if launched:
         world = int(os.environ["WORLD_SIZE"])
     if world < 1 or args.steps < 1 or not args.timeout > 0:
-        return mistake(ValueError("selftest: --world and --steps are at least 1, --timeout is positive"))
+        raise ConfigError("selftest: --world and --steps are at least 1, --timeout is positive")
     if launched and args.world not in (None, world):
-        return mistake(ValueError(f"selftest: --world {args.world}, but torchrun started {world} rank(s)"))
-    try:
-        choose_device(args.device, 0, 1)
-    except ConfigError as error:
-        return mistake(error)
+        raise ConfigError(f"selftest: --world {args.world}, but torchrun started {world} rank(s)")
+    choose_device(args.device, 0, 1)
     return _check(args) if launched or world == 1 else _launch(args, world)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -31,3 +32,11 @@ def _dtype(text: str) -> str:
 
 # How every option that is a dtype is declared: torch's names, or short ones such as bf16.
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
+
+
+def positive(text: str) -> int:
+    """A positive number, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+    return number

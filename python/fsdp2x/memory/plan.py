@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.arguments import checked
+from fsdp2x.errors import ConfigError
 from fsdp2x.memory.facts import ModelFacts, Ranks, Wire
 from fsdp2x.memory.optimizers import PLANNED, may_be_on_host, planned_bytes
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, report_of
@@ -23,7 +24,7 @@ from fsdp2x.runtime.transport import Transport
 from fsdp2x.units.wrap import AutoWrap
 
 
-class PlanError(ValueError):
+class PlanError(ConfigError):
     """A config or an option that cannot be planned for; the message says what was got and what is expected."""
 
 

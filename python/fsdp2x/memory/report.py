@@ -20,7 +20,7 @@ from fsdp2x.runtime.padding import advice
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.transport import Transport, has_streams
 from fsdp2x.runtime.tree import roots_of, units_of
-from fsdp2x.tools.describe import columns
+from fsdp2x.tables import columns
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 

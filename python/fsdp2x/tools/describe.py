@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,6 +11,7 @@ from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.padding import advice, padding_in
 from fsdp2x.runtime.state import UnitState
 from fsdp2x.runtime.tree import roots_of, unit_states
+from fsdp2x.tables import columns
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,6 @@ class ModelReport:
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
         return "\n".join([*columns([head, *rows, total]), tail, *self.advice])
-
-
-def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table, whose columns ``left`` are flush left, the others flush right."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 @checked

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ..errors import ConfigError
 from ..memory.optimizers import may_be_on_host
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names its dotted path, what was got and what is expected."""
 
 
 class TrainingError(RuntimeError):

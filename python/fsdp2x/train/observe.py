@@ -15,7 +15,7 @@ from fsdp2x.runtime.failures import exchange
 from ..memory import memory_report
 from ..optim.local import local_tensor
 from ..runtime import torch_private
-from ..tools.describe import columns
+from ..tables import columns
 from .config import LoggingConfig
 from .metrics import memory_bytes
 
