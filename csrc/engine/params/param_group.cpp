@@ -33,15 +33,13 @@ ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<P
                        GroupCalls group_calls, int replicas, at::Device group_device, Offload group_offload)
     : layout_(std::move(group_layout)),
       shards_(layout_, std::move(shard_pool)),
-      device_(group_device),
-      offload_(group_offload),
-      replicas_(replicas),
+      place_{group_device, group_offload, replicas},
       params_(std::move(group_params)),
       calls_(std::move(group_calls)),
       gradients_(layout_, params_, memory_like(pool(), offloads()), std::move(calls_.make_gradient),
                  std::move(calls_.add_to_foreign)) {
-  if (pool().device().type() != (offloads() ? at::kCPU : device_.type())) {
-    throw Error("fsdp2x: shards on " + pool().device().str() + " cannot be gathered on " + device_.str());
+  if (pool().device().type() != (offloads() ? at::kCPU : place_.device.type())) {
+    throw Error("fsdp2x: shards on " + pool().device().str() + " cannot be gathered on " + place_.device.str());
   }
   for (size_t i = 0; i < params_.size(); ++i) check_dtype(i, params_[i].sharded());
 }
@@ -96,7 +94,7 @@ bool ParamGroup::has_replaced_shards() const {
 
 void ParamGroup::rename(std::string new_name) {
   name_ = std::move(new_name);
-  if (post_forward_) post_forward_->rename(name_ + " (after forward)");
+  if (post_forward_.group) post_forward_.group->rename(name_ + " (after forward)");
 }
 
 void throw_collective_error(const ParamGroup& group, const PyRef& explain, const std::string& operation) {
@@ -113,19 +111,19 @@ void throw_collective_error(const ParamGroup& group, const PyRef& explain, const
 }
 
 void ParamGroup::set_unit(const UnitFacts* unit) {
-  unit_ = unit;
-  if (post_forward_) post_forward_->unit_ = unit;
+  member_.unit = unit;
+  if (post_forward_.group) post_forward_.group->member_.unit = unit;
 }
 
 void ParamGroup::join(std::shared_ptr<Transport> transport, std::shared_ptr<Commons> commons) {
-  transport_ = std::move(transport);
-  commons_ = std::move(commons);
-  gradients_.use(commons_);
+  member_.transport = std::move(transport);
+  member_.commons = std::move(commons);
+  gradients_.use(member_.commons);
 }
 
 void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
-  shard_seat_ = std::move(shards);
-  replica_seat_ = std::move(replicas);
+  member_.shard_seat = std::move(shards);
+  member_.replica_seat = std::move(replicas);
 }
 
 // --- gathering ---
@@ -133,7 +131,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
   call(calls_.gather_slowly);  // before the pool is read: it refreshes aliases
-  gathered_from_ = keeps_rows() ? post_forward_.get() : this;
+  gathered_from_ = keeps_rows() ? post_forward_.group.get() : this;
   if (gathered_from_ == this) {
     if (shards_.state() == ShardState::open) {
       const pybind11::gil_scoped_acquire gil;
@@ -181,7 +179,7 @@ void ParamGroup::check_registered() const {
 }
 
 PyObject* ParamGroup::registered_while_sharded(size_t param) const {
-  return keeps_rows() ? post_forward_params_[param].get() : params_[param].sharded_object();
+  return keeps_rows() ? post_forward_.params[param].get() : params_[param].sharded_object();
 }
 
 void ParamGroup::register_again() const {
@@ -217,31 +215,31 @@ void ParamGroup::empty(bool keeps_post_forward) {
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].empty();
-    if (keeps_post_forward) params_[i].give_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
-    params_[i].register_object(keeps_post_forward ? post_forward_params_[i].get() : params_[i].sharded_object());
+    if (keeps_post_forward) params_[i].give_requires_grad(THPVariable_Unpack(post_forward_.params[i].get()));
+    params_[i].register_object(keeps_post_forward ? post_forward_.params[i].get() : params_[i].sharded_object());
   }
 }
 
 void ParamGroup::free_extensions() { call(calls_.free_slowly); }
 
 void ParamGroup::set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded) {
-  post_forward_ = std::move(group);
-  post_forward_->unit_ = unit_;
+  post_forward_.group = std::move(group);
+  post_forward_.group->member_.unit = member_.unit;
   rename(name_);
-  post_forward_params_ = std::move(sharded);
+  post_forward_.params = std::move(sharded);
 }
 
 void ParamGroup::clear_post_forward() {
   drop_post_forward();
-  post_forward_.reset();
+  post_forward_.group.reset();
 }
 
 const CopyProgram& ParamGroup::rows_to_keep() {
-  CopyProgram& program = rows_to_keep_[gathered_from_];
+  CopyProgram& program = post_forward_.rows_to_keep[gathered_from_];
   if (!program.empty()) return program;
   // Whole parameters lie in both slots, not always at the same offsets.
   for (size_t i = 0; i < params_.size(); ++i) {
-    const ParamPlace& place = post_forward_->layout_.params()[i];
+    const ParamPlace& place = post_forward_.group->layout_.params()[i];
     if (place.shard_numel == 0) continue;
     Copy copy = shard_to_whole(place.shape, place.rows, place.shard_offset, place.shape.compute,
                                gathered_from_->layout_.params()[i].slot_offset, place.shape.compute);
@@ -273,7 +271,7 @@ void ParamGroup::drop_post_forward() {
   if (!stop_keeping_rows()) return;
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
-    params_[i].take_requires_grad(THPVariable_Unpack(post_forward_params_[i].get()));
+    params_[i].take_requires_grad(THPVariable_Unpack(post_forward_.params[i].get()));
     params_[i].register_sharded();
   }
 }
@@ -337,11 +335,11 @@ DType ParamGroup::reduce_type() const {
 bool ParamGroup::averages() const {
   // fp16 sums overflow early, so they are divided in two halves around the collective.
   if (options().force_sum_reduction || reduce_type() == DType::f16) return false;
-  return divisor() == static_cast<double>(layout_.world() * replicas_);
+  return divisor() == static_cast<double>(layout_.world() * place_.replicas);
 }
 
 double ParamGroup::divisor() const {
-  return options().divide_factor.value_or(static_cast<double>(layout_.world() * replicas_));
+  return options().divide_factor.value_or(static_cast<double>(layout_.world() * place_.replicas));
 }
 
 double ParamGroup::pre_divisor() const {

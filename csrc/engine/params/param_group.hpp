@@ -85,10 +85,10 @@ class ParamGroup final : public ScheduledGroup {
   const Layout& layout() const { return layout_; }
   Shards& shards() { return shards_; }
   const at::Tensor& pool() const { return shards_.memory(); }
-  at::Device device() const { return device_; }
-  Offload offload() const { return offload_; }
+  at::Device device() const { return place_.device; }
+  Offload offload() const { return place_.offload; }
   // Whether the shards that an optimizer steps and their gradients are the host's.
-  bool offloads() const { return offload_ != Offload::nothing; }
+  bool offloads() const { return place_.offload != Offload::nothing; }
   std::vector<Param>& params() { return params_; }
   const std::vector<Param>& params() const { return params_; }
   GroupCalls& calls() { return calls_; }
@@ -104,20 +104,20 @@ class ParamGroup final : public ScheduledGroup {
 
   // --- who it belongs to ---
   void set_unit(const UnitFacts* unit);
-  const UnitFacts& unit() const { return *unit_; }
-  const UnitOptions& options() const { return unit_->options; }
+  const UnitFacts& unit() const { return *member_.unit; }
+  const UnitOptions& options() const { return member_.unit->options; }
   // What moves its bytes; the group itself never calls it.
   void join(std::shared_ptr<Transport> transport, std::shared_ptr<Commons> commons);
-  bool has_joined() const { return transport_ != nullptr; }
-  Transport& transport() const { return *transport_; }
-  uint32_t index() const { return index_; }  // in its transport, the same on every rank
-  void set_index(uint32_t index) { index_ = index; }
-  Counters& counters() const { return commons_->counters; }
-  const Pass& pass() const { return commons_->pass; }
-  const std::shared_ptr<Commons>& commons() const { return commons_; }
+  bool has_joined() const { return member_.transport != nullptr; }
+  Transport& transport() const { return *member_.transport; }
+  uint32_t index() const { return member_.index; }  // in its transport, the same on every rank
+  void set_index(uint32_t index) { member_.index = index; }
+  Counters& counters() const { return member_.commons->counters; }
+  const Pass& pass() const { return member_.commons->pass; }
+  const std::shared_ptr<Commons>& commons() const { return member_.commons; }
   void take_seats(AgreementSeat shards, AgreementSeat replicas);
-  const AgreementSeat& shard_seat() const { return shard_seat_; }
-  const AgreementSeat& replica_seat() const { return replica_seat_; }
+  const AgreementSeat& shard_seat() const { return member_.shard_seat; }
+  const AgreementSeat& replica_seat() const { return member_.replica_seat; }
 
   // --- gathering, in the order of the calls ---
   // Whose slot the next gather fills: its own, whose pool is up to date then, or that of its smaller world.
@@ -151,7 +151,7 @@ class ParamGroup final : public ScheduledGroup {
   // and no parameters; `sharded` are the parameters to register meanwhile, over its pool.
   void set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded);
   void clear_post_forward();
-  const std::shared_ptr<ParamGroup>& post_forward() const { return post_forward_; }
+  const std::shared_ptr<ParamGroup>& post_forward() const { return post_forward_.group; }
   // From the slot of the group that was gathered -> the pool of the smaller world.
   const CopyProgram& rows_to_keep();
 
@@ -197,25 +197,38 @@ class ParamGroup final : public ScheduledGroup {
   void fetch_reassigned();
   at::Tensor plain(const at::Tensor& gradient, size_t param) const;
 
+  // Where it is gathered and reduced, and what of it lies elsewhere.
+  struct Place {
+    at::Device device;
+    Offload offload;
+    int replicas;
+  };
+  // What it belongs to, from the time it joins a unit or a root.
+  struct Membership {
+    const UnitFacts* unit = nullptr;  // owns this group
+    std::shared_ptr<Transport> transport;
+    std::shared_ptr<Commons> commons;
+    uint32_t index = 0;  // in its transport
+    AgreementSeat shard_seat, replica_seat;
+  };
+  // The smaller world that keeps the rows after forward.
+  struct PostForward {
+    std::shared_ptr<ParamGroup> group;
+    std::vector<PyRef> params;
+    std::map<const ParamGroup*, CopyProgram> rows_to_keep;  // by gathered_from_
+  };
+
   std::string name_;
-  uint32_t index_ = 0;
-  const UnitFacts* unit_ = nullptr;  // owns this group
-  std::shared_ptr<Transport> transport_;
-  std::shared_ptr<Commons> commons_;
-  AgreementSeat shard_seat_, replica_seat_;
+  Membership member_;
   Layout layout_;
   Shards shards_;
-  at::Device device_;
-  Offload offload_;
-  int replicas_;
+  Place place_;
   std::vector<Param> params_;
   GroupCalls calls_;
   Gradients gradients_;
   GatherSlot gather_;
   ParamGroup* gathered_from_ = this;  // whose transport and slot the last gather used
-  std::shared_ptr<ParamGroup> post_forward_;
-  std::vector<PyRef> post_forward_params_;
-  std::map<const ParamGroup*, CopyProgram> rows_to_keep_;  // by gathered_from_
+  PostForward post_forward_;
   WaitingTensors waiting_;
 };
 

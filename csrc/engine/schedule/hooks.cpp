@@ -115,9 +115,7 @@ void UnitCall::end() {
 
 UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
                      py::object is_running, std::vector<py::object> backward_hooks)
-    : lazy_init_(std::move(lazy_init)),
-      explain_(std::move(explain)),
-      is_running_(std::move(is_running)),
+    : calls_{std::move(lazy_init), std::move(explain), std::move(is_running), {}, {}},
       backward_hooks_(std::move(backward_hooks)) {
   for (const py::object& module : modules) modules_.push_back(module.ptr());
 }
@@ -163,7 +161,7 @@ void UnitHooks::use_unit() {
   if (unit_) unit_->root->schedule().settle_raised_backward();
   if (!unit_ || (begins_forward() && unit_->root->has_replaced_shards())) {
     const OutsideTransforms outside;
-    lazy_init_();
+    calls_.lazy_init();
   }
   if (!unit_) throw Error("fsdp2x: lazy initialization left a module without its unit");
 }
@@ -174,7 +172,7 @@ Schedule::Entry UnitHooks::enter(const py::object& module) {
   // Exceptions that are no `Exception` leave a forward without a word.
   const bool was_interrupted = unit_->phase() != Phase::backward && unit_->num_running() > 0 &&
                                schedule.is_forward_root(unit_.get()) && root.is_forward_thread() &&
-                               !is_running_(module).cast<bool>();
+                               !calls_.is_running(module).cast<bool>();
   if (was_interrupted || !schedule.in_forward()) root.note_thread();
   const Schedule::Entry entry = schedule.enter(*unit_, at::GradMode::is_enabled(), was_interrupted);
   if (!entry.is_recomputed && modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;
@@ -245,7 +243,7 @@ void UnitHooks::fail_forward() {
   }
   if (!is_root) return schedule.fail_forward(*unit_);
   const auto error = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
-  explain_(error);
+  calls_.explain(error);
   for (const auto& weak : all_) {
     if (const auto hooks = weak.lock()) hooks->forget_progress();
   }
@@ -306,7 +304,7 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   if (inputs.empty()) return;
   torch::autograd::variable_list outputs;
   if (inside_transforms()) {
-    outputs = mark_inputs_(UnitCall(unit_, number), inputs).cast<torch::autograd::variable_list>();
+    outputs = calls_.mark_inputs(UnitCall(unit_, number), inputs).cast<torch::autograd::variable_list>();
   } else {
     const auto node = compat::make_node<PostBackwardNode>(unit_, number, torch::autograd::collect_next_edges(inputs));
     outputs = compat::pass_through(inputs, node);
@@ -325,7 +323,7 @@ py::object UnitHooks::mark_outputs(const py::object& output) const {
   const TensorMap mark = [this](PyObject* object) -> py::object {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.requires_grad() || !(tensor.is_floating_point() || tensor.is_complex())) return {};
-    return mark_output_(unit_, py::handle(object));
+    return calls_.mark_output(unit_, py::handle(object));
   };
   return map_tensors(output.ptr(), mark, python_calls());
 }

@@ -46,8 +46,8 @@ class UnitHooks {
   // `mark_inputs(call, tensors)` returns tensors whose backward ends the UnitCall, `mark_output(unit, tensor)` one
   // whose backward begins that of the unit.
   void set_marks(py::object mark_inputs, py::object mark_output) {
-    mark_inputs_ = std::move(mark_inputs);
-    mark_output_ = std::move(mark_output);
+    calls_.mark_inputs = std::move(mark_inputs);
+    calls_.mark_output = std::move(mark_output);
   }
   // More of the constructor's `backward_hooks`.
   void add_backward_hooks(const std::vector<py::object>& more) {
@@ -67,6 +67,10 @@ class UnitHooks {
   void forget_progress() { remaining_.clear(); }
 
  private:
+  // Functions of Python.
+  struct Calls {
+    py::object lazy_init, explain, is_running, mark_inputs, mark_output;
+  };
   // The exception that is being handled where a module is called, and its traceback, by identity.
   struct Handled {
     static Handled now();
@@ -96,11 +100,7 @@ class UnitHooks {
 
   cpu::ProcessGuard guard_;
   std::shared_ptr<Unit> unit_;
-  py::object lazy_init_;
-  py::object explain_;
-  py::object mark_inputs_;
-  py::object mark_output_;
-  py::object is_running_;
+  Calls calls_;
   std::vector<py::object> backward_hooks_;
   Handled handled_before_;   // the running forward
   py::object leaf_hook_;     // the pre-backward hook on inputs and parameters that the unit returned as they are

@@ -152,7 +152,7 @@ class ModelRank {
     uint64_t position;
     Slot slot;
   };
-  Reduction post_reduction(uint32_t unit, uint64_t position, uint64_t tag = kTag) {
+  Reduction post_reduction(uint32_t unit, uint64_t position, uint64_t tag = kTag, bool publishes = true) {
     forget();
     sweep();
     if (!closing_.empty()) {  // one scratch at a time, where that is sure to come
@@ -166,8 +166,10 @@ class ModelRank {
         gradient(reduction, rank()));
     forget();
     protocol_->post_reduction(unit, reduction.epoch, tag, static_cast<uint64_t>(reduction.slot.id));
-    forget();
-    protocol_->publish_progress(position);
+    if (publishes) {
+      forget();
+      protocol_->publish_progress(position);
+    }
     return reduction;
   }
   bool finish_reduction(const Reduction& reduction, bool flush, uint64_t tag = kTag) {
