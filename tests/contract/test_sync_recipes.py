@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-import device_handles
 import fsdp2x
 import verl_engine
-from engines import Layerwise
-from fsdp2x.sync import InProcess, Sglang, SyncError, WeightSource
+from engines import Layerwise, step
+from engines import wire as gathered
+from fsdp2x.sync import InProcess, SyncError, WeightSource
 from harness import distributed
 from models import build, tiny_lora
 from reference import same
-from sglang_engine import Server, serving
 
 
 def make_model(name="qwen3_moe"):
@@ -28,16 +27,7 @@ def make_model(name="qwen3_moe"):
 
 
 def wire(model, **options):
-    found = {}
-    for bucket in fsdp2x.export.stream(model, **options):
-        found.update((name, tensor.clone()) for name, tensor in bucket.items())
-    return dict(sorted(found.items()))
-
-
-def step(model):
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.5)
+    return dict(sorted(gathered(model, **options).items()))
 
 
 def adapted():
@@ -53,46 +43,6 @@ def merged(twin):
     """What PEFT itself makes of it, in bf16 at the end."""
     whole = copy.deepcopy(twin).merge_and_unload()
     return {name: param.detach().bfloat16() for name, param in sorted(whole.named_parameters())}
-
-
-# ---- TRL: generation in the trainer's process, a tensor at a time
-
-
-class Generation:
-    """What calls `_iter_fsdp2_params` in TRL: each tensor is a call of the engine's loader."""
-
-    def __init__(self, model):
-        self.model, self.engine, self.resets = model, Layerwise(), 0
-
-    def _iter_fsdp2_params(self, module):
-        raise NotImplementedError
-
-    def sync_weights(self):
-        for name, param in self._iter_fsdp2_params(self.model):
-            self.engine.load([(name, param)])
-        self.engine.finish()
-        self.resets += 1
-
-
-@pytest.mark.parametrize("kind", ["experts", "lora"])
-@distributed(world_sizes=(2,))
-def test_trl(ctx, kind):
-    """With experts under the names that engines load, and adapters merged, which TRL does on the model itself."""
-    twin = adapted() if kind == "lora" else None
-    model = make_model() if twin is None else fsdp2x.fully_shard(copy.deepcopy(twin))
-
-    class Ours(Generation):
-        def _iter_fsdp2_params(self, module):
-            return WeightSource(module, torch.bfloat16, merge_adapters=kind == "lora")
-
-    generation = Ours(model)
-    for _ in range(2):
-        generation.sync_weights()
-        expected = wire(model, dtype=torch.bfloat16) if twin is None else merged(twin)
-        same(dict(sorted(generation.engine.weights.items())), expected)
-        for each in (model, twin)[: 1 if twin is None else 2]:
-            step(each)
-    assert generation.resets == 2
 
 
 # ---- verl: the backend of examples/integrations, by verl's registry
@@ -147,34 +97,7 @@ def test_verl_says_what_failed(ctx):
             assert "the weights are torn" in str(rollout.error) and "no room" in str(rollout.error)
 
 
-# ---- slime on SGLang, ROLL on vLLM: buckets
-
-
-@distributed(world_sizes=(2,))
-def test_slime(ctx):
-    """Pause, flush, buckets, label, continue, over HTTP; a server that refuses stays paused until the next update.
-
-    Its colocated trainers send handles of memory of the GPU; the separated ones are `test_buckets_that_are_broadcast`.
-    """
-    model, addresses = make_model(), [None]
-    expected = wire(model, dtype=torch.bfloat16)
-    server = Server({name: value.shape for name, value in expected.items()}, num_workers=2)
-    with serving(server) as url, device_handles.installed():
-        addresses = [url]
-        dist.broadcast_object_list(addresses)
-        with fsdp2x.sync.connect(model, Sglang(addresses[0]), dtype=torch.bfloat16, bucket_bytes=3000) as sync:
-            server.broken["update_weights_from_tensor"] = "discard the whole weights"
-            with pytest.raises(SyncError, match="discard the whole weights"):
-                sync.push(version=0)
-            sync.push(version=1)
-        if ctx.rank == 0:
-            assert server.generate() == ("1", "1")
-            for weights in server.weights:
-                same(dict(sorted(weights.items())), expected)
-            assert "update_weights_from_tensor" in server.events
-            of_groups = {"init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"}
-            assert not of_groups & set(server.events)
-        dist.barrier()
+# ---- ROLL on vLLM: buckets (slime on SGLang is what `test_sync_sglang.py` tests)
 
 
 class RollVllm:

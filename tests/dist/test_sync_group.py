@@ -193,16 +193,3 @@ def test_groups_that_torch_makes(ctx):
         dist.destroy_process_group(made)
         assert torch.equal(got, data)
     dist.barrier()
-
-
-def test_arguments():
-    for arguments, match in [
-        ({"group": "mpi"}, "group must be 'gloo', 'nccl' or None, got 'mpi'"),
-        ({"group": "gloo", "address": "@engine"}, "a group is for addresses such as tcp://host:port"),
-        ({"group": "gloo", "secret": None}, "need the same secret"),
-        ({"group": "gloo", "memory": "device"}, 'memory="device" is for engines on this host'),
-    ]:
-        address = arguments.pop("address", "tcp://127.0.0.1:7000")
-        given = {"secret": GROUP["secret"] if address.startswith("tcp") else None, **arguments}
-        with pytest.raises(ValueError, match=match):
-            Peer(address, **given)

@@ -4,7 +4,6 @@ import contextlib
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import device_handles
@@ -12,7 +11,7 @@ import fsdp2x
 from engines import step, wire
 from fsdp2x.sync import Sglang, SyncError
 from harness import distributed
-from models import STACK_UNITS, build, mixed_stack
+from models import STACK_UNITS, mixed_stack
 from reference import same, shard
 from sglang_engine import Server, serving
 
@@ -143,20 +142,6 @@ def test_buckets_in_memory_of_the_gpu(ctx):
                 sync.push(version=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
-@distributed(world_sizes=(2,))
-def test_names_and_layout_of_the_files(ctx, name):
-    model = fsdp2x.fully_shard(build(name))
-    expected = {k: v if k.endswith("gate.weight") else v.bfloat16() for k, v in wire(model).items()}
-    keep = {} if name == "qwen3" else {"*.gate.weight": torch.float32}
-    with engines(ctx, {k: v.shape for k, v in expected.items()}) as (target, servers):
-        with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, keep=keep, bucket_bytes=3000) as sync:
-            sync.push(version=1)
-            if name == "qwen3":
-                expected = {k: v.bfloat16() for k, v in expected.items()}
-            holds(servers, expected)
-
-
 @distributed(world_sizes=(2,))
 def test_the_order_of_a_push(ctx):
     model, shapes = stack_model(ctx)
@@ -200,29 +185,6 @@ def test_no_cache_outlives_its_weights(ctx, pause):
         for server in servers:
             assert server.generate() == ("1", "1")
             assert len(server.running) == (pause == "retract")
-
-
-@pytest.mark.parametrize("route", [*PUSH, *AFTER])
-@distributed(world_sizes=(2,))
-def test_each_request_that_fails(ctx, route):
-    """One of two servers refuses: both stay paused, with the old label, and the next push heals both."""
-    model, shapes = stack_model(ctx)
-    with engines(ctx, shapes, 2) as (target, servers), fsdp2x.sync.connect(model, target, bucket_bytes=300) as sync:
-        sync.push(version=0)
-        if servers:
-            servers[1].broken[route] = "out of order"
-        step(model)
-        with pytest.raises(SyncError, match=f"answers /{route} with 400.*out of order") as caught:
-            sync.push(version=1)
-        phase = "load" if "tensor" in route else "finish" if "end" in route else "begin" if route in PUSH else "commit"
-        assert (caught.value.phase, caught.value.rank, sync.is_torn) == (phase, 0, True)
-        assert (caught.value.bucket is not None) == (phase == "load")
-        for server in servers:
-            assert (server.mode is None) == (route == "server_info"), "it generates with torn weights"
-            assert server.mode is None or not server.is_open or route == "end_weight_update"
-        sync.push(version=2)
-        holds(servers, wire(model))
-        assert [server.generate() for server in servers] == [("2", "2")] * len(servers)
 
 
 @distributed(world_sizes=(2,))

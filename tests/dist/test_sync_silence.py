@@ -1,4 +1,4 @@
-"""Servers of inference that accept a request and never answer it, in every route of a push: an error in time on every
+"""Servers of inference that refuse a request, or never answer it, in every route of a push: an error in time on every
 rank, nothing generates meanwhile, and the next push heals."""
 
 import contextlib
@@ -24,20 +24,24 @@ TIMEOUT_S, SLACK_S = 1.0, 5.0
 
 
 class Silence:
-    """In front of a server; ``route``: the one that gets no answer. ``delivers``: the server hears of it all the same.
+    """In front of a server; ``route``: the one that goes wrong, and ``how``.
 
-    Routes that call methods of workers go by the method's name.
+    "silent": it gets no answer. "heard": nor then, but the server hears of it. "refused": once. Routes that call
+    methods of workers go by the method's name.
     """
 
     def __init__(self, address):
-        self.route, self.delivers, self._held = None, False, []
+        self.route, self.how, self._held = None, "", []
         self._place = urlsplit(address).netloc
 
     def answer(self, request, text):
         route = urlsplit(request.path).path.strip("/")
         route = json.loads(text)["method"] if route == "collective_rpc" else route
         is_silent = route == self.route
-        if not is_silent or self.delivers:
+        if is_silent and self.how == "refused":
+            self.route = None
+            return 400, b'{"message": "out of order"}'
+        if not is_silent or self.how == "heard":
             server = http.client.HTTPConnection(self._place)
             with contextlib.closing(server):
                 server.request(request.command, request.path, text, {"Content-Type": "application/json"})
@@ -72,10 +76,10 @@ def behind_silence(ctx, target):
         yield type(target)(address[0]), silence
 
 
-def goes_silent(ctx, sync, silence, route, delivers, phase, text):
-    """A push of version 1 during which a route says nothing."""
+def goes_wrong(ctx, sync, silence, route, how, phase, text):
+    """A push of version 1 during which a route does."""
     if silence:
-        silence.route, silence.delivers = route, delivers
+        silence.route, silence.how = route, how
     dist.barrier()
     sync._timeout_s = TIMEOUT_S  # of this push alone: the others may be slow on a busy machine
     began = time.monotonic()
@@ -90,7 +94,7 @@ def goes_silent(ctx, sync, silence, route, delivers, phase, text):
     assert everywhere == [fields] * ctx.world
     assert fields[1:] == (phase, 0 if phase == "load" else None, 0)
     # The rank that talks to the server also tells it that the push has ended.
-    assert TIMEOUT_S <= seconds < TIMEOUT_S * (1 + (ctx.rank == 0)) + SLACK_S
+    assert TIMEOUT_S * (how != "refused") <= seconds < TIMEOUT_S * (1 + (ctx.rank == 0)) + SLACK_S
     assert sync.is_torn and sync.version is None
     dist.barrier()
 
@@ -126,75 +130,74 @@ LIKE_OTHERS = {"pause_generation", "update_weight_version", "get_world_size", "i
 LIKE_OTHERS |= {"reset_encoder_cache", "resume_memory_occupation", "end_weight_update", "continue_generation", "resume"}
 
 
-def cases(phases):
-    """(route, whether the server hears of the request)."""
-    found = [(route, False, route not in LIKE_OTHERS) for route in phases]
-    # A wake that comes twice ends SGLang, and nothing tells whether one came.
-    found += [(route, True, route in HEARD) for route in phases if route != "resume_memory_occupation"]
+def cases():
+    """(server, route, how)."""
+    found = []
+    for server, phases in (("sglang", SGLANG), ("vllm", VLLM)):
+        found += [(server, route, "silent", route not in LIKE_OTHERS) for route in phases]
+        # A wake that comes twice ends SGLang, and nothing tells whether one came.
+        found += [(server, route, "heard", route in HEARD) for route in phases if route != "resume_memory_occupation"]
+        found += [(server, route, "refused", True) for route in phases if not route.startswith("fsdp2x")]
     return [pytest.param(*case, marks=() if is_quick else pytest.mark.full) for *case, is_quick in found]
 
 
-@pytest.mark.parametrize(("route", "delivers"), cases(SGLANG))
-@distributed(world_sizes=(2,))
-def test_sglang(ctx, route, delivers):
-    model, shapes = test_sync_sglang.stack_model(ctx)
-    with test_sync_sglang.engines(ctx, shapes) as (target, servers), behind_silence(ctx, target) as (target, silence):
-        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=20) as sync:
-            sync.push(version=0)
-            before = belongings()
-            step(model)
-            if route == "resume_memory_occupation":
-                target.sleep()
-            goes_silent(ctx, sync, silence, route, delivers, SGLANG[route], f"does not answer /{route}: timed out")
-            for server in servers:
-                is_paused = route != "server_info" and (route, delivers) != ("pause_generation", False)
-                assert (server.mode is not None) == is_paused, "it generates with torn weights"
-                is_labelled = route == "continue_generation" or (route, delivers) == ("update_weight_version", True)
-                assert server.version == ("1" if is_labelled else "0")
-                silence.end()
-            dist.barrier()
-            step(model)
-            sync.push(version=2)
-            test_sync_sglang.holds(servers, wire(model))
-            assert [server.generate() for server in servers] == [("2", "2")] * len(servers)
-            eventually(belongings, before)
+@contextlib.contextmanager
+def running(ctx, server):
+    """(model, target, the servers that run here, a check that they hold the model's weights)."""
+    if server == "sglang":
+        model, shapes = test_sync_sglang.stack_model(ctx)
+        with test_sync_sglang.engines(ctx, shapes) as (target, servers):
+            yield model, target, servers, lambda: test_sync_sglang.holds(servers, wire(model))
+    else:
+        model = test_sync_vllm.make_model(ctx)
+        with test_sync_vllm.engine(ctx, "server") as (target, core):
+            yield model, target, [core] if core is not None else [], lambda: test_sync_vllm.holds(model, core)
 
 
-@pytest.mark.parametrize(("route", "delivers"), cases(VLLM))
-@distributed(world_sizes=(2,))
-def test_vllm(ctx, route, delivers):
-    model = test_sync_vllm.make_model(ctx)
+def told(server, route, how):
+    """(phase, what the error says, whether the server is paused, whether it has the label of the push)."""
     path = "collective_rpc" if route.startswith("fsdp2x") else route
-    phase, text = VLLM[route], f"does not answer /{path}: timed out"
+    phase, text = (SGLANG if server == "sglang" else VLLM)[route], f"does not answer /{path}: timed out"
+    if how == "refused":
+        text = f"answers /{path} with 400: .*out of order"
+    is_labelled = route in ("continue_generation", "resume") or (route, how) == ("update_weight_version", "heard")
+    if server == "sglang":
+        return phase, text, route != "server_info" and (route != "pause_generation" or how != "silent"), is_labelled
+    is_paused = route in ("fsdp2x_receive", "wake_up") or phase == "commit" or (route, how) == ("pause", "heard")
     if route == "fsdp2x_receive":  # lasts as long as a push: what tells is that nobody takes it, or that it has no end
         phase, text = (
-            ("commit", "committed, and does not return in 1 s") if delivers else (phase, "cannot receive in t")
+            ("commit", "committed, and does not return in 1 s") if how == "heard" else (phase, "cannot receive in t")
         )
-    with test_sync_vllm.engine(ctx, "server") as (target, core), behind_silence(ctx, target) as (target, silence):
-        with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=20) as sync:
-            sync.push(version=0)
-            before = belongings()
-            step(model)
-            if route == "wake_up":
-                target.sleep()
-            goes_silent(ctx, sync, silence, route, delivers, phase, text)
-            if core is not None:
-                is_paused = (
-                    route in ("fsdp2x_receive", "wake_up") or phase == "commit" or (route, delivers) == ("pause", True)
-                )
-                assert (core.mode is not None) == is_paused, "it generates with torn weights"
-                is_labelled = route == "resume" or (route, delivers) == ("update_weight_version", True)
-                assert core.version == ("1" if is_labelled else "0")
-            if route == "fsdp2x_receive":
-                sync._timeout_s = TIMEOUT_S
-                with pytest.raises(SyncError, match="has not ended the push before; start it again"):
-                    sync.push(version=1)
-                sync._timeout_s = 20.0
-            if silence:
-                silence.end()
-            dist.barrier()
-            step(model)
-            sync.push(version=2)
-            test_sync_vllm.holds(model, core)
-            assert core is None or core.generate() == ("2", "2")
-            eventually(belongings, before)
+    return phase, text, is_paused, is_labelled
+
+
+@pytest.mark.parametrize(("server", "route", "how"), cases())
+@distributed(world_sizes=(2,))
+def test_a_route_that_fails(ctx, server, route, how):
+    phase, text, is_paused, is_labelled = told(server, route, how)
+    with contextlib.ExitStack() as stack:
+        model, target, servers, check = stack.enter_context(running(ctx, server))
+        target, silence = stack.enter_context(behind_silence(ctx, target))
+        sync = stack.enter_context(fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=20))
+        sync.push(version=0)
+        before = belongings()
+        step(model)
+        if route in ("resume_memory_occupation", "wake_up"):
+            target.sleep()
+        goes_wrong(ctx, sync, silence, route, how, phase, text)
+        for one in servers:
+            assert (one.mode is not None) == is_paused, "it generates with torn weights"
+            assert one.version == ("1" if is_labelled else "0")
+        if route == "fsdp2x_receive":
+            sync._timeout_s = TIMEOUT_S
+            with pytest.raises(SyncError, match="has not ended the push before; start it again"):
+                sync.push(version=1)
+            sync._timeout_s = 20.0
+        if silence:
+            silence.end()
+        dist.barrier()
+        step(model)
+        sync.push(version=2)
+        check()
+        assert [one.generate() for one in servers] == [("2", "2")] * len(servers)
+        eventually(belongings, before)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import fsdp2x
+from engines import step
+from engines import wire as whole
 from fsdp2x.sync import WeightSource
 from harness import distributed
 from models import STACK_UNITS, Stack, build, mixed_stack, tiny_vlm
@@ -20,13 +22,6 @@ def make_model(name):
     model = build("qwen3")
     model.lm_head.weight = model.model.embed_tokens.weight
     return fsdp2x.fully_shard(model)
-
-
-def whole(model, **options):
-    found = {}
-    for bucket in fsdp2x.export.stream(model, **options):
-        found.update((name, tensor.clone()) for name, tensor in bucket.items())
-    return found
 
 
 def sent_in_chunks(source, chunk_bytes):
@@ -63,9 +58,7 @@ def test_what_arrives_is_the_model(ctx, name, transport):
         for chunk_bytes in (1, 5000, 1 << 30):
             same(dict(sorted(sent_in_chunks(source, chunk_bytes).items())), dict(sorted(expected.items())))
         same(dict(sorted(dict(list(source)).items())), dict(sorted(expected.items())))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(0.5)
+        step(model)
 
 
 @pytest.mark.parametrize("name", MODELS)

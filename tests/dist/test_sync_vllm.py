@@ -253,28 +253,6 @@ def test_what_a_push_leaves_out(ctx, way):
                     sync.push(version=2)
 
 
-@pytest.mark.parametrize("broken", ["reset_prefix_cache", "set_weight_version", "resume", "pause"])
-@distributed(world_sizes=(2,))
-def test_control_that_fails(ctx, broken):
-    """Before and after the weights: it is torn and stays paused, and the next push heals."""
-    model = make_model(ctx)
-    with engine(ctx, "server", 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
-        sync.push(version=0)
-        if core is not None:
-            core.broken[broken] = "out of order"
-        step(model)
-        with pytest.raises(SyncError, match="answers /.* with 500.*out of order") as caught:
-            sync.push(version=1)
-        assert caught.value.phase == ("begin" if broken == "pause" else "commit")
-        if core is not None:
-            assert {worker.fsdp2x_receiver.status["state"] for worker in core.workers} == {"torn"}
-            assert (core.mode is None) == (broken == "pause")
-        sync.push(version=2)
-        holds(model, core)
-        if core is not None:
-            assert core.generate() == ("2", "2")
-
-
 @distributed(world_sizes=(2,))
 def test_a_commit_that_one_worker_refuses(ctx):
     """The other has committed and listens no more; it is torn all the same, and nobody waits for it."""

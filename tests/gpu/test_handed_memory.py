@@ -7,7 +7,7 @@ import torch
 
 import one_gpu
 from fsdp2x.runtime.memory_file import collect_handed
-from fsdp2x.sync.targets.handed_memory import HandedMemory
+from fsdp2x.sync.targets.transports import HandedMemory
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("broadcasts")]
 

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
-from fsdp2x.sync import engine_ipc
-from fsdp2x.sync.targets.handed_memory import HandedMemory
+from fsdp2x.sync import engine
+from fsdp2x.sync.targets.transports import HandedMemory
 
 UUID, INDEX = "8f3c1c3e-0000-0000-0000-000000000007", 5
 
@@ -50,7 +50,7 @@ def installed():
     """While it lasts memory of the CPU is handed out as a GPU's; gives what rebuilds it."""
     with (
         mock.patch.object(HandedMemory, "device_handle", lambda memory: rebuilding.reduce(memory)),
-        mock.patch.object(engine_ipc, "device_of", lambda uuid: {UUID: INDEX}[uuid]),
+        mock.patch.object(engine, "device_of", lambda uuid: {UUID: INDEX}[uuid]),
         mock.patch.object(reductions, "rebuild_cuda_tensor", rebuilding),
     ):
         yield rebuilding

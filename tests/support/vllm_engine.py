@@ -265,7 +265,7 @@ class Core:
 
     def __init__(self, world=1, extension="fsdp2x.sync.vllm_worker.Fsdp2xWorker", shapes=None):
         self.workers = [Worker(Model(rank, world) if shapes is None else Whole(shapes)) for rank in range(world)]
-        self.events, self.busy, self.broken = [], threading.Lock(), {}
+        self.events, self.busy = [], threading.Lock()
         self.mode, self.asleep, self.version, self.cache_of = None, set(), "default", None
         self.running, self.world_size, self.extension = [], world, extension
         self.requests, self.replies = [queue.Queue() for _ in range(world)], [queue.Queue() for _ in range(world)]
@@ -290,8 +290,6 @@ class Core:
         """One request at a time, in the order in which they come."""
         with self.busy:
             self.events.append((name, *args) if name != "collective_rpc" else args[0])
-            if name in self.broken:
-                raise RuntimeError(self.broken.pop(name))
             return getattr(self, f"on_{name}")(*args)
 
     def on_collective_rpc(self, method, args):

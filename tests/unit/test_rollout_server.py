@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from engines import new_address
 from fsdp2x.rollout import RolloutClient, RolloutError, RolloutServer, Sampling, sample
@@ -85,19 +84,6 @@ def test_a_bad_request_is_an_answer_and_the_next_one_is_served(kind, body, said)
         assert asked(connection, "sample", {"prompts": [[3]], "max_tokens": 2})["ok"] is True
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n" + bytes(64), b"fsdp2x-1", b""], ids=["http", "part", "end"])
-def test_who_does_not_speak_the_protocol_is_let_go(sent):
-    with serving() as (address, _), RolloutClient(address) as client:
-        with connected(address) as stranger:
-            stranger.sendall(sent)
-            stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(DEADLINE_S)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-        client.ask([[3]], Sampling(2))
-        assert len(client.collect()) == 1
-
-
 def test_nothing_is_sampled_without_weights():
     with serving(has_weights=False) as (address, server), RolloutClient(address) as client:
         assert client.status()["has_weights"] is False
@@ -172,34 +158,3 @@ def test_a_server_that_cannot_listen_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="in use"):
         RolloutServer(build("qwen3"), str(tmp_path / "engine"))
     assert os.listdir(tmp_path) == ["engine"]
-
-
-def test_weights_arrive_in_the_model():
-    """Pushed by requests of the wire, between two requests to sample."""
-    model = build("qwen3")
-    name, held = next(iter(model.named_parameters()))
-    with (
-        serving(model) as (address, _),
-        RolloutClient(address) as client,
-        connected(weights_address(address)) as trainer,
-    ):
-        shape = list(held.shape)
-        file = os.memfd_create("test-rollout")
-        os.ftruncate(file, held.nbytes)
-        os.pwrite(file, torch.full(shape, 0.25).numpy().tobytes(), 0)
-        deadline = time.monotonic() + DEADLINE_S
-        assert asked(trainer, "hello", {"wire": "fsdp2x-1", "session": "a"})["ok"]
-        send_frame(trainer, "layout", {"tensors": [[name, "float32", shape]], "files": [held.nbytes]}, deadline, [file])
-        os.close(file)
-        assert receive_frame(trainer, deadline)[1]["ok"]
-        for kind, body in (
-            ("begin", {"version": 3, "mode": "full", "base": None}),
-            ("bucket", {"bucket": 0, "tensors": [[0, 0, 0]], "deltas": []}),
-            ("finish", {}),
-            ("commit", {"version": 3}),
-        ):
-            assert asked(trainer, kind, body)["ok"]
-        assert bool((held == 0.25).all())
-        client.ask([[3]], Sampling(2))
-        (completion,) = client.collect()
-        assert (completion.admitted, completion.spans) == (3, [(3, 2)])

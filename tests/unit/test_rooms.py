@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, CSRC, TESTS = ROOT / "python/fsdp2x", ROOT / "csrc", ROOT / "tests"
 # A file name says which of its folder it is; these stand in several folders, each for the same thing there.
-SHARED_FILE_NAMES = {"layout", "plan", "sources"}
+SHARED_FILE_NAMES = {"layout", "names", "plan", "sources"}
 CODE = {".cpp", ".hpp", ".cu", ".cuh"}
 
 

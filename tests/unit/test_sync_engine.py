@@ -1,7 +1,6 @@
 """The engine's side of pushes, spoken to by hand: what it takes, what it refuses, what it survives."""
 
 import ast
-import contextlib
 import importlib
 import os
 import shutil
@@ -9,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -69,26 +67,6 @@ def test_needs_nothing_but_torch():
         elif isinstance(node, ast.ImportFrom):
             roots.add(node.module.partition(".")[0])
     assert roots <= {"torch"} | set(sys.stdlib_module_names) and "pickle" not in roots
-
-
-def test_versions_and_values():
-    address, store = new_address(), Store()
-    with Served(address, store) as served, Client(address) as client:
-        assert client.introduce()["ok"]
-        with served.receiver.reading() as version:
-            assert version is None
-        assert client.push(7, 1, 2, 3, 4, 5) == [True] * 4
-        with served.receiver.reading() as version:
-            assert version == 7
-        assert torch.equal(store.weights["w1"], torch.tensor([3.0, 4.0, 5.0]))
-        # A delta: two positions and values of w1.
-        os.pwrite(client.file, torch.tensor([2, 0]).numpy().tobytes(), 64)
-        os.pwrite(client.file, torch.tensor([9.0, -0.0]).numpy().tobytes(), 80)
-        assert not client.ask("begin", mode="delta", version=9, base=6)["ok"]
-        assert client.ask("begin", mode="delta", version=9, base=7)["ok"]
-        assert client.ask("bucket", bucket=0, tensors=[], deltas=[[1, 0, 64, 2]])["ok"]
-        assert client.ask("finish")["ok"] and client.ask("commit", version=9)["version"] == 9
-        assert store.weights["w1"].tolist() == [-0.0, 4.0, 9.0]
 
 
 def test_nobody_generates_during_a_push():
@@ -219,49 +197,6 @@ def test_a_socket_with_a_path_is_removed(tmp_path):
     assert os.path.exists(path)
     receiver.close()
     assert not os.path.exists(path)
-
-
-@contextlib.contextmanager
-def one_call(sink, contact_s=20.0):
-    """(receiver, future of a call that lasts one push)."""
-    receiver = Receiver(new_address(), sink)
-    with ThreadPoolExecutor(1) as pool:
-        yield receiver, pool.submit(receiver.receive, contact_s)
-    receiver.close()
-
-
-def test_a_call_lasts_one_push():
-    with one_call(Store()) as (receiver, call), Client(receiver.address) as client:
-        client.introduce()
-        assert client.push(3, 1.0, 2.0, 3.0, 4.0, 5.0) == [True] * 4
-        status = call.result(20)
-        assert (status["state"], status["version"]) == ("clean", 3)
-
-
-def test_a_call_waits_for_the_trainers_word():
-    """A push that fails here has ended when the trainer says so: what it says must find somebody who listens."""
-
-    class Failing(Store):
-        def finish(self):
-            raise ValueError("no room")
-
-    with one_call(Failing()) as (receiver, call), Client(receiver.address) as client:
-        client.introduce()
-        assert client.push(3, 1.0, 2.0, 3.0, 4.0, 5.0) == [True, True, False, False]
-        assert not wait([call], timeout=0.2).done
-        assert client.ask("abort", reason="one engine failed")["ok"]
-        assert call.result(20)["state"] == "torn"
-
-
-def test_a_call_ends_when_the_trainer_leaves_and_when_none_comes():
-    with one_call(Store()) as (receiver, call):
-        with Client(receiver.address) as client:
-            client.introduce()
-            assert client.ask("begin", mode="full", version=1, base=None)["ok"]
-        assert call.result(20)["state"] == "torn"
-    with one_call(Store(), contact_s=0.1) as (_, call):
-        with pytest.raises(WireError, match="no trainer has begun a push at .* in 0 s"):
-            call.result(20)
 
 
 def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):

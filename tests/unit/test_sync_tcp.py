@@ -227,12 +227,16 @@ def test_addresses_and_secrets():
     for address in ("tcp://", "tcp://host", "tcp://:7000", "tcp://host:port", "http://host:1"):
         with pytest.raises(ValueError):
             split_address(address)
-    for options in ({}, {"secret": "short"}, {"secret": None}):
-        with pytest.raises(ValueError, match="the same secret, of 16 characters or more"):
-            Peer("tcp://host:7000", **options)
-    with pytest.raises(ValueError, match="take one kind for all receivers"):
-        Peer(["tcp://host:7000", "@engine"], secret=SECRET)
-    with pytest.raises(ValueError, match="a secret is for addresses such as tcp://host:port"):
-        Peer("@engine", secret=SECRET)
+    for address, options, match in (
+        ("tcp://host:7000", {}, "the same secret, of 16 characters or more"),
+        ("tcp://host:7000", {"secret": "short"}, "the same secret, of 16 characters or more"),
+        ("tcp://host:7000", {"secret": SECRET, "group": "mpi"}, "group must be 'gloo', 'nccl' or None, got 'mpi'"),
+        ("tcp://host:7000", {"secret": SECRET, "memory": "device"}, 'memory="device" is for engines on this host'),
+        (["tcp://host:7000", "@engine"], {"secret": SECRET}, "take one kind for all receivers"),
+        ("@engine", {"secret": SECRET}, "a secret is for addresses such as tcp://host:port"),
+        ("@engine", {"group": "gloo"}, "a group is for addresses such as tcp://host:port"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Peer(address, **options)
     with pytest.raises(ValueError, match="the same secret"):
         TcpReceiver(ANY_PORT, Store(), secret="short")

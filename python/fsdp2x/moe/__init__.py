@@ -2,8 +2,7 @@
 
 from fsdp2x.moe.grouped import use_grouped_gemm
 from fsdp2x.moe.parallel import expert_parallel
-from fsdp2x.moe.structure import ExpertGroup, find_experts
-from fsdp2x.moe.units import apply_expert_patch, shard_experts
+from fsdp2x.moe.units import ExpertGroup, apply_expert_patch, find_experts, shard_experts
 
 __all__ = [
     "ExpertGroup",

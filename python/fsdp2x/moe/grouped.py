@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp2x.arguments import checked
-from fsdp2x.moe.structure import ExpertGroup, experts_of
+from fsdp2x.moe.units import ExpertGroup, experts_of
 
 logger = logging.getLogger("fsdp2x")
 

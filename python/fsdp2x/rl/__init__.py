@@ -1,10 +1,19 @@
 """Policies: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
 
 from fsdp2x.rl.advantages import group_advantages
-from fsdp2x.rl.corrections import importance_weights
-from fsdp2x.rl.head import HeadScores, head_scores
-from fsdp2x.rl.losses import CISPO, DAPO, DR_GRPO, GRPO, GSPO, REINFORCE, PolicyLoss, PolicySettings, policy_loss
-from fsdp2x.rl.products import LogitTransform
+from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
+from fsdp2x.rl.losses import (
+    CISPO,
+    DAPO,
+    DR_GRPO,
+    GRPO,
+    GSPO,
+    REINFORCE,
+    PolicyLoss,
+    PolicySettings,
+    importance_weights,
+    policy_loss,
+)
 from fsdp2x.rl.reference import Reference
 from fsdp2x.rl.rows import RowTokens, StepCount, count_step
 from fsdp2x.rl.score import Scores, score

@@ -25,8 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.rl.head import HeadScores, head_scores
-from fsdp2x.rl.products import LogitTransform
+from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 from fsdp2x.runtime import torch_private
 from fsdp2x.sequence.decoder import base_model
 

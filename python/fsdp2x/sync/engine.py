@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import importlib
 import json
 import math
 import mmap
@@ -35,6 +34,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 WIRE = "fsdp2x-1"
 _HEAD = struct.Struct("<8s8sIQ")  # magic, kind, number of descriptors, bytes of JSON
@@ -411,8 +411,7 @@ class Receiver:
         getattr(self._sink, "check", lambda layout: None)(layout)
         self._buffers = self._map(body["files"], files)
         if "device" in body:
-            ipc = importlib.import_module(".engine_ipc" if __package__ else "engine_ipc", __package__)
-            self._buffers = [ReceiveBuffer(ipc.opened_memory(body["device"]))]
+            self._buffers = [ReceiveBuffer(opened_memory(body["device"]))]
         self._layout = layout
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
@@ -495,3 +494,50 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} of this engine knows no dtype {name!r}")
     return dtype
+
+
+# ---- memory of a GPU that trainers hand out
+
+# Positions among the arguments of `rebuild_cuda_tensor`.
+_DEVICE = 6
+_SIZE, _STORAGE, _BYTES, _COUNTER, _COUNTER_OFFSET, _EVENT, _EVENT_SYNC = 1, 7, 8, 11, 12, 13, 14
+
+
+def describe_handle(arguments: tuple) -> dict[str, Any]:
+    """JSON of the arguments that torch rebuilds a flat CUDA tensor of bytes from, with the GPU's UUID for its number.
+
+    The number may be another one in another process.
+    """
+    return {
+        "uuid": arguments[_DEVICE],
+        "bytes": arguments[_SIZE][0],
+        "offset": arguments[3],
+        "storage": arguments[_STORAGE].hex(),
+        "storage_bytes": [arguments[_BYTES], arguments[_BYTES + 1]],
+        "counter": [arguments[_COUNTER].hex(), arguments[_COUNTER_OFFSET]],
+        "event": [arguments[_EVENT].hex(), bool(arguments[_EVENT_SYNC])],
+    }
+
+
+def device_of(uuid: str) -> int:
+    """The number of a GPU here.
+
+    Raises:
+        ValueError: this process does not see it.
+    """
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise ValueError(
+            f"the trainers hand out memory of GPU {uuid}, and this engine sees {seen}: start it where it sees that, "
+            'or leave memory at "host"'
+        )
+    return seen.index(uuid)
+
+
+def opened_memory(handle: Mapping[str, Any]) -> torch.Tensor:
+    """The flat bytes that a handle names, whose readers and writers see the same memory."""
+    head = (torch.Tensor, torch.Size([handle["bytes"]]), (1,), handle["offset"], torch.UntypedStorage, torch.uint8)
+    tail = (bytes.fromhex(handle["storage"]), *handle["storage_bytes"], False)
+    counter, event = handle["counter"], handle["event"]
+    tail += (bytes.fromhex(counter[0]), counter[1], bytes.fromhex(event[0]), event[1])
+    return reductions.rebuild_cuda_tensor(*head, device_of(handle["uuid"]), *tail)

@@ -4,9 +4,8 @@
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
 This file, ``engine.py``, ``engine_tcp.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. Where
-fsdp2x is not installed, copy them (for memory="device" also ``engine_ipc.py``) into a folder on the engine's
-PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM 0.32.0. `tests/servers` runs it in that
-release, on CPUs.
+fsdp2x is not installed, copy them into a folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It
+follows the code of vLLM 0.32.0. `tests/servers` runs it in that release, on CPUs.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fsdp2x.arguments import checked
 from fsdp2x.hf.names import TensorSpec
 from fsdp2x.runtime.memory_file import collect_handed
 from fsdp2x.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu, device_uuid
+from fsdp2x.sync.targets.transports import HandedMemory, accelerator_or_cpu, device_uuid
 
 _ALIGN_BYTES = 256
 _GLANCE_MS = 20  # between two looks at how the engine's call fares

@@ -50,7 +50,7 @@ class Peer(EngineTarget):
             rank: of the session's group, that talks to them; but over TCP it runs on the engines' host.
             secret: for TCP, and needed there: what both sides must know, of 16 characters or more.
             memory: which one carries buckets on this host. ``"device"``: that of the rank's current GPU, by CUDA IPC:
-                engines see that GPU, have ``engine_ipc.py`` beside ``engine.py``, and do not write to what they are
+                engines see that GPU, and do not write to what they are
                 given without a copy. Takes one bucket there.
             group: over TCP: backend of the process group in which each bucket is broadcast to all engines at once. The
                 talking rank makes it, and engines join by a port of that rank's host. Takes memory for one bucket on

@@ -31,8 +31,8 @@ from fsdp2x.sync.engine_group import BroadcastGroup, common_host
 from fsdp2x.sync.engine_tcp import own_host
 from fsdp2x.sync.outcomes import Failure
 from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory
 from fsdp2x.sync.targets.routes import ControlError, Routes, phase
+from fsdp2x.sync.targets.transports import HandedMemory
 
 _MISSING = "start SGLang 0.5.10 or newer"
 _IDLE_S = 60  # until what was aborted has left the scheduler

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
+from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.memory_file import MemoryFile, collect_handed
 from fsdp2x.runtime.native import _C
-from fsdp2x.sync import engine, engine_group, engine_ipc, engine_tcp
+from fsdp2x.sync import engine, engine_group, engine_tcp
 from fsdp2x.sync.targets.base import PushBucket, WireLayout
-from fsdp2x.sync.targets.handed_memory import HandedMemory, accelerator_or_cpu
+
+Handle = tuple[Callable[..., torch.Tensor], tuple]
+DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need not be the same in the other process
 
 
 class BucketTransport:
@@ -133,7 +138,7 @@ class IpcTransport(BucketTransport):
             self.memory = self._handed.bytes
 
     def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        return {"files": [], "device": engine_ipc.describe_handle(self._handed.device_handle())}, []
+        return {"files": [], "device": engine.describe_handle(self._handed.device_handle())}, []
 
     def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
         body = super().place(bucket, indices)
@@ -201,7 +206,7 @@ class BroadcastTransport(BucketTransport):
 def room_for(layout: WireLayout) -> int:
     """Bytes that any bucket takes, copied. Deltas take at most half of their tensors' bytes, and what aligns them."""
     buckets = (sum(_C.align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
-    return max(_C.ALIGN_BYTES, *buckets) + _C.ALIGN_BYTES * len(layout.specs)
+    return max([_C.ALIGN_BYTES, *buckets]) + _C.ALIGN_BYTES * len(layout.specs)
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
@@ -216,3 +221,73 @@ def connected(address: str, timeout_s: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+# ---- memory for other processes
+
+
+class HandedMemory:
+    """``num_bytes`` of ``device`` in ``bytes``, a flat tensor that other processes of this host map by a handle.
+
+    Memory of an accelerator is handed out by CUDA IPC, that of the host as a file. torch counts the readers of memory
+    of a device, one for each handle, so every reader needs its own handle. Readers must unmap it before it is freed, or
+    it stays taken.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """
+        Raises:
+            NotImplementedError: neither CUDA nor the CPU.
+        """
+        self.device = device
+        self._file: MemoryFile | None = None
+        if device.type == "cuda":
+            with torch_private.outside_expandable_segments():
+                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return
+        if device.type != "cpu":
+            raise NotImplementedError(
+                f"fsdp2x.sync: memory of {device} cannot be handed to another process; CUDA's and the CPU's can"
+            )
+        self._file = MemoryFile("fsdp2x-handed", num_bytes)
+        self._num_bytes = num_bytes
+        self.bytes = self._file.bytes[:num_bytes]
+
+    def handle(self) -> Handle:
+        """For one reader, which ``pickle`` can write."""
+        if self._file is None:
+            return reductions.reduce_tensor(self.bytes)
+        rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
+        return rebuild, (f"/proc/{os.getpid()}/fd/{self._file.file}", True, self._num_bytes)
+
+    def device_handle(self) -> tuple:
+        """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
+
+        Raises:
+            ValueError: the memory is not that of a GPU.
+        """
+        if self._file is not None:
+            raise ValueError(
+                "fsdp2x.sync: engines are handed memory of a GPU, and this rank gathers weights on the CPU; "
+                'use memory="host" of Peer and Vllm, group="gloo" of Sglang'
+            )
+        arguments = reductions.reduce_tensor(self.bytes)[1]
+        return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
+
+    def synchronize(self) -> None:
+        """Waits until what was written is visible to other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def accelerator_or_cpu() -> torch.device:
+    """The current accelerator of this process, the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def device_uuid(device: torch.device) -> str:
+    """A GPU's own name, which it has in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
