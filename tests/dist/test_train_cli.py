@@ -99,7 +99,7 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     saved = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     status, output = command(*resume, f"train.steps={saved + 1}")
     assert status == 0, output
-    assert "taken over" in output and f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
+    assert f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
     status, output = command("-m", "fsdp2x", "export", run, tmp_path / "hf")
     assert status == 0, output
 
@@ -144,7 +144,7 @@ def test_ctrl_c_where_nothing_is_saved_says_so(config, tmp_path):
 
 
 def test_the_second_ctrl_c_ends_at_once(request):
-    from fsdp2x.train.interrupt import Interrupt
+    from fsdp2x.train.distributed import Interrupt
 
     # A shell that starts pytest in the background has it ignore the signal.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +158,7 @@ def test_the_second_ctrl_c_ends_at_once(request):
 
 
 def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
-    from fsdp2x.train.interrupt import Interrupt
+    from fsdp2x.train.distributed import Interrupt
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with Interrupt(says=False):
@@ -208,29 +208,6 @@ def test_the_demo_in_few_steps(tmp_path):
     assert "steps 11 to 12 are equal bit for bit" in output
     names = {path.name for path in (tmp_path / "demo").iterdir()}
     assert {"metrics.jsonl", "loss.png", "checkpoints", "export"} <= names
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train.stepz=3"], "unknown key train.stepz; the nearest known one is train.steps"),
-        (
-            ["model.config.hiden_size=3"],
-            "unknown key model.config.hiden_size; the nearest known one of qwen3 is hidden_size",
-        ),
-        (["model.config.vocab_size=100"], "its vocabulary has 100 entries, the tokenizer 257"),
-        (["train.steps=3", "--resume_from", "/no/such", "train.clipp=1"], "unknown key train.clipp"),
-        (["--resume_from", "/no/such"], "/no/such: no such checkpoint"),
-    ],
-)
-def test_a_mistake_is_one_sentence(config, capsys, caplog, arguments, message):
-    from fsdp2x.cli import main
-
-    assert main(["train", str(config), *arguments]) == 2
-    error = capsys.readouterr().err
-    (line,) = [line for line in error.splitlines() if line.startswith("fsdp2x: error: ")]
-    assert message in line
-    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):

@@ -8,11 +8,14 @@ import torch.distributed as dist
 
 import snippets
 from checkpoints import on_first
+from fsdp2x.train import ConfigError
 from harness import distributed
 from training import MODEL, shared_folder, write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = f"model.config={MODEL}"
+EXPERTS = {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+TINY_EXPERTS = f"model.config={ {**EXPERTS, 'num_key_value_heads': 2} }"
 SMALL = ("data.block_size=16", "parallel.timeout_s=30", "parallel.device=cpu", "logging.progress=off")
 
 
@@ -95,39 +98,66 @@ def test_blocks_by_role(ctx):
         assert logits == [torch.bfloat16]
 
 
-@distributed
-def test_every_key_of_a_role(ctx):
-    with shared_folder(ctx) as folder:
-        text = snippets.STRATEGY_ALL.replace("[model.embed_tokens]", "~")
-        trainer, lines = run(
-            folder, text, "role=actor_train", TINY, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}"
-        )
-        assert len(losses(lines)) == 3 and [line["step"] for line in lines if line["event"] == "save"] == [2, 3]
+# Text, what is replaced in it, overrides, and what the run then is.
+RUNS = {
+    "every key of a role": (
+        snippets.STRATEGY_ALL, ("[model.embed_tokens]", "~"), ("role=actor_train", TINY),
+        lambda run, lines: [line["step"] for line in lines if line["event"] == "save"] == [2, 3],
+    ),
+    "nested": (
+        snippets.NESTED_ALL, (),
+        ("models.policy_trainer.load=FOLDER/model", "models.policy_trainer.meta_init=True"),
+        lambda run, lines: run.batching.accumulation == 2
+        and [line["step"] for line in lines if line["event"] == "eval"] == [3],
+    ),
+    "packing by overrides alone": (
+        "", (),
+        (*(one for one in snippets.NESTED_OVERRIDES if "meta_init" not in one and "wandb" not in one), TINY_EXPERTS,
+         "train.steps=3"),
+        lambda run, lines: run.config.data.packing and run.config.data.max_tokens == 4096,
+    ),
+    "a reference": (
+        snippets.STRATEGY_INFER, (), ("model.path=FOLDER/model",),
+        lambda run, lines: run.optimizer is None
+        and all(parameter.dtype == torch.bfloat16 for parameter in run.model.parameters())
+        and 4 < next(line["loss"] for line in lines if line["event"] == "eval") < 7,
+    ),
+}  # fmt: skip
 
 
 @distributed
-def test_evaluation_of_a_reference(ctx):
+@pytest.mark.parametrize("name", RUNS)
+def test_configs_run(ctx, name):
+    text, replaced, overrides, is_as_said = RUNS[name]
     with shared_folder(ctx) as folder:
+        save_model(folder / "model")
+        overrides = [override.replace("FOLDER", str(folder)) for override in overrides]
         trainer, lines = run(
             folder,
-            snippets.STRATEGY_INFER,
-            *(f"model.path={save_model(folder / 'model')}", f"data.files={folder / 'text'}"),
-            f"logging.output={folder / 'run'}",
+            text.replace(*replaced) if replaced else text,
+            *(*overrides, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}"),
         )
-        (line,) = [line for line in lines if line["event"] == "eval"]
-        assert 4 < line["loss"] < 7 and trainer.optimizer is None
-        assert all(parameter.dtype == torch.bfloat16 for parameter in trainer.model.parameters())
+        assert is_as_said(trainer, lines)
+        assert trainer.optimizer is None or len(losses(lines)) == 3
+
+
+@distributed(world_sizes=(4,))
+def test_two_ranks_a_sequence_and_two_copies_by_role(ctx):
+    with shared_folder(ctx) as folder:
+        text = snippets.STRATEGY_ULYSSES.replace("fsdp_size: 4", "fsdp_size: 2").replace(": 256", ": 2")
+        files = (f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}")
+        trainer, lines = run(folder, text, TINY, *files, "train.steps=2")
+        assert trainer.plan.shape == (2, 2) and trainer.num_readers == 2 and len(losses(lines)) == 2
 
 
 @distributed
-def test_nested(ctx):
-    with shared_folder(ctx) as folder:
-        trainer, lines = run(
-            folder,
-            snippets.NESTED_ALL,
-            *(f"models.policy_trainer.load={save_model(folder / 'model')}", "models.policy_trainer.meta_init=True"),
-            *(f"runtime_args.data_path={folder / 'text'}", f"runtime_args.output_dir={folder / 'run'}"),
-        )
-        assert len(losses(lines)) == 3 and trainer.batching.accumulation == 2
-        assert [line["step"] for line in lines if line["event"] == "eval"] == [3]
-        assert (folder / "run" / "checkpoints" / "latest").exists()
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (snippets.STRATEGY_VISION.replace("ulysses_size: 2", ""), "model.freeze: .*'vision_model'"),
+        (snippets.STRATEGY_EXPERTS, "model.expert_patch: .* has no experts"),
+    ],
+)
+def test_snippets_for_other_models_say_what_they_need(ctx, text, sentence):
+    with shared_folder(ctx) as folder, pytest.raises(ConfigError, match=sentence):
+        run(folder, text, TINY, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}")

@@ -92,19 +92,3 @@ def test_an_exported_folder_trains_again(tmp_path):
     config["data"] = {**config["data"], "tokenizer": str(out)}
     again = dist_run(train_and_compute, 2, config, None, fresh=False)
     torch.testing.assert_close(again[0].value, first[0].value, atol=1e-6, rtol=0)
-
-
-def test_an_existing_folder_is_kept_unless_forced(tmp_path):
-    from fsdp2x.convert import export_checkpoint
-
-    config = settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1})
-    dist_run(train_and_compute, 1, config, None, fresh=False)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("x")
-    with pytest.raises(FileExistsError, match=r"out: exists already; .* force=True"):
-        export_checkpoint(tmp_path / "run", out)
-    assert [p.name for p in out.iterdir()] == ["precious"]
-    export_checkpoint(tmp_path / "run", out, force=True)
-    assert not (out / "precious").exists() and (out / "model.safetensors").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run", "text"]

@@ -55,7 +55,7 @@ def test_compiled_blocks_give_the_same_losses(ctx):
 
 @distributed(world_sizes=(3,))
 def test_the_report_names_every_parameter(ctx):
-    from fsdp2x.train.observe import shard_report
+    from fsdp2x.train.metrics import shard_report
 
     with shared_folder(ctx) as folder:
         trainer = make(folder, "run")

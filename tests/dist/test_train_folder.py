@@ -1,7 +1,6 @@
 """A run's folders: no other run's work is lost or mixed with, and a lock outlives nobody."""
 
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.train import ConfigError, Trainer, parse_config
-from fsdp2x.train.run_folder import LOCK, SILENT_S, RunFolder
+from fsdp2x.train.run_folder import LOCK, RunFolder
 from harness import distributed
 from training import losses, run, settings, shared_folder
 
@@ -125,71 +124,25 @@ def test_two_runs_in_one_folder(ctx):
         assert list(losses(folder / "run")) == [1, 2, 3]
 
 
-@distributed
-def test_a_run_whose_folder_was_taken_over_saves_no_more(ctx):
-    """Two runs that cannot see each other's processes: the earlier one stops before it writes."""
-    with shared_folder(ctx) as folder:
-        trainer = Trainer(parse_config(config(folder)))
-        trainer.train_step()
-        trainer.save()
-        if ctx.rank == 0:
-            for lock in (folder / "run").rglob(LOCK):
-                lock.write_text(json.dumps({"token": "another", "host": "elsewhere", "processes": [[7, "1"]]}))
-        dist.barrier()
-        before = digest(folder / "run")
-        trainer.train_step()
-        with pytest.raises(CheckpointError, match="another run .process 7 on elsewhere. has taken this folder over"):
-            trainer.save()
-        assert digest(folder / "run") == before
-        trainer.close()
-        dist.barrier()
-        assert len(list((folder / "run").rglob(LOCK))) == 2  # the other one's
-
-
-HERE = {"host": socket.gethostname()}
-LOCKS = {
-    # name -> (contents, seconds since it was touched, whether it is in the way)
-    "of a process that has ended": ({"processes": [[2**22 + 5, "1"]]}, 0, False),
-    "of a pid that another process has now": ({"processes": [[os.getpid(), "1"]]}, 0, False),
-    "of another host that shows life": ({"host": "elsewhere"}, SILENT_S / 2, True),
-    "of another host that is silent": ({"host": "elsewhere"}, 2 * SILENT_S, False),
-    "of other pids on this host": ({"pids_of": "pid:[1]"}, 0, True),
-    "of this host before it was started anew": ({"boot": "former"}, 2 * SILENT_S, False),
-    "that is being written": ("", 0, True),
-    "that was never written": ("{", 2 * SILENT_S, False),
-    "that is not ours": ("[]", 2 * SILENT_S, False),
-}
-
-
-@pytest.mark.parametrize("name", LOCKS)
-def test_locks_that_are_there(tmp_path, name):
-    contents, age_s, stays = LOCKS[name]
-    folder = RunFolder(tmp_path, None, [os.getpid()])
-    lock = tmp_path / LOCK
-    own = json.loads(lock.read_text())
-    lock.write_text(contents if isinstance(contents, str) else json.dumps({**own, "token": "other", **contents}))
-    now = lock.stat().st_mtime
-    os.utime(lock, (now - age_s, now - age_s))
-    if stays:
-        with pytest.raises(ConfigError, match="logging.output: another run .* or choose another folder with logging."):
-            RunFolder(tmp_path, None, [os.getpid()])
-    else:
-        second = RunFolder(tmp_path, None, [os.getpid()])
-        with pytest.raises(CheckpointError, match="has taken this folder over"):
-            folder.check()
-        folder.release()
-        second.check()
-        second.release()
-        assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_that_was_deleted_is_made_again(tmp_path):
-    folder = RunFolder(tmp_path, None, [os.getpid()])
-    (tmp_path / LOCK).unlink()
-    folder.check()
+def test_locks_that_are_there(tmp_path):
+    """A lock that no process holds is in nobody's way; one that a rank still holds is, also when rank 0 has ended."""
+    (tmp_path / LOCK).write_text("left from a run that was killed")
+    first, other_rank = RunFolder(tmp_path, None), RunFolder(tmp_path, None)
+    first.claim([os.getpid()])
+    other_rank.join()
+    with pytest.raises(
+        ConfigError, match=rf"another run .* is alive: end its processes .kill {os.getpid()}., or choose"
+    ):
+        RunFolder(tmp_path, None).claim([1])
+    for file in first._locks.values():  # as the kernel does
+        file.close()
     with pytest.raises(ConfigError, match="is alive"):
-        RunFolder(tmp_path, None, [os.getpid()])
-    folder.release()
+        RunFolder(tmp_path, None).claim([1])
+    other_rank.release()
+    second = RunFolder(tmp_path, None)
+    second.claim([1])
+    second.release()
+    assert not list(tmp_path.iterdir())
 
 
 @distributed

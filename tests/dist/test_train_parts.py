@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import snippets
 from harness import distributed
 from training import MODEL, losses, run, settings, shared_folder
 
@@ -148,51 +147,3 @@ def test_frozen_prefixes(ctx):
         assert frozen == ["model.embed_tokens.weight"]
         with pytest.raises(ConfigError, match="model.freeze: .*begins with 'vision_model'"):
             run(settings(folder / "text", folder / "other", model={**model, "freeze": ["vision_model"]}))
-
-
-def run_text(folder, text, *overrides):
-    """Runs a config of another dialect; returns its trainer."""
-    from fsdp2x.train import Trainer, load_config
-
-    path = folder / f"config-{dist.get_rank()}.yaml"
-    path.write_text(text, encoding="utf-8")
-    small = ("data.block_size=16", "parallel.timeout_s=30", "parallel.device=cpu", "train.steps=2")
-    trainer = Trainer(
-        load_config(path, [*small, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}", *overrides])
-    )
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
-    return trainer
-
-
-@distributed(world_sizes=(4,))
-def test_two_ranks_a_sequence_and_two_copies_by_role(ctx):
-    with shared_folder(ctx) as folder:
-        text = snippets.STRATEGY_ULYSSES.replace("fsdp_size: 4", "fsdp_size: 2").replace(": 256", ": 2")
-        trainer = run_text(folder, text, f"model.config={MODEL}")
-        assert trainer.plan.shape == (2, 2) and trainer.num_readers == 2 and trainer.step == 2
-
-
-@distributed
-def test_packing_by_nested_overrides(ctx):
-    with shared_folder(ctx) as folder:
-        overrides = [o for o in snippets.NESTED_OVERRIDES if "meta_init" not in o and "wandb" not in o]
-        trainer = run_text(folder, "", *overrides, f"model.config={MOE}")
-        assert trainer.config.data.packing and trainer.config.data.max_tokens == 4096 and trainer.step == 2
-
-
-@distributed
-@pytest.mark.parametrize(
-    ("text", "model", "sentence"),
-    [
-        (snippets.STRATEGY_VISION.replace("ulysses_size: 2", ""), MODEL, "model.freeze: .*'vision_model'"),
-        (snippets.STRATEGY_EXPERTS, MODEL, "model.expert_patch: .* has no experts"),
-    ],
-)
-def test_snippets_for_other_models_say_what_they_need(ctx, text, model, sentence):
-    from fsdp2x.train import ConfigError
-
-    with shared_folder(ctx) as folder, pytest.raises(ConfigError, match=sentence):
-        run_text(folder, text, f"model.config={model}")

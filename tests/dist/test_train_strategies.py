@@ -105,15 +105,3 @@ def test_two_copies_of_two_shards(ctx, strategy):
 def test_sizes_that_mean_all_ranks(ctx, parallel):
     with shared_folder(ctx) as folder:
         assert check(folder, **parallel).shape == (2,)
-
-
-@distributed
-def test_the_strategy_is_said_at_the_start(ctx):
-    from fsdp2x.train.metrics import read_metrics
-    from training import run
-
-    with shared_folder(ctx) as folder:
-        base = settings(folder / "text", folder / "run", parallel={"strategy": "SHARD_GRAD_OP"}, train={"steps": 1})
-        run(base)
-        (start,) = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if line["event"] == "start"]
-    assert start["strategy"] == "SHARD_GRAD_OP: mesh (2,) [fsdp], 2 shards, gathered from forward to backward"

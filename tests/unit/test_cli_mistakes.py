@@ -13,6 +13,16 @@ from fsdp2x import cli
 from fsdp2x.cli import main
 from training import settings, write_model, write_text
 
+OVERRIDES = (
+    "nonsense", "=3", "train.steps", "train.steps=x", "train.stepz=3", "model.config.hidden_size=x", "train.steps=[",
+    "logging.output=/dev/null/x", "model.config.hidden_size=-1", "model.config={}", "model.path=/missing",
+    "model.config.num_attention_heads=0", "model.config.vocab_size=100", "data.files=/missing", "data.files=/dev/null",
+    "data.tokenizer=/missing", "checkpoint.resume_from=/missing", "parallel.device=cuda", "parallel.fsdp_size=-3",
+    "model.config.model_type=nonsense", "model.config.model_type=[1]", "model.attn_implementation=nonsense",
+    "lora.target_modules=[nothing]", "model.freeze=nothing", "parallel.auto_wrap=[Nothing]", "parallel.auto_wrap=[]",
+    "logging.tensorboard_dir=/dev/null/x", "checkpoint.folder=/dev/null/x", "parallel.expert_parallel=3",
+    "model.dtype=float8", "parallel.expert_units=[Nothing]", "train.compile_backend=nonsense", "optimizer.lr=nan",
+)  # fmt: skip
 PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "HF", "MODEL", "PATH")
 
 
@@ -55,7 +65,7 @@ def right(folder):
         "convert dcp": ["convert", "--to", "dcp", "--input-dir", hf, "--output-dir", str(folder / "out")],
         "config explain": ["config", "explain", config],
         "config list": ["config", "list"],
-        "plan": ["plan", config, "--world-size", "2"],
+        "plan": ["plan", config, "--world-size", "2", "--dtype", "torch.float32", "--param-dtype", "bf16"],
         "plan json": ["plan", str(folder / "hf/config.json"), "--world-size", "2"],
         "rollout": ["rollout", hf, "--address", str(folder / "engine"), "--once", "0.1"],
         "doctor": ["doctor"],
@@ -95,41 +105,8 @@ def wrong_values(action, folder):
     if action.metavar in PATHS:
         names = ("missing", "empty", "nothing", "garbage", "text.yaml", "list.json", "odd.json")
         return [*(str(folder / name) for name in names), "/dev/null", "/dev/null/below", ""]
-    if action.metavar in ("key=value",):
-        return [
-            "nonsense",
-            "=3",
-            "train.steps",
-            "train.steps=x",
-            "train.stepz=3",
-            "model.config.hidden_size=x",
-            "train.steps=[",
-            "logging.output=/dev/null/x",
-            "model.config.hidden_size=-1",
-            "model.config={}",
-            "model.config.num_attention_heads=0",
-            "model.path=/missing",
-            "data.files=/missing",
-            "data.files=/dev/null",
-            "data.tokenizer=/missing",
-            "checkpoint.resume_from=/missing",
-            "parallel.device=cuda",
-            "parallel.fsdp_size=-3",
-            "model.config.model_type=nonsense",
-            "model.config.model_type=[1]",
-            "model.attn_implementation=nonsense",
-            "lora.target_modules=[nothing]",
-            "model.freeze=nothing",
-            "parallel.auto_wrap=[Nothing]",
-            "parallel.auto_wrap=[]",
-            "logging.tensorboard_dir=/dev/null/x",
-            "checkpoint.folder=/dev/null/x",
-            "parallel.expert_parallel=3",
-            "model.dtype=float8",
-            "parallel.expert_units=[Nothing]",
-            "train.compile_backend=nonsense",
-            "optimizer.lr=nan",
-        ]
+    if action.metavar == "key=value":
+        return OVERRIDES
     if action.type is int or action.metavar in ("N", "R", "M", "E", "S"):
         return ["x", "-1", "0", "3.5", ""]
     return ["nonsense" * 3, *([] if "--prefix" in action.option_strings else [""])]
@@ -167,7 +144,8 @@ FINE = {
     "rollout": ("3.5", "nonsense" * 3),  # seconds; a path that a socket may have
 }
 # A run's files and devices have no part in what is said before it; a file without keys is told what it needs.
-FINE["plan"] = (*FINE["train"], "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",
+FINE["plan"] = (*FINE["train"], "model.config.vocab_size=100",
+                 "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",
                 "checkpoint.resume_from=/missing", "checkpoint.folder=/dev/null/x", "parallel.device=cuda",
                 "model.attn_implementation=nonsense", "data.tokenizer=/missing")  # fmt: skip
 FINE["config explain"] = (*FINE["plan"][:-2], FINE["plan"][-1], "model.config={}", "/dev/null", "nothing")

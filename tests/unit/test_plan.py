@@ -6,13 +6,15 @@ import re
 import pytest
 import torch.distributed as dist
 import yaml
+from torch import nn
 
 from fsdp2x.cli import main
 from fsdp2x.commands.plan_request import parse_bytes
+from fsdp2x.commands.plan_words import COLUMNS, WORDS, explanation
 from fsdp2x.errors import ConfigError
 from fsdp2x.memory import plan_memory
 from fsdp2x.memory.plan import PlanError
-from fsdp2x.memory.report import readable
+from fsdp2x.memory.report import _folded, readable
 from models import Stack
 from training import MODEL
 
@@ -78,18 +80,6 @@ def test_options_reach_the_planner(config, capsys):
         replicated["world"] == 2
         and replicated["traffic"]["all_reduce_bytes"] > 0 == base["traffic"]["all_reduce_bytes"]
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "short"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("bfloat16", "torch.bfloat16")]
-)
-def test_dtypes_have_short_names(config, capsys, name, short):
-    def plan(dtype):
-        options = (word for option in ("dtype", "param-dtype", "reduce-dtype") for word in (f"--{option}", dtype))
-        return plan_json(capsys, config, "--world-size", 2, *options)
-
-    assert plan(short) == plan(name)
-    assert [plan(short)[1]["policy"][which] for which in ("dtype", "param_dtype", "reduce_dtype")] == [name] * 3
 
 
 def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
@@ -245,13 +235,23 @@ def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):
     assert "on cuda, offload gradients" in text and "of it in host memory" in text
 
 
-def test_a_training_config_says_what_is_offloaded(tmp_path, capsys):
-    path = tmp_path / "train.yaml"
-    for setting, mode in ((True, "all"), ("optimizer", "optimizer"), (False, "none")):
-        path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "parallel": {"offload": setting}}))
-        _, plan = plan_json(capsys, path, "--world-size", 2)
-        assert (plan["policy"]["offload"], plan["policy"]["device"]) == (mode, "cuda")
-        assert (plan["report"]["host_bytes"] > 0) == (mode != "none")
-    sgd = {"name": "sgd", "momentum": 0.9}
-    path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "optimizer": sgd}))
-    assert plan_json(capsys, path, "--world-size", 2)[1]["policy"]["optimizer"] == "sgd_momentum"
+@pytest.mark.parametrize(
+    "options", [{}, {"transport": "shm"}, {"replicas": 2}, {"offload": "all"}, {"offload": "optimizer"}]
+)
+def test_every_row_and_column_is_explained(options):
+    model = nn.Sequential(nn.Embedding(64, 16), *(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 64))
+    report = plan_memory(model, 4, auto_wrap=["Linear"], **options)
+    assert {"shards"} <= {name for name, _, _ in report.sizes()} <= set(WORDS)
+    said = explanation(report)
+    assert all(f"\n{name}  " in said for name in ("shards", "at rest", "peak, without activations"))
+    assert set(COLUMNS) < set(str(report).splitlines()[0].split())
+
+
+def test_repeated_units_become_one_line_a_pattern():
+    def folded(text):
+        return [name for name, _ in _folded([(name, name[0]) for name in text.split()])]
+
+    assert folded("e0 a0 a1 a2 a3 a4 n") == ["e0", "a0 .. a4 (5 units, each)", "n"]
+    pairs = folded("e0 " + " ".join(f"a{i} x{i}" for i in range(5)) + " n")
+    assert pairs == ["e0", "a0 .. a4 (5 units, each)", "x0 .. x4 (5 units, each)", "n"]
+    assert len(folded("a0 x0 a1 x1 a2 x2 a3 x3")) == 8

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import random
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ import damage
 import fsdp2x
 from fsdp2x.train import ConfigError, TrainConfig, load_config, parse_config, safe_yaml
 from fsdp2x.train.config import ParallelConfig
-from fsdp2x.train.load_config import IDLE, idle_settings
+from fsdp2x.train.load_config import IDLE
 from fsdp2x.train.model import build_on_meta, idle_expert_units, sharding, unit_policy
-from fsdp2x.train.parse import apply_overrides, known_keys, read_yaml
+from fsdp2x.train.parse import SECTIONS, apply_overrides, known_keys, read_yaml
 from fsdp2x.train.safe_yaml import MOST_BYTES, load_yaml
 from training import MODEL, settings
 
@@ -295,75 +296,43 @@ def test_a_changed_config_is_read_or_refused_with_a_sentence(tmp_path, seeds):
 
 # ---- settings that mean nothing next to the others
 
-# What makes keys mean nothing, where the defaults do not.
-MAKESIDLE = {
-    "optimizer.betas": {"optimizer.name": "sgd"},
-    "optimizer.eps": {"optimizer.name": "sgd"},
-    "schedule.warmup_ratio": {"schedule.warmup_steps": 2},
-    "schedule.warmup_start_ratio": {"schedule.warmup_steps": 0},
-    "schedule.min_lr_ratio": {"schedule.min_lr": 1e-5},
-    "schedule.min_lr": {"schedule.kind": "constant"},
-    "schedule.decay_steps": {"schedule.kind": "constant"},
-    "scaler.init_scale": {"scaler.enabled": False},
-    "scaler.growth_factor": {"scaler.enabled": False},
-    "scaler.backoff_factor": {"scaler.enabled": False},
-    "scaler.growth_interval": {"scaler.enabled": False},
-    "train.clip": {"train.mode": "evaluate"},
-    "train.activation_checkpointing": {"train.mode": "evaluate"},
-    "parallel.accumulate": {"train.mode": "evaluate"},
-    "parallel.offload": {"train.mode": "evaluate"},
-    "optimizer.lr": {"train.mode": "evaluate"},
-}
-# Values that differ from the default.
-VALUES = {
-    "lora.alpha": 3.0, "lora.dropout": 0.5, "lora.target_modules": ["q_proj"], "data.max_tokens": 32,
-    "optimizer.betas": [0.5, 0.5], "optimizer.eps": 0.1, "optimizer.lr": 0.5, "schedule.warmup_ratio": 0.5,
-    "schedule.warmup_start_ratio": 0.5, "schedule.min_lr_ratio": 0.5, "schedule.min_lr": 1e-4,
-    "schedule.decay_steps": 3, "schedule.wsd_decay": "cosine", "schedule.wsd_decay_steps": 2,
-    "parallel.expert_fsdp_size": 1, "scaler.init_scale": 2.0, "scaler.growth_factor": 3.0,
-    "scaler.backoff_factor": 0.25, "scaler.growth_interval": 3, "train.compile_backend": "eager",
-    "train.eval_blocks": 1, "train.eval_batch_size": 1, "train.global_eval_batch_size": 2,
-    "logging.wandb_options": {"project": "x"}, "train.clip": 0.5, "train.activation_checkpointing": True,
-    "parallel.accumulate": "reduce_scatter", "parallel.offload": "gradients",
-}  # fmt: skip
+# Settings -> those that are named as without effect.
+IDLE_SETTINGS = [
+    ({}, []),
+    ({"lora.alpha": 3.0, "lora.dropout": 0.5}, ["lora.alpha", "lora.dropout"]),
+    ({"lora.rank": 2, "lora.alpha": 3.0}, []),
+    ({"lora.alpha": 16.0}, []),  # the default
+    ({"data.max_tokens": 32, "logging.wandb_options": {"project": "x"}}, ["data.max_tokens", "logging.wandb_options"]),
+    ({"optimizer.name": "sgd", "optimizer.betas": [0.5, 0.5], "optimizer.eps": 0.1}, ["optimizer.betas", "optimizer.eps"]),
+    ({"schedule.warmup_steps": 2, "schedule.warmup_ratio": 0.5}, ["schedule.warmup_ratio"]),
+    ({"schedule.kind": "constant", "schedule.min_lr": 1e-4, "schedule.wsd_decay": "cosine"},
+     ["schedule.min_lr", "schedule.wsd_decay"]),
+    ({"scaler.enabled": False, "scaler.init_scale": 2.0}, ["scaler.init_scale"]),
+    ({"train.eval_blocks": 1, "parallel.expert_fsdp_size": 1}, ["train.eval_blocks", "parallel.expert_fsdp_size"]),
+    ({"train.eval_every": 1, "train.eval_blocks": 1}, []),
+    ({"train.compile": True, "train.compile_backend": "eager"}, []),
+    ({"train.mode": "evaluate", "optimizer.lr": 0.5, "train.clip": 0.5, "parallel.offload": "gradients"},
+     ["optimizer.lr", "train.clip", "parallel.offload"]),
+]  # fmt: skip
 
 
-def put(tmp_path, changes):
-    config = settings(tmp_path / "text", tmp_path / "run")
+@pytest.mark.parametrize(("changes", "named"), IDLE_SETTINGS, ids=range(len(IDLE_SETTINGS)))
+def test_settings_without_effect_are_named_in_the_log(tmp_path, caplog, changes, named):
+    config = settings(tmp_path / "text", tmp_path / "run", schedule={"warmup_steps": 0}, optimizer={"lr": 3e-4})
+    config["train"].pop("steps")
     for key, value in changes.items():
         section, name = key.split(".")
         config.setdefault(section, {})[name] = value
-    return config
-
-
-def test_every_key_of_the_table_is_known():
-    for keys in IDLE:
-        for key in keys:
-            assert key in known_keys() or any(name.startswith(f"{key}.") for name in known_keys()), key
-
-
-@pytest.mark.parametrize("key", VALUES)
-def test_each_is_named_in_the_log_when_it_means_nothing(tmp_path, caplog, key):
-    config = put(tmp_path, {**MAKESIDLE.get(key, {}), key: VALUES[key]})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     with caplog.at_level(logging.WARNING):
         load_config(tmp_path / "config.yaml")
-    said = [record.getMessage() for record in caplog.records if f"{key}=" in record.getMessage()]
-    assert len(said) == 1 and "has no effect: " in said[0], caplog.text
+    said = [re.findall(r"([a-z_.]+)=.* has no effect: ", record.getMessage()) for record in caplog.records]
+    assert sorted(key for keys in said for key in keys) == sorted(named)
 
 
-def test_what_has_effect_or_is_the_default_is_not_named(tmp_path):
-    assert idle_settings(parse_config(config := put(tmp_path, {})), config) == []
-    for changes in (
-        {"lora.rank": 2, "lora.alpha": 3.0},
-        {"train.eval_every": 1, "train.eval_blocks": 1},
-        {"train.compile": True, "train.compile_backend": "eager"},
-        {"lora.alpha": 16.0},
-    ):
-        config = put(tmp_path, changes)
-        parsed = parse_config(config)
-        said = idle_settings(parsed, config)
-        assert not said or all(f"{key}=" not in one for key in changes for one in said if key != "lora.alpha"), said
+def test_keys_that_may_be_without_effect_are_known():
+    known = {*known_keys(), *SECTIONS}
+    assert {key for keys in IDLE for key in keys} <= known
 
 
 FUSED = {"qwen3_moe": "Qwen3MoeMLP", "qwen2_moe": "Qwen2MoeExpert", "mixtral": "MixtralBlockSparseTop2MLP"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2x.train.config import ConfigError, ScalerConfig
-from fsdp2x.train.scaler import SMALLEST_SCALE, GradScaler
+from fsdp2x.train.schedule import SMALLEST_SCALE, GradScaler
 
 
 def make(**settings):

@@ -7,54 +7,36 @@ import pytest
 import torch
 
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScheduleConfig
-from fsdp2x.train.schedule import Schedule, Shape, decay_groups, lr_factor, make_optimizer, make_shape
+from fsdp2x.train.schedule import Schedule, decay_groups, lr_factor, make_optimizer, make_shape
 
-SHAPE = Shape(kind="cosine", warmup_steps=10, decay_steps=110, min_lr_ratio=0.1)
+SHAPE = ScheduleConfig(kind="cosine", warmup_steps=10, decay_steps=110, min_lr_ratio=0.1, wsd_decay_steps=40)
 
 
 def shape(**changes):
     return dataclasses.replace(SHAPE, **changes)
 
 
-def test_warm_up_then_cosine_then_floor():
-    assert [lr_factor(s, SHAPE) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
-    assert lr_factor(60, SHAPE) == pytest.approx(0.1 + 0.9 * 0.5)
-    assert lr_factor(35, SHAPE) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert lr_factor(110, SHAPE) == pytest.approx(0.1)
-    assert lr_factor(1000, SHAPE) == pytest.approx(0.1)
+# Settings -> step -> rate as a fraction of the peak.
+RATES = [
+    ({}, {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 60: 0.55, 110: 0.1, 1000: 0.1}),
+    ({"warmup_steps": 3, "decay_steps": 3, "min_lr_ratio": 0.2}, {3: 0.2}),
+    ({"warmup_start_ratio": 0.2}, {5: 0.2 + 0.8 * 0.5}),
+    ({"kind": "constant", "warmup_steps": 0, "decay_steps": 10}, {500: 1.0}),
+    ({"kind": "linear"}, {10: 1.0, 35: 0.1 + 0.9 * 0.75, 60: 0.55, 110: 0.1, 111: 0.1}),
+    ({"kind": "inverse_sqrt", "decay_steps": 10000}, {10: 1.0, 40: 0.5, 90: 1 / 3, 1000: 0.1, 9999: 0.1, 10001: 0.1}),
+    ({"kind": "inverse_sqrt", "warmup_steps": 0}, {16: 0.25}),
+    *(
+        ({"kind": "wsd", "wsd_decay": decay}, {5: 0.5, 10: 1.0, 70: 1.0, 90: 0.1 + 0.9 * half, 110: 0.1, 111: 0.1})
+        for decay, half in (
+            ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)
+        )
+    ),
+]  # fmt: skip
 
 
-def test_constant_and_no_warm_up():
-    assert lr_factor(500, Shape("constant", 0, 10, 0.0)) == 1.0
-    assert lr_factor(3, Shape("cosine", 3, 3, 0.2)) == pytest.approx(0.2)
-
-
-def test_linear():
-    assert [lr_factor(s, shape(kind="linear")) for s in (10, 35, 60, 110, 111)] == pytest.approx(
-        [1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.5, 0.1, 0.1]
-    )
-
-
-def test_inverse_sqrt_falls_from_the_warm_up_and_not_below_the_floor():
-    got = [lr_factor(s, shape(kind="inverse_sqrt", decay_steps=10000)) for s in (10, 40, 90, 1000, 9999, 10001)]
-    assert got == pytest.approx([1.0, 0.5, 1 / 3, 0.1, 0.1, 0.1])
-    assert lr_factor(16, shape(kind="inverse_sqrt", warmup_steps=0)) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("decay", "half"),
-    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
-)
-def test_wsd_is_stable_until_its_decay(decay, half):
-    wsd = shape(kind="wsd", wsd_decay_steps=40, wsd_decay=decay)
-    assert [lr_factor(s, wsd) for s in (5, 10, 50, 70)] == [0.5, 1.0, 1.0, 1.0]
-    assert lr_factor(90, wsd) == pytest.approx(0.1 + 0.9 * half)
-    assert lr_factor(110, wsd) == pytest.approx(0.1)
-    assert lr_factor(111, wsd) == 0.1
-
-
-def test_warm_up_may_start_above_zero():
-    assert lr_factor(5, shape(warmup_start_ratio=0.2)) == pytest.approx(0.2 + 0.8 * 0.5)
+@pytest.mark.parametrize(("changes", "rates"), RATES)
+def test_rates_are_those_of_the_formulas(changes, rates):
+    assert {step: lr_factor(step, shape(**changes)) for step in rates} == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])

@@ -1,4 +1,4 @@
-"""Process group and device of this process: under torchrun, inside a group that exists, or alone; determinism."""
+"""This process in its run: its process group and device, determinism, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import contextlib
 import datetime
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,3 +128,40 @@ def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
+
+
+# ---- Ctrl-C: the run ends after its step, with a checkpoint; a second one ends it at once
+
+# torchrun gets the terminal's signal as well, and passes it on to its ranks, which have it already.
+_ECHO_S = 2.0
+
+
+class Interrupt:
+    """Inside the block SIGINT is noted instead of raised. Other threads than the main one cannot ask for that."""
+
+    def __init__(self, says: bool) -> None:
+        self.noted = False
+        self._says = says
+        self._since = 0.0
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.noted:
+            if "TORCHELASTIC_RUN_ID" in os.environ and now - self._since < _ECHO_S:
+                return
+            raise KeyboardInterrupt("interrupted twice: this run ends without saving")
+        self.noted, self._since = True, now
+        if self._says:
+            # Not through logging, whose lock the interrupted code may hold.
+            os.write(2, b"\nfsdp2x: interrupted: ending after this step; once more ends at once, without saving\n")

@@ -1,94 +1,90 @@
 """The folders of a run: they belong to one living run at a time, and a new run never goes into those of an old one.
 
-    out/run/run.lock      JSON: token, host, boot, namespace of pids, and [pid, start time] of the run's ranks there
+    out/run/run.lock      JSON: the host and the pids of the run's ranks there
 
-A lock is stale when the processes it names have ended. Those of another host cannot be looked at: their lock is stale
-when nobody has touched it for `SILENT_S`. Should the owner be alive all the same, it finds another token in the file
-before its next save, and stops. Only rank 0 reads and writes here.
+Every rank holds a shared lock on this file, which the kernel releases when the process ends, however it ends. A new run
+needs an exclusive one first.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
-import time
-import uuid
+import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
-from ..checkpoint import CheckpointError
 from ..checkpoint.directory import LATEST, candidates, whole_checkpoints
-from ..runtime.processes import own_host, start_time
-from .config import ConfigError
+from ..errors import ConfigError
 from .metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-SILENT_S = 600.0
-_TOUCH_S = 30.0
-# What a run writes into its output folder beside its checkpoints.
+# What a run writes into its output folder next to its checkpoints.
 _WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter")
 
 
 class RunFolder:
     """The locked output folder and folder of checkpoints of this run; `release` unlocks them."""
 
-    def __init__(self, output: Path, checkpoints: Path | None, pids: Sequence[int]) -> None:
-        """Locks the folders, which are made where they are missing. `pids`: this run's processes on this host.
+    def __init__(self, output: Path, checkpoints: Path | None) -> None:
+        """`checkpoints` None: nothing is saved."""
+        self.output, self.checkpoints = output, checkpoints
+        self._locks: dict[Path, TextIO] = {}
+        self._is_owner = False
 
-        `checkpoints` None: nothing is saved.
+    def claim(self, pids: Sequence[int]) -> None:
+        """Locks the folders for this run; makes them where they are missing. Rank 0 calls it before the others join.
 
         Raises:
             ConfigError: a folder cannot be written, or a living run has it.
         """
-        self.output, self.checkpoints = output, checkpoints
-        self._token = uuid.uuid4().hex
-        self._owner = {"token": self._token, **_place(), "processes": [[pid, start_time(pid)] for pid in pids]}
-        self._locks: list[Path] = []
-        self._touched = time.monotonic()
-        try:
-            self._locks.append(self._lock("logging.output", output))
-            if checkpoints is not None and checkpoints.resolve() != output.resolve():
-                self._locks.append(self._lock("checkpoint.folder", checkpoints))
-        except BaseException:
-            self.release()
-            raise
+        self._is_owner = True
+        for setting, folder in self._folders().items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock(setting, folder, pids)
+            except OSError as error:
+                raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
 
-    def _lock(self, setting: str, folder: Path) -> Path:
-        lock = folder / LOCK
+    def join(self) -> None:
+        """Holds the lock as well, if this rank sees the folders of rank 0."""
+        for setting, folder in self._folders().items():
+            if (folder / LOCK).exists() and folder / LOCK not in self._locks:
+                self._lock(setting, folder)
+
+    def _folders(self) -> dict[str, Path]:
+        folders = {"logging.output": self.output}
+        if self.checkpoints is not None and self.checkpoints.resolve() != self.output.resolve():
+            folders["checkpoint.folder"] = self.checkpoints
+        return folders
+
+    def _lock(self, setting: str, folder: Path, pids: Sequence[int] = ()) -> None:
+        """Takes a shared lock, with `pids` after an exclusive one."""
+        path = folder / LOCK
+        file = open(path, "a+", encoding="utf-8")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            while not self._create(lock):
-                try:
-                    _refuse_living(setting, lock)
-                except FileNotFoundError:
-                    continue  # its run has just ended
-                logger.warning("%s is left from a run that has ended: taken over", lock)
-                made = lock.with_name(f"{LOCK}.{self._token}")
-                made.write_text(json.dumps(self._owner), encoding="utf-8")
-                os.replace(made, lock)
-                break
+            if pids:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                    file.close()  # its run has just ended
+                    return self._lock(setting, folder, pids)
+                file.truncate(0)
+                file.write(json.dumps({"host": socket.gethostname(), "pids": [*pids]}))
+                file.flush()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ConfigError(f"{setting}: {_living(path)}, or choose another folder with {setting}=FOLDER") from None
         except OSError as error:
-            raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
-        return lock
-
-    def _create(self, lock: Path) -> bool:
-        """Makes the lock where there is none."""
-        try:
-            file = open(lock, "x", encoding="utf-8")
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                file.write(json.dumps(self._owner))
-        except OSError:
-            lock.unlink(missing_ok=True)
-            raise
-        return True
+            logger.warning("%s: it cannot be locked (%s): do not start a second run in it", folder, error.strerror)
+        self._locks[path] = file
 
     def refuse_former_run(self, resume_from: str | None, overwrite: bool) -> None:
         """A run that saves begins in empty folders, or goes on with the one that is there.
@@ -128,41 +124,29 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
-    def touch(self) -> None:
-        """Shows runs of other hosts that this one lives. Call it at each step: it mostly does nothing."""
-        now = time.monotonic()
-        if now - self._touched > _TOUCH_S:
-            self._touched = now
-            for lock in self._locks:
-                if lock.exists():
-                    os.utime(lock)
-
-    def check(self) -> None:
-        """Before anything is written that an earlier run may miss.
-
-        Raises:
-            CheckpointError: another run has taken a folder over.
-        """
-        for lock in self._locks:
-            owner = self._owner if self._create(lock) else read_owner(lock)
-            if owner.get("token") != self._token:
-                raise CheckpointError(
-                    f"{lock.parent}: {_who(owner)} has taken this folder over; this one stops without saving, so that "
-                    "the two do not mix"
-                )
-
     def release(self) -> None:
-        for lock in self._locks:
-            if read_owner(lock).get("token") == self._token:
-                lock.unlink(missing_ok=True)
-        self._locks = []
+        for path, file in self._locks.items():
+            if self._is_owner:
+                path.unlink(missing_ok=True)
+            file.close()
+        self._locks = {}
+
+
+def _living(lock: Path) -> str:
+    """What a lock says of its run, and what to do about it."""
+    try:
+        owner = json.loads(lock.read_text(encoding="utf-8"))
+        pids, host = " ".join(map(str, owner["pids"])), owner["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pids, host = "?", "an unknown host"
+    return f"another run (on {host}) uses {lock.parent} and is alive: end its processes (kill {pids})"
 
 
 def check_writable(setting: str, folder: Path) -> None:
     """Makes a folder where it is missing; raises `ConfigError` when nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _now_of(folder)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
 
@@ -178,56 +162,3 @@ def former_work(output: Path, checkpoints: Path) -> str:
     except (ValueError, KeyError, TypeError):
         return " and ".join([*parts, f"{path} has lines that are not ours"])
     return " and ".join([*parts, *([f"{path} has {max(steps)} steps"] if steps else [])])
-
-
-def read_owner(lock: Path) -> dict[str, Any]:
-    """What a lock says; empty when there is none, or it cannot be read."""
-    try:
-        owner = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _refuse_living(setting: str, lock: Path) -> None:
-    owner = read_owner(lock)
-    here = all(owner.get(name) == value for name, value in _place().items())
-    if here:
-        living = [pid for pid, start in owner.get("processes", ()) if start is not None and start_time(pid) == start]
-        if living:
-            raise ConfigError(
-                f"{setting}: {_who(owner)} uses {lock.parent} and is alive: end its processes (kill "
-                f"{' '.join(map(str, living))}), or choose another folder with {setting}=FOLDER"
-            )
-        return
-    silent_s = _now_of(lock.parent) - lock.stat().st_mtime
-    if silent_s < SILENT_S:
-        raise ConfigError(
-            f"{setting}: {_who(owner)} uses {lock.parent}; it showed that it lives {max(silent_s, 0):.0f} seconds ago. "
-            f"End it; or, if it has ended, delete {lock}; or choose another folder with {setting}=FOLDER"
-        )
-
-
-def _now_of(folder: Path) -> float:
-    """The clock of the file system, which may be another host's."""
-    probe = folder / f"{LOCK}.{uuid.uuid4().hex}"
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
-
-
-def _place() -> dict[str, str]:
-    """Where pids mean the same processes."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    host, boot = own_host()
-    return {"host": host, "boot": boot, "pids_of": namespace}
-
-
-def _who(owner: dict[str, Any]) -> str:
-    pids = [str(pid) for pid, _ in owner.get("processes", ())]
-    return f"another run (process {', '.join(pids) or '?'} on {owner.get('host', 'an unknown host')})"

@@ -1,38 +1,29 @@
-"""The optimizer with its two decay groups, and the learning rate as a pure function of the step."""
+"""The optimizer with its two decay groups, the learning rate as a pure function of the step, and loss scaling."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import fsdp2x
 
+from ..optim.local import local_tensor
 from ..optim.muon_groups import named_matrices
-from .config import ConfigError, OptimizerConfig, ScheduleConfig
+from .config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Everything that `lr_factor` needs beside the step; rates are fractions of the peak."""
-
-    kind: str
-    warmup_steps: int
-    decay_steps: int
-    min_lr_ratio: float
-    warmup_start_ratio: float = 0.0
-    wsd_decay_steps: int = 0
-    wsd_decay: str = "linear"
-
-
-def lr_factor(step: int, shape: Shape) -> float:
+def lr_factor(step: int, shape: ScheduleConfig) -> float:
     """Learning rate of optimizer step `step` (the first is 1) as a fraction of the peak.
 
-    With w = warmup_steps, d = decay_steps, low = min_lr_ratio and t = (step - w) / (d - w):
+    With w = warmup_steps, d = decay_steps, low = min_lr_ratio of `make_shape` and t = (step - w) / (d - w):
 
         step < w       start + (1 - start) * step / w
         constant       1, also after d
@@ -72,8 +63,12 @@ def _falling(kind: str, part: float) -> float:
     }[kind]()
 
 
-def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Shape:
-    """The shape for a run of `num_steps`; raises `ConfigError` where its parts do not fit into each other."""
+def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> ScheduleConfig:
+    """The settings for a run of `num_steps`, with steps and fractions of the peak in place of what is unset.
+
+    Raises:
+        ConfigError: its parts do not fit into each other.
+    """
     decay_steps = config.decay_steps or num_steps
     warmup_steps = config.warmup_steps or round(config.warmup_ratio * num_steps)
     min_lr_ratio = config.min_lr_ratio if config.min_lr is None else config.min_lr / peak_lr
@@ -85,14 +80,14 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Shape:
             f"schedule.wsd_decay_steps: got {wsd_decay_steps}, expected at most {decay_steps - warmup_steps}: what "
             f"decay_steps={decay_steps} leaves after warmup_steps={warmup_steps}"
         )
-    return Shape(
-        kind=config.kind,
+    return dataclasses.replace(
+        config,
         warmup_steps=warmup_steps,
+        warmup_ratio=0.0,
         decay_steps=decay_steps,
+        min_lr=None,
         min_lr_ratio=min_lr_ratio,
-        warmup_start_ratio=config.warmup_start_ratio,
         wsd_decay_steps=wsd_decay_steps,
-        wsd_decay=config.wsd_decay,
     )
 
 
@@ -189,3 +184,73 @@ def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str
                 differing.append(f"{key} of group {index} was {group.get(key)}, is {value}")
                 group[key] = value
     return differing
+
+
+# ---- loss scaling for float16
+
+# Below it even gradients of 1 vanish in float16's sums; a run whose scale falls so low will not recover.
+SMALLEST_SCALE = 2.0**-14
+
+
+class GradScaler:
+    """The rule of `torch.amp.GradScaler`, with one all-reduce a step instead of one per parameter.
+
+    A step is good when all gradients are finite on all ranks. After `growth_interval` good steps in a row the scale is
+    multiplied by `growth_factor`; after a bad one, which every rank skips, by `backoff_factor`. `state_dict` has the
+    keys of torch's.
+    """
+
+    def __init__(self, config: ScalerConfig):
+        self.growth_factor = config.growth_factor
+        self.backoff_factor = config.backoff_factor
+        self.growth_interval = config.growth_interval
+        self.scale = config.init_scale
+        self.num_good_steps = 0
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor]) -> bool:
+        """Divides all gradients by the scale, in place; returns whether the step is good. Collective."""
+        grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
+        device = grads[0].device if grads else torch.device("cpu")
+        largest = torch.zeros((), device=device)
+        if grads:
+            # NaN wins every maximum of torch, infinity every other one.
+            largest = torch.stack([norm.float() for norm in torch._foreach_norm(grads, float("inf"))]).max()
+            torch._foreach_mul_(grads, 1.0 / self.scale)
+        bad = (~torch.isfinite(largest)).float()
+        if dist.is_initialized():
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return not bool(bad.item())
+
+    def update(self, good: bool) -> None:
+        """Adapts the scale after a step that was good, or skipped.
+
+        Raises:
+            RuntimeError: the scale has become so small that the gradients must be wrong.
+        """
+        if good:
+            self.num_good_steps += 1
+            if self.num_good_steps == self.growth_interval:
+                self.scale, self.num_good_steps = self.scale * self.growth_factor, 0
+            return
+        self.scale, self.num_good_steps = self.scale * self.backoff_factor, 0
+        if self.scale < SMALLEST_SCALE:
+            raise RuntimeError(
+                f"the gradients overflow float16 at every scale down to {self.scale:g}: the loss is not a number; "
+                "lower optimizer.lr, or compute in bfloat16 (parallel.param_dtype)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.num_good_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the scale and how long it has been good; the factors stay as configured."""
+        self.scale = float(state["scale"])
+        self.num_good_steps = min(int(state["_growth_tracker"]), self.growth_interval - 1)

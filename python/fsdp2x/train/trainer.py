@@ -25,15 +25,12 @@ from ..checkpoint.rng import seed_all
 from ..models.lora import save_adapter
 from .config import ConfigError, TrainConfig, TrainingError
 from .data import BlockStream, read_blocks
-from .distributed import World, deterministic_algorithms, open_world, sums_over_ranks
+from .distributed import Interrupt, World, deterministic_algorithms, open_world, sums_over_ranks
 from .feeds import make_feed
-from .interrupt import Interrupt
-from .metrics import Logger, Metrics, WandbLogger, memory_bytes
+from .metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
 from .model import build_model, build_on_meta, check_folder, make_sharded
-from .observe import Observer, shard_report
 from .run_folder import RunFolder, check_writable
-from .scaler import GradScaler
-from .schedule import Schedule, make_optimizer, restore_settings
+from .schedule import GradScaler, Schedule, make_optimizer, restore_settings
 from .strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
 from .tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
 
@@ -56,7 +53,6 @@ class Trainer:
         self._owns_world = world is None
         self._closing = contextlib.ExitStack()
         self.metrics: Metrics | None = None
-        self._folder: RunFolder | None = None  # of rank 0
         self._interrupt: Interrupt | None = None
         self._stops = False  # on all ranks: some rank was interrupted
         try:
@@ -81,7 +77,10 @@ class Trainer:
         self.output = Path(config.logging.output).expanduser()
         folder = config.checkpoint.folder
         self.checkpoints = Path(folder).expanduser() if folder else self.output / "checkpoints"
+        self._folder = RunFolder(self.output, self.checkpoints if self.training else None)
+        self._closing.callback(self._folder.release)
         run_on_all_ranks(self._claim_folders, raising=ConfigError)
+        run_on_all_ranks(self._folder.join, raising=ConfigError)
         run_on_all_ranks(self._check_paths, raising=ConfigError)
         if config.checkpoint.resume_from is not None:
             run_on_all_ranks(lambda: find(config.checkpoint.resume_from))
@@ -118,7 +117,7 @@ class Trainer:
         seed_all(config.train.seed, world.rank)
         Saver.of(self.model).lost_ranks = self.world.lost_ranks
         resumed = self._resume() if config.checkpoint.resume_from is not None else None
-        if self._folder is not None and config.logging.overwrite:
+        if world.is_main and config.logging.overwrite:
             self._folder.delete_former_run()
         self._open_metrics(loggers)
         self.observer = Observer(config.logging, self.output, world.rank, world.device)
@@ -129,9 +128,7 @@ class Trainer:
         config = self.config
         if not self.world.is_main:
             return
-        checkpoints = self.checkpoints if self.training else None
-        self._folder = RunFolder(self.output, checkpoints, self.world.lost_ranks.local_pids)
-        self._closing.callback(self._folder.release)
+        self._folder.claim(self.world.lost_ranks.local_pids)
         self._folder.refuse_former_run(config.checkpoint.resume_from, config.logging.overwrite)
         if self.training:
             repair(self.checkpoints)
@@ -246,8 +243,6 @@ class Trainer:
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
             self.observer.after_step(self.step, self.model, self.optimizer)
-            if self._folder is not None:
-                self._folder.touch()
             tokens += self.num_tokens
             last = self.step == self.num_steps
             if self.step % config.logging.every == 0 or last or self.skipped:
@@ -370,10 +365,9 @@ class Trainer:
         """Writes a checkpoint of this moment, in the background where configured; collective.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, or another run has taken the folder over.
+            CheckpointError: on every rank: it cannot be written.
         """
         config = self.config.checkpoint
-        on_rank_0(lambda: self._folder.check())
         saved = checkpoint.save(
             self.checkpoints,
             self.model,
