@@ -303,7 +303,8 @@ IDLE_SETTINGS = [
     ({"lora.rank": 2, "lora.alpha": 3.0}, []),
     ({"lora.alpha": 16.0}, []),  # the default
     ({"data.max_tokens": 32, "logging.wandb_options": {"project": "x"}}, ["data.max_tokens", "logging.wandb_options"]),
-    ({"optimizer.name": "sgd", "optimizer.betas": [0.5, 0.5], "optimizer.eps": 0.1}, ["optimizer.betas", "optimizer.eps"]),
+    ({"optimizer.name": "sgd", "optimizer.betas": [0.5, 0.5]}, ["optimizer.betas"]),
+    ({"optimizer.name": "lion", "optimizer.eps": 0.1}, ["optimizer.eps"]),
     ({"schedule.warmup_steps": 2, "schedule.warmup_ratio": 0.5}, ["schedule.warmup_ratio"]),
     ({"schedule.kind": "constant", "schedule.min_lr": 1e-4, "schedule.wsd_decay": "cosine"},
      ["schedule.min_lr", "schedule.wsd_decay"]),

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.commands.plan_words import above_bound, explanation, remark_on_dtype, remark_on_networks
+from fsdp2x.commands.plan_words import above_bound, explanation, remark_on_dtype
 from fsdp2x.memory.bound import MemoryBound, memory_bound
 from fsdp2x.memory.plan import planned_facts, planned_report, usual_device
 from fsdp2x.memory.report import MemoryReport, check_micro_batches, readable
-from fsdp2x.runtime.shapes import ParamFacts, layout_shapes
 from fsdp2x.runtime.transport import Transport
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.explain_config import parse_without_text
@@ -126,13 +125,6 @@ class MemoryPlan:
         lines = [self.headline]
         if self.dtype_is_the_models and request.optimizer != "none":
             lines += remark_on_dtype(request.dtype, request.param_dtype)
-        if request.device == "cuda" and request.world_size > 1:
-            compute = request.param_dtype and getattr(torch, request.param_dtype)
-            asked = request.reduce_dtype and getattr(torch, request.reduce_dtype)
-            weight = ParamFacts("weight", (1,), 0, getattr(torch, request.dtype))
-            reduced = layout_shapes([weight], compute, asked)[0][5]
-            num_nodes = -(-request.world_size // request.local_world_size)
-            lines.append(remark_on_networks(num_nodes, compute, reduced))
         lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")

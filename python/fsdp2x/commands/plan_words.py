@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from fsdp2x.memory.bound import MemoryBound
 from fsdp2x.memory.report import MemoryReport, readable
 from fsdp2x.tables import columns
@@ -63,19 +61,6 @@ def above_bound(report: MemoryReport, bound: MemoryBound) -> list[str]:
         f"{readable(at_rest)} above the bound at rest: 64-byte alignment, uneven rows, and rows without a bound",
         f"{readable(max(in_step, 0))} more at the peak: buffers of gathers and reductions {use}",
     ]
-
-
-def remark_on_networks(num_nodes: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype) -> str:
-    """A line for ranks on several GPUs: what is off by default, and would make their collectives faster."""
-    if num_nodes > 1 and param_dtype in (torch.bfloat16, torch.float16) and reduce_dtype == torch.float32:
-        return (
-            f"gradients are reduced in float32 between {num_nodes} nodes; --reduce-dtype bfloat16 halves these bytes, "
-            "and rounds the sums"
-        )
-    return (
-        "gathers and reductions leave more of the GPU to compute in registered memory: "
-        "model.set_allocate_memory_from_process_group_for_comm(True)"
-    )
 
 
 def explanation(report: MemoryReport) -> str:

@@ -103,7 +103,7 @@ def detect(settings: Mapping[str, Any]) -> Dialect | None:
     if name is None and settings:
         path = first_leaf(*next((str(key), value) for key, value in settings.items()))
         known = [*known_keys(), *SECTIONS, *(key for dialect in DIALECTS for key in dialect.rows)]
-        near = nearest_key(path, known, siblings_first=False)
+        near = nearest_key(path, known)
         raise ConfigError(f"unknown key {path}; the nearest one of all dialects is {near}")
     return next((dialect for dialect in DIALECTS if dialect.name == name), None)
 

@@ -7,9 +7,9 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,6 +26,11 @@ from .config import ConfigError, LoggingConfig
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+
+
+# `wandb.log`'s shape: called on rank 0 with numbers by name (`train/loss`) and `step=`. A method `finish`, if there is
+# one, is called when the run ends.
+Logger = Callable[..., Any]
 
 
 class Metrics:
@@ -123,15 +128,6 @@ class Metrics:
                 log.finish()
         self._file = self._board = self._bar = None
         self._loggers = ()
-
-
-class Logger(Protocol):
-    """`wandb.log`'s shape: called on rank 0 with numbers by name (`train/loss`) and the step.
-
-    An object with a method `finish` is told when the run ends.
-    """
-
-    def __call__(self, values: dict[str, float], *, step: int) -> Any: ...
 
 
 class WandbLogger:

@@ -143,18 +143,17 @@ def check_sections(settings: Mapping[str, Any]) -> None:
             inner = {f"{section}.{name}": value for name, value in values.items()}
             wrong += [first_leaf(path, value) for path, value in inner.items() if path not in known]
     if wrong:
-        near = nearest_key(wrong[0], known, siblings_first=True)
+        near = nearest_key(wrong[0], known)
         raise ConfigError(f"unknown key {wrong[0]}; the nearest known one is {near}")
 
 
-def nearest_key(path: str, keys: Collection[str], *, siblings_first: bool) -> str:
-    """One that is spelt alike in the same section, or one of the same last name elsewhere; else the most alike."""
+def nearest_key(path: str, keys: Collection[str]) -> str:
+    """One of the same last name elsewhere, or one that is spelled alike in the same section; else the most alike."""
     section, _, last = path.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     alike = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    near = alike + elsewhere if siblings_first else elsewhere + alike
-    return (near or difflib.get_close_matches(path, keys, n=1, cutoff=0.0))[0]
+    return (elsewhere + alike or difflib.get_close_matches(path, keys, n=1, cutoff=0.0))[0]
 
 
 def convert(kind: Any, value: Any, path: str) -> Any:

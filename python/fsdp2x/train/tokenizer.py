@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -13,22 +12,6 @@ from .config import ConfigError
 END_OF_TEXT = "<|endoftext|>"
 
 
-class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int | None: ...
-
-    def encode(self, text: bytes) -> torch.Tensor:
-        """UTF-8 bytes of one document -> 1-D int64 ids, without an end mark."""
-
-    def decode(self, ids: list[int]) -> str: ...
-
-    def save(self, folder: Path) -> None:
-        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
-
-
 class ByteTokenizer:
     """Token i is byte i for i < 256; 256 ends a document and also serves as bos and pad."""
 
@@ -36,6 +19,7 @@ class ByteTokenizer:
     eos_id = 256
 
     def encode(self, text: bytes) -> torch.Tensor:
+        """UTF-8 bytes of one document -> 1-D int64 ids, without an end mark."""
         if not text:
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
@@ -44,6 +28,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
+        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -98,6 +83,9 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def has_tokenizer(folder: str | Path) -> bool:

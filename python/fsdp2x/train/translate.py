@@ -182,7 +182,7 @@ class Dialect:
         """All values are checked before any row acts, so that rows may look at other keys of the file."""
         for leaf in self.read(settings, role):  # a misspelled key comes before the references that it breaks
             if leaf.canonical not in self.rows:
-                near = nearest_key(leaf.canonical, self.rows, siblings_first=False)
+                near = nearest_key(leaf.canonical, self.rows)
                 raise ConfigError(f"unknown key {leaf.shown}; the nearest one of {self.title} is {near}")
         checked = [
             leaf._replace(value=convert(self.rows[leaf.canonical].kind, leaf.value, leaf.shown))
