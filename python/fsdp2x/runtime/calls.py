@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.runtime.optimizer_hooks import original_number
@@ -27,7 +28,7 @@ from fsdp2x.runtime.optimizer_hooks import original_number
 P = ParamSpec("P")
 T = TypeVar("T")
 all_units: weakref.WeakSet[NumberedUnit] = weakref.WeakSet()  # of this process
-_num_units: defaultdict[UnitNumber, int] = defaultdict(int)
+_num_units: defaultdict[tuple[int, UnitNumber], int] = defaultdict(int)
 _NUM_SHOWN = 4
 
 
@@ -82,9 +83,11 @@ def number_unit(state: NumberedUnit, ranks: Iterable[int]) -> UnitNumber:
     """The number of a new unit, by which later calls know it."""
     kind = ", ".join(_kind(module) for module in state.modules)
     like = UnitNumber(tuple(sorted(ranks)), kind, tuple(tuple(record.param.shape) for record in state.params))
-    _num_units[like] += 1
+    # Ranks may be threads of one process, as in torch's tests.
+    key = (dist.get_rank() if dist.is_initialized() else 0, like)
+    _num_units[key] += 1
     all_units.add(state)
-    return replace(like, number=_num_units[like] - 1)
+    return replace(like, number=_num_units[key] - 1)
 
 
 def _kind(module: nn.Module) -> str:
