@@ -65,6 +65,44 @@ def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
     assert after["python_calls"] == before["python_calls"]
 
 
+class Refusing:
+    """A custom all-gather that raises when it is told to."""
+
+    raises = False
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        if self.raises:
+            raise RuntimeError("refused")
+        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", ["process_group", "streams"])
+def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
+    """Losses, slots and the most memory are those of a model whose gathers never raised."""
+    only_fsdp2x(ctx)
+
+    def run(num_failures):
+        model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+        gather = Refusing()
+        model.blocks[1].set_custom_all_gather(gather)
+        losses = [step(ctx, model, 0)]
+        for _ in range(num_failures):
+            gather.raises = True
+            with pytest.raises(RuntimeError, match="refused"):
+                model(inputs(ctx.rank, 0))
+            gather.raises = False
+        losses += [step(ctx, model, number) for number in (1, 2)]
+        found = stats(model)
+        kept = ("scratch_bytes", "gather_slot_bytes", "peak_gather_bytes", "gather_slots_owned")
+        return losses, [found[name] for name in kept]
+
+    same(run(3), run(0))
+
+
 def mapped_bytes():
     lines = [line.split() for line in open("/proc/self/maps") if "memfd" in line]
     return sum(int(a, 16) - int(b, 16) for b, a in (line[0].split("-") for line in lines))
