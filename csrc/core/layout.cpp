@@ -98,7 +98,7 @@ RowRange shard_rows(int64_t dim, int world, int rank) {
 }
 
 Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_chunks)
-    : world_(world), rank_(rank), whole_chunks_(whole_chunks) {
+    : ranks_{world, rank, whole_chunks} {
   if (world < 1 || rank < 0 || rank >= world) {
     throw Error("layout: rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world));
   }
@@ -179,19 +179,19 @@ Layout Layout::training(const std::vector<bool>& trains) const {
     shapes.push_back(params_[i].shape);
     shapes.back().trainable = shapes.back().trainable && trains.at(i);
   }
-  return Layout(std::move(shapes), world_, rank_, whole_chunks_);
+  return Layout(std::move(shapes), ranks_.world, ranks_.rank, ranks_.whole_chunks);
 }
 
 std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
-  if (source_rank < 0 || source_rank >= world_) {
+  if (source_rank < 0 || source_rank >= ranks_.world) {
     throw Error("layout: segment of rank " + std::to_string(source_rank) + " asked for in a world of " +
-                std::to_string(world_));
+                std::to_string(ranks_.world));
   }
   std::vector<Copy> copies;
   copies.reserve(params_.size());
   for (const ParamPlace& place : params_) {
     const ParamShape& shape = place.shape;
-    const RowRange rows = shard_rows(shape.dim, world_, source_rank);
+    const RowRange rows = shard_rows(shape.dim, ranks_.world, source_rank);
     if (!shape.in_slot || shape.outer * rows.size() * shape.inner == 0) continue;
     copies.push_back(
         shard_to_whole(shape, rows, place.gather_segment_offset, shape.compute, place.slot_offset, shape.compute));
@@ -201,7 +201,7 @@ std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
 
 std::vector<Copy> Layout::segments_to_slot(size_t segment_bytes) const {
   std::vector<Copy> copies;
-  for (int rank = 0; rank < world_; ++rank) {
+  for (int rank = 0; rank < ranks_.world; ++rank) {
     for (Copy copy : segment_to_slot(rank)) {
       copy.src_offset += static_cast<size_t>(rank) * segment_bytes;
       copies.push_back(copy);
@@ -218,8 +218,8 @@ std::vector<Copy> Layout::gradient_to_segments(size_t param, DType grad) const {
   const ParamPlace& place = params_[param];
   const ParamShape& shape = place.shape;
   std::vector<Copy> copies;
-  for (int rank = 0; rank < world_; ++rank) {
-    const RowRange rows = shard_rows(shape.dim, world_, rank);
+  for (int rank = 0; rank < ranks_.world; ++rank) {
+    const RowRange rows = shard_rows(shape.dim, ranks_.world, rank);
     if (shape.outer * rows.size() * shape.inner == 0) continue;
     Copy copy;
     copy.src_offset = num_bytes(rows.begin * shape.inner, grad);

@@ -89,9 +89,9 @@ class Layout {
   // so that a collective can gather into it even when the last ranks are short.
   Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_chunks = false);
 
-  int world() const { return world_; }
-  bool has_whole_chunks() const { return whole_chunks_; }
-  int rank() const { return rank_; }
+  int world() const { return ranks_.world; }
+  bool has_whole_chunks() const { return ranks_.whole_chunks; }
+  int rank() const { return ranks_.rank; }
   const std::vector<ParamPlace>& params() const { return params_; }
 
   size_t shard_pool_bytes() const { return shard_pool_bytes_; }
@@ -130,9 +130,13 @@ class Layout {
   std::vector<Copy> gradient_to_segments(size_t param, DType grad) const;
 
  private:
-  int world_;
-  int rank_;
-  bool whole_chunks_;
+  struct Ranks {
+    int world;
+    int rank;
+    bool whole_chunks;
+  };
+
+  Ranks ranks_;
   std::vector<ParamPlace> params_;
   size_t shard_pool_bytes_ = 0;
   size_t gradient_pool_bytes_ = 0;

@@ -43,8 +43,7 @@ Peers::Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::fun
       map_(map),
       control_(control),
       where_(std::move(where)),
-      num_pauses_(options.world > num_cores() ? kPausesCrowded : kPauses),
-      num_yields_(options.world > num_cores() ? kYieldsCrowded : kYields),
+      patience_(options.world > num_cores() ? Patience{kPausesCrowded, kYieldsCrowded} : Patience{kPauses, kYields}),
       known_left_(static_cast<size_t>(options.world), 0),
       processes_(static_cast<size_t>(options.world)),
       polled_(static_cast<size_t>(options.world), pollfd{-1, POLLIN, 0}),
@@ -122,8 +121,8 @@ std::string Peers::other_dead(int rank) const {
 }
 
 void Peers::set_passes(uint64_t pass, uint64_t forward) {
-  pass_ = pass;
-  forward_ = forward;
+  own_.pass = pass;
+  own_.forward = forward;
   followed_.clear();
 }
 

@@ -48,7 +48,7 @@ class Peers {
   // those that have left another one, if this rank does not know it yet.
   void set_passes(uint64_t pass, uint64_t forward);
   // This rank has left that pass.
-  void note_left(uint64_t pass) { own_left_ = pass; }
+  void note_left(uint64_t pass) { own_.left = pass; }
   // Why this rank leaves its pass, when it is because a peer has; otherwise empty.
   const std::string& followed() const { return followed_; }
 
@@ -77,8 +77,9 @@ class Peers {
   bool has_failed(int rank) const { return state(rank).failed.load(std::memory_order_acquire) != 0; }
   bool has_left(int rank) const {
     const uint64_t left = state(rank).left.load(std::memory_order_acquire);
-    if (left == 0 || pass_ == 0) return false;
-    return left == pass_ || left == forward_ || (left != own_left_ && left != known_left_[static_cast<size_t>(rank)]);
+    if (left == 0 || own_.pass == 0) return false;
+    return left == own_.pass || left == own_.forward ||
+           (left != own_.left && left != known_left_[static_cast<size_t>(rank)]);
   }
   [[noreturn]] void fail_failed(int rank, const std::string& what) const;
   [[noreturn]] void fail_gone(int rank, const std::string& what, double waited_s) const;
@@ -88,15 +89,22 @@ class Peers {
   // "; rank 2 (pid 7) has died": a peer that waits in vain is often not the cause.
   std::string other_dead(int rank) const;
 
+  // Before a wait sleeps.
+  struct Patience {
+    int num_pauses, num_yields;
+  };
+  struct Passes {
+    uint64_t pass = 0, forward = 0;  // see set_passes()
+    uint64_t left = 0;
+  };
+
   const ShmOptions& options_;
   ShmMap map_;
   std::byte* control_;
   std::function<std::string(int)> where_;
-  int num_pauses_;
-  int num_yields_;
+  Patience patience_;
   bool watching_ = false;
-  uint64_t pass_ = 0, forward_ = 0;  // see set_passes()
-  uint64_t own_left_ = 0;
+  Passes own_;
   std::vector<uint64_t> known_left_;  // by rank: the pass of the last error
   std::string followed_;
   std::vector<FileDescriptor> processes_;
@@ -119,8 +127,8 @@ Seen Peers::see_all(const See& see) const {
 template <class See, class Describe>
 bool Peers::wait(const See& see, const Describe& describe) {
   Seen all = see_all(see);
-  for (int i = 0; all == Seen::late && i < num_pauses_; ++i, all = see_all(see)) pause();
-  for (int i = 0; all == Seen::late && i < num_yields_; ++i, all = see_all(see)) ::sched_yield();
+  for (int i = 0; all == Seen::late && i < patience_.num_pauses; ++i, all = see_all(see)) pause();
+  for (int i = 0; all == Seen::late && i < patience_.num_yields; ++i, all = see_all(see)) ::sched_yield();
   if (all != Seen::late) return all == Seen::done;
   const auto start = Clock::now();
   const auto deadline =

@@ -62,8 +62,7 @@ Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Tenso
     : layout_(layout),
       params_(params),
       memory_(memory),
-      make_gradient_(std::move(make_gradient)),
-      add_to_foreign_(std::move(add_to_foreign)),
+      calls_{std::move(make_gradient), std::move(add_to_foreign)},
       entries_(params.size()) {}
 
 Gradients::Counts Gradients::count(const Entry& entry) const {
@@ -88,7 +87,7 @@ void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool
   PyRef local_object =
       PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
   ++num_python_calls_;
-  const PyRef tensor = call(make_gradient_, params_[param].gradient_spec(), local_object.get());
+  const PyRef tensor = call(calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
@@ -189,7 +188,7 @@ void Gradients::attach(size_t param, const GradientTarget& target) {
   if (target.foreign.defined()) {
     const PyRef local = PyRef::steal(THPVariable_Wrap(target.foreign));
     ++num_python_calls_;
-    call(add_to_foreign_, params_[param].sharded_object(), local.get());
+    call(calls_.add_to_foreign, params_[param].sharded_object(), local.get());
   } else if (!target.accumulate) {
     if (entry.alone.tensor == 0) entry.alone = count(entry);
     sharded.mutable_grad() = entry.tensor;

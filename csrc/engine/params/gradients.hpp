@@ -140,6 +140,11 @@ class Gradients {
   // Takes a block for the gradients of `places`. Gradients with memory of their own move in, unless they are `.grad`.
   void open_block(std::shared_ptr<const Layout> places);
 
+  // Callables of Python.
+  struct Calls {
+    PyRef make_gradient, add_to_foreign;
+  };
+
   const Layout& layout_;
   std::vector<Param>& params_;
   at::TensorOptions memory_;
@@ -148,8 +153,7 @@ class Gradients {
   bool blocks_stay_ = true;
   bool is_lent_ = false;  // somebody held a gradient in the block when a new one was written
   std::shared_ptr<Commons> commons_;
-  PyRef make_gradient_;
-  PyRef add_to_foreign_;
+  Calls calls_;
   uint64_t num_python_calls_ = 0;
   at::Tensor block_;
   std::vector<Entry> entries_;

@@ -75,7 +75,7 @@ std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory
   if (memory.size() <= id) memory.resize(id + 1);
   if (!memory[id].defined()) {
     memory[id] = pool_memory(static_cast<int64_t>(slot.bytes), at::TensorOptions());
-    ++num_allocations_;
+    ++private_.num_allocations;
   }
   return static_cast<std::byte*>(memory[id].data_ptr());
 }
@@ -115,7 +115,7 @@ void SharedMemoryTransport::post_rows(ParamGroup& group) {
   gather.sequence = ++gather_sequence_;
   if (!group_) {
     // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
-    gather.write = gather.read = private_memory(gather_memory_, gather.slot);
+    gather.write = gather.read = private_memory(private_.gathers, gather.slot);
     return write_rows(group);
   }
   const ReleaseGil released;
@@ -212,7 +212,7 @@ void SharedMemoryTransport::acquire_scratch(ParamGroup& group, bool wide) {
   scratch.slot = scratch_ledger_.acquire(wide ? group.layout().wide_scratch_bytes() : group.layout().scratch_bytes(),
                                          group.name());
   scratch.data = group_ ? group_->scratch_window(group_->rank(), scratch.slot.offset, scratch.slot.bytes)
-                        : private_memory(scratch_memory_, scratch.slot);
+                        : private_memory(private_.scratches, scratch.slot);
 }
 
 void SharedMemoryTransport::widen_scratch(ParamGroup& group) {
@@ -361,8 +361,8 @@ void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sou
   const auto first_row = static_cast<size_t>(place.rows.begin * place.shape.inner);
   piece.src_type = place.shape.reduce;
   piece.num_sources = 0;
-  const void** pointers = pointers_.data() + pieces_.size() * sources.scratches.size();
-  DType* types = types_.data() + pieces_.size() * sources.scratches.size();
+  const void** pointers = row_sums_.pointers.data() + row_sums_.pieces.size() * sources.scratches.size();
+  DType* types = row_sums_.types.data() + row_sums_.pieces.size() * sources.scratches.size();
   piece.sources = pointers;
   piece.source_types = types;
   for (size_t r = 0; r < sources.scratches.size(); ++r) {
@@ -374,20 +374,20 @@ void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sou
   piece.count = place.shape.outer;
   piece.piece_numel = place.rows.size() * place.shape.inner;
   piece.src_stride = place.shape.dim * place.shape.inner;
-  pieces_.push_back(piece);
+  row_sums_.pieces.push_back(piece);
 }
 
 void SharedMemoryTransport::begin_rows(const ParamGroup& group, const Sources& sources) {
-  pieces_.clear();
-  pointers_.resize(group.params().size() * sources.scratches.size());
-  types_.resize(pointers_.size());
+  row_sums_.pieces.clear();
+  row_sums_.pointers.resize(group.params().size() * sources.scratches.size());
+  row_sums_.types.resize(row_sums_.pointers.size());
 }
 
 void SharedMemoryTransport::sum_rows() {
   const ReleaseGil released;
   std::vector<int64_t> numels;
-  for (const cpu::ReducePiece& piece : pieces_) numels.push_back(piece.count * piece.piece_numel);
-  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(pieces_[i], begin, end); });
+  for (const cpu::ReducePiece& piece : row_sums_.pieces) numels.push_back(piece.count * piece.piece_numel);
+  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(row_sums_.pieces[i], begin, end); });
 }
 
 void SharedMemoryTransport::sum_into(const ParamGroup& group, const Sources& sources, const GradientTargets& targets) {
@@ -490,7 +490,7 @@ TransportStats SharedMemoryTransport::stats() const {
   stats.scratch_slots_owned = scratch_ledger_.num_owned() - closing_.size();
   stats.scratch_bytes = scratch_ledger_.arena_bytes();
   for (const Gathers& gathers : gathers_of_) stats.gather_slots_owned += gathers.resting && gathers.resting->is_used();
-  stats.num_allocations = num_allocations_ + (group_ ? group_->num_windows() : 0);
+  stats.num_allocations = private_.num_allocations + (group_ ? group_->num_windows() : 0);
   stats.owners = gather_ledger_.owners();
   return stats;
 }

@@ -92,7 +92,13 @@ class SharedMemoryTransport final : public Transport {
     bool any_filled(size_t param) const;
   };
   Sources sources_of(const ParamGroup& group);
-  // Sums of this rank's rows: begun, one piece added for a parameter (completed with its sources), all run.
+  // Sums of this rank's rows, in memory that every reduction uses again.
+  struct RowSums {
+    std::vector<cpu::ReducePiece> pieces;
+    std::vector<const void*> pointers;
+    std::vector<DType> types;
+  };
+  // Begun, one piece added for a parameter (completed with its sources), all run.
   void begin_rows(const ParamGroup& group, const Sources& sources);
   void add_rows(const ParamGroup& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
   void sum_rows();
@@ -101,23 +107,23 @@ class SharedMemoryTransport final : public Transport {
   void fill_unused(ParamGroup& group);                               // zeros for parameters without a gradient
   void predivide(ParamGroup& group);                                 // see ParamGroup::pre_divisor
   double before_sum(const ParamGroup& group) const;
+  // Without a group, by the id of slots.
+  struct PrivateMemory {
+    std::vector<at::Tensor> gathers, scratches;
+    size_t num_allocations = 0;
+  };
   std::byte* private_memory(std::vector<at::Tensor>& memory, const Slot& slot);
 
   std::shared_ptr<cpu::ShmGroup> group_;
   SlotLedger gather_ledger_;
   SlotLedger scratch_ledger_;
-  std::vector<at::Tensor> gather_memory_;   // per slot id; only without a group
-  std::vector<at::Tensor> scratch_memory_;  // per slot id; only without a group
+  PrivateMemory private_;
   std::deque<Closing> closing_;
-  size_t num_allocations_ = 0;  // private memory; a group counts its windows
   uint64_t gather_sequence_ = 0;
   std::atomic<bool> gathers_ = false;  // some thread does
   std::vector<Gathers> gathers_of_;    // by group
   std::vector<Scratch> scratches_;     // by group
-  // Reused by every reduction.
-  std::vector<cpu::ReducePiece> pieces_;
-  std::vector<const void*> pointers_;
-  std::vector<DType> types_;
+  RowSums row_sums_;
 };
 
 }  // namespace fsdp2x
