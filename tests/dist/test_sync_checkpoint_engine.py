@@ -144,7 +144,7 @@ def test_workers_that_do_not_come(ctx):
 def test_what_is_refused(ctx):
     model = shard(ctx, mixed_stack(), STACK_UNITS)
     nothing = CheckpointEngine(lambda socket_paths: None)
-    with pytest.raises(NotImplementedError, match="they take no deltas"):
+    with pytest.raises(NotImplementedError, match="it takes no deltas"):
         fsdp2x.sync.connect(model, nothing, deltas=True)
     with pytest.raises(NotImplementedError, match="not of meta"):
         fsdp2x.sync.connect(model, CheckpointEngine(print, device=torch.device("meta")))

@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import re
 import select
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter, namedtuple
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from engines import OVER, SECRET, Store, new_address
+from engines import OVER, SECRET, EngineProcess, Store, new_address
 from fsdp2x.sync import Peer, SyncError
 from fsdp2x.sync.engine import WIRE, Receiver, WireError, bind_address, close_files, receive_frame, send_frame
 from fsdp2x.sync.engine_tcp import TcpReceiver, split_address
@@ -53,8 +55,8 @@ def digests(tensors):
     return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in sorted(tensors.items())}
 
 
-def eventually(probe, expected):
-    deadline = time.monotonic() + 10
+def eventually(probe, expected, seconds=10):
+    deadline = time.monotonic() + seconds
     while (found := probe()) != expected and time.monotonic() < deadline:
         time.sleep(0.01)
     assert found == expected
@@ -303,15 +305,15 @@ def test_an_engine_in_every_phase(over, fault):
         dist_run(push_through, 2, over, fault, found)
 
 
-def push_and_lose_a_rank(ctx, address, place):
-    """What the survivor saw; rank 1 kills itself at ``place``."""
+def push_and_lose_a_rank(ctx, address, over, rank, place):
+    """What the survivor saw; ``rank`` kills itself at ``place``."""
     model = make_model(ctx)
     before = belongings()[0]
-    sync = fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, deltas=True, timeout_s=20)
+    sync = fsdp2x.sync.connect(model, Peer(address, **OVER[over]), bucket_bytes=300, deltas=True, timeout_s=20)
     change(model)
     sync.push(version="old")
     new = change(model)
-    if ctx.rank == 1:
+    if ctx.rank == rank:
         guarded = sync._guarded
 
         def dying(phase, call):
@@ -324,7 +326,7 @@ def push_and_lose_a_rank(ctx, address, place):
     error, seconds = failing_push(sync, version="new")
     assert sync.is_torn and sync.version is None and seconds < SLACK_S
     refused, seconds = failing_push(sync, version="next")
-    assert type(refused) is RuntimeError and seconds < SLACK_S and "rank 1 (pid" in str(refused)
+    assert type(refused) is RuntimeError and seconds < SLACK_S and f"rank {rank} (pid" in str(refused)
     said = type(error).__name__, str(error), new
     sync.close()
     del sync, error, refused
@@ -333,9 +335,9 @@ def push_and_lose_a_rank(ctx, address, place):
     return said
 
 
-def push_after_others(ctx, address):
+def push_after_others(ctx, address, over):
     model = make_model(ctx)
-    with fsdp2x.sync.connect(model, Peer(address), bucket_bytes=300, deltas=True, timeout_s=20) as sync:
+    with fsdp2x.sync.connect(model, Peer(address, **OVER[over]), bucket_bytes=300, deltas=True, timeout_s=20) as sync:
         with pytest.raises(ValueError, match="nothing was committed yet"):
             sync.push(version="healed", mode="delta")
         change(model)
@@ -344,22 +346,84 @@ def push_after_others(ctx, address):
         return healed
 
 
-@pytest.mark.parametrize(("place", "version"), [("load", "old"), ("commit", "new")])
-def test_a_trainer_in_the_first_bucket_and_at_the_commit(place, version):
+TRAINERS = [(1, "memory", "load"), (1, "memory", "commit"), (0, "memory", "load")]
+TRAINERS += [pytest.param(0, "group", "load", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("rank", "over", "place"), TRAINERS)
+def test_a_trainer_in_the_first_bucket_and_at_the_commit(rank, over, place):
     """A collective tells who has ended, and which tensors it was about; it is no SyncError, for no engine has failed.
 
     An engine that had committed is torn nevertheless: whether all had is what nobody knows any more.
     """
-    with engines("memory") as (engine,):
+    with engines(over) as (engine,):
         opened = held_by(engine)["opened"]
-        outcomes = dist_run(push_and_lose_a_rank, 2, engine.address, place, expect_exit={1: -signal.SIGKILL})
-        kind, text, new = outcomes[0].value
-        assert kind == "RuntimeError" and re.search(r"rank 1 \(pid \d+\) ended meanwhile", text), text
-        eventually(lambda: version_of(engine), ["torn", version])
+        lost = engine.address, over, rank, place
+        outcomes = dist_run(push_and_lose_a_rank, 2, *lost, expect_exit={rank: -signal.SIGKILL})
+        kind, text, new = outcomes[1 - rank].value
+        assert kind == "RuntimeError" and re.search(rf"rank {rank} \(pid \d+\) ended meanwhile", text), text
+        eventually(lambda: version_of(engine), ["torn", "new" if place == "commit" else "old"])
         if place == "commit":
             assert held_by(engine)["digests"] == new
         else:
             assert "'0.weight' to '0.bias'" in text, text
-        healed = dist_run(push_after_others, 2, engine.address)[0].value
+        healed = dist_run(push_after_others, 2, engine.address, over)[0].value
         assert version_of(engine) == ["clean", "healed"] and held_by(engine)["digests"] == healed
         eventually(lambda: held_by(engine)["opened"], opened)
+
+
+# ---- a network between them
+
+
+def link_to(pid, ours):
+    """A cable between this network and that of a process: 10.213.77.1 at ``ours``, and .2."""
+    enter = ["nsenter", "--net", "--target", str(pid)]
+    for command in (
+        ["ip", "link", "add", ours, "type", "veth", "peer", "name", "fsdp2x0", "netns", str(pid)],
+        ["ip", "address", "add", "10.213.77.1/24", "dev", ours],
+        ["ip", "link", "set", ours, "up"],
+        [*enter, "ip", "address", "add", "10.213.77.2/24", "dev", "fsdp2x0"],
+        [*enter, "ip", "link", "set", "fsdp2x0", "up"],
+    ):
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.full
+def test_a_network_between_them():
+    """The engine is behind a link of its own: a push arrives, then the cable is pulled in the next one."""
+    if os.getuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "--net", "true"]).returncode:
+        pytest.skip("networks of one's own need root and iproute2")
+    link = f"fsdp2x{os.getpid() % 100000}"
+    try:
+        engine = EngineProcess("tcp://10.213.77.2:7000", prepare=lambda pid: link_to(pid, link))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no such link can be made here: {error.stderr.decode().strip()}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(subprocess.run, ["ip", "link", "delete", link], check=True, timeout=60)
+        stack.enter_context(engine)
+        outcomes = dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
+        for outcome in outcomes:
+            assert "hangs or is busy" in outcome.value
+        eventually(lambda: [engine.status()[key] for key in ("state", "version")], ["torn", 1], 100)
+
+
+def push_over_a_cable(ctx, pid):
+    """What is said when it is pulled before the third bucket."""
+    model = make_model(ctx)
+    target = Peer("tcp://10.213.77.2:7000", **OVER["group"])
+    sync = fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=5)
+    sync.push(version=1)
+    buckets = sync._buckets
+
+    def pulled(*arguments):
+        for bucket in buckets(*arguments):
+            if bucket.index == 2 and ctx.rank == 0:
+                command = ["nsenter", "--net", "--target", str(pid), "ip", "link", "set", "fsdp2x0", "down"]
+                subprocess.run(command, check=True, timeout=60)
+            yield bucket
+
+    sync._buckets = pulled
+    with pytest.raises(SyncError) as caught:
+        sync.push(version=2)
+    assert (caught.value.phase, caught.value.rank) == ("load", 0)
+    return str(caught.value)

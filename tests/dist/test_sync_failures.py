@@ -1,11 +1,6 @@
 """Pushes that fail: the same error on every rank in time, torn engines that refuse, a full push that heals."""
 
-import contextlib
 import os
-import shutil
-import socket
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from engine_process import digests
-from engines import OVER, EngineProcess, Layerwise, Store, new_address, peer
+from engines import OVER, Layerwise, Store, new_address, peer
 from fsdp2x.sync import InProcess, Peer, SyncError
 from fsdp2x.sync.engine import TornWeights
-from harness import dist_run, distributed
+from harness import distributed
 from reference import params, same, shard
 
 
@@ -214,118 +208,3 @@ def test_what_does_not_fit_is_told_before_any_byte(ctx):
         sync.push(version=1)
         with pytest.raises(SyncError, match="NotImplementedError: this engine takes no deltas"):
             sync.push(version=2, mode="delta")
-
-
-def fixed_address(over):
-    """Where one engine after the other listens."""
-    if over == "memory":
-        return new_address()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def target_at(address, over="group"):
-    return Peer(address, **OVER[over])
-
-
-def push_until_an_end(ctx, address, over, death):
-    """Returns what the surviving ranks saw; `death`: (rank, bucket) that ends in mid-push."""
-    model, expected = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, target_at(address, over), bucket_bytes=300, timeout_s=10)
-    sync.push(version=1)
-    if death is not None:
-        rank, last = death
-        if ctx.rank == rank:
-            buckets = sync._buckets
-
-            def dying(*arguments):
-                for bucket in buckets(*arguments):
-                    if bucket.index == last:
-                        os._exit(7)
-                    yield bucket
-
-            sync._buckets = dying
-    try:
-        sync.push(version=2)
-    except Exception as error:
-        return type(error).__name__, str(error), sync.is_torn
-    return "", "", sync.is_torn
-
-
-@pytest.mark.parametrize(
-    ("rank", "over"),
-    [(0, "memory"), *(pytest.param(*way, marks=pytest.mark.full) for way in ((1, "memory"), (0, "group")))],
-)
-def test_a_trainer_that_dies(rank, over):
-    address = fixed_address(over)
-    with EngineProcess(address) as engine:
-        outcomes = dist_run(push_until_an_end, 3, address, over, (rank, 3), expect_exit={rank: 7})
-        for index, outcome in enumerate(outcomes):
-            if index != rank:
-                kind, text, is_torn = outcome.value
-                assert kind == "RuntimeError" and is_torn and f"rank {rank} (pid" in text, text
-        status = engine.status()
-        assert (status["state"], status["version"]) == ("torn", 1), status
-        assert "the trainer is gone" in status["reason"] or "a trainer failed" in status["reason"]
-        # The same engine, other trainers: healed by their first push.
-        assert [outcome.value[0] for outcome in dist_run(push_until_an_end, 2, address, over, None)] == ["", ""]
-        assert committed(engine) == ("clean", 2, digests(params(whole_model())))
-
-
-def link_to(pid, ours):
-    """A cable between this network and that of a process: 10.213.77.1 at ``ours``, and .2."""
-    enter = ["nsenter", "--net", "--target", str(pid)]
-    for command in (
-        ["ip", "link", "add", ours, "type", "veth", "peer", "name", "fsdp2x0", "netns", str(pid)],
-        ["ip", "address", "add", "10.213.77.1/24", "dev", ours],
-        ["ip", "link", "set", ours, "up"],
-        [*enter, "ip", "address", "add", "10.213.77.2/24", "dev", "fsdp2x0"],
-        [*enter, "ip", "link", "set", "fsdp2x0", "up"],
-    ):
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
-@pytest.mark.full
-def test_a_network_between_them():
-    """The engine is behind a link of its own; the same push as in one network, then the cable is pulled."""
-    if os.getuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "--net", "true"]).returncode:
-        pytest.skip("networks of one's own need root and iproute2")
-    link = f"fsdp2x{os.getpid() % 100000}"
-    try:
-        engine = EngineProcess("tcp://10.213.77.2:7000", prepare=lambda pid: link_to(pid, link))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no such link can be made here: {error.stderr.decode().strip()}")
-    with contextlib.ExitStack() as stack:
-        stack.callback(subprocess.run, ["ip", "link", "delete", link], check=True, timeout=60)
-        stack.enter_context(engine)
-        for outcome in dist_run(push_until_an_end, 2, "tcp://10.213.77.2:7000", "group", None, timeout=120):
-            assert outcome.value == ("", "", False)
-        assert committed(engine) == ("clean", 2, digests(params(whole_model())))
-        outcomes = dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
-        for outcome in outcomes:
-            assert "hangs or is busy" in outcome.value
-        deadline = time.monotonic() + 100
-        while (status := engine.status())["state"] != "torn":
-            assert time.monotonic() < deadline, status
-            time.sleep(0.1)
-
-
-def push_over_a_cable(ctx, pid):
-    """What is said when it is pulled before the third bucket."""
-    model, _ = make_model(ctx)
-    sync = fsdp2x.sync.connect(model, target_at("tcp://10.213.77.2:7000"), bucket_bytes=300, timeout_s=5)
-    sync.push(version=1)
-    buckets = sync._buckets
-
-    def pulled(*arguments):
-        for bucket in buckets(*arguments):
-            if bucket.index == 2 and ctx.rank == 0:
-                command = ["nsenter", "--net", "--target", str(pid), "ip", "link", "set", "fsdp2x0", "down"]
-                subprocess.run(command, check=True, timeout=60)
-            yield bucket
-
-    sync._buckets = pulled
-    with pytest.raises(SyncError) as caught:
-        sync.push(version=2)
-    assert (caught.value.phase, caught.value.rank) == ("load", 0)
-    return str(caught.value)

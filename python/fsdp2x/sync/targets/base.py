@@ -96,8 +96,17 @@ class TargetError(RuntimeError):
         return cls(Failure(phase, reason) if bucket is None else bucket.failure(phase, reason))
 
 
+def refuse_adapters(layout: WireLayout, why: str) -> None:
+    """Raises TargetError for engines that load adapters otherwise."""
+    adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
+    if adapter is not None:
+        raise TargetError.at("begin", f"{why}, and not as weights: {adapter!r}; save_hf them")
+
+
 class EngineTarget:
     """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
+
+    whole_only = ""  # why an engine takes no deltas
 
     def receives(self, rank: int) -> bool:
         """Whether ``rank`` of the session's group wants the tensors; asked once."""
@@ -105,6 +114,8 @@ class EngineTarget:
 
     def check(self, caller: str, deltas: bool) -> None:
         """Raises ValueError or NotImplementedError for what can be known before anything is gathered."""
+        if deltas and self.whole_only:
+            raise NotImplementedError(f"{caller}: {self.whole_only}, it takes no deltas; connect with deltas=False")
 
     def introduction(self) -> Any:
         """What the targets of other ranks are told when a session is made; called after ``check``."""

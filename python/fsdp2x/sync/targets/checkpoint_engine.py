@@ -51,6 +51,8 @@ class CheckpointEngine(EngineTarget):
     function, on memory of the CPU: compare log-probabilities of a few fixed tokens after the first push of a run.
     """
 
+    whole_only = "checkpoint-engine loads whole tensors"
+
     @checked
     def __init__(self, request: Callable | None, *, device: torch.device | None = None) -> None:
         """
@@ -78,11 +80,7 @@ class CheckpointEngine(EngineTarget):
     def check(self, caller: str, deltas: bool) -> None:
         if self._request is None:
             return
-        if deltas:
-            raise NotImplementedError(
-                f"{caller}: checkpoint-engine's workers load whole tensors, they take no deltas; connect with "
-                "deltas=False"
-            )
+        super().check(caller, deltas)
         device = self._device or accelerator_or_cpu()
         if device.type not in ("cpu", "cuda"):
             raise NotImplementedError(

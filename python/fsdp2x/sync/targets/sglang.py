@@ -30,7 +30,7 @@ from fsdp2x.sync.engine import WireError
 from fsdp2x.sync.engine_group import BroadcastGroup, common_host
 from fsdp2x.sync.engine_tcp import own_host
 from fsdp2x.sync.outcomes import Failure
-from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout, refuse_adapters
 from fsdp2x.sync.targets.routes import ControlError, Routes, phase
 from fsdp2x.sync.targets.transports import HandedMemory
 
@@ -51,6 +51,8 @@ class Sglang(EngineTarget):
     Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
     log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
     """
+
+    whole_only = "SGLang loads whole tensors"
 
     @checked(own=("pause",))  # which says why there is no third way
     def __init__(
@@ -100,12 +102,6 @@ class Sglang(EngineTarget):
         self._acts = rank == self._rank
         return self._acts
 
-    def check(self, caller: str, deltas: bool) -> None:
-        if deltas:
-            raise NotImplementedError(
-                f"{caller}: SGLang loads whole tensors, it takes no deltas; connect with deltas=False"
-            )
-
     def sleep(self) -> None:
         """Servers give the memory of weights and KV cache back until the next push, which wakes them.
 
@@ -127,10 +123,7 @@ class Sglang(EngineTarget):
     # ---- a push
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
-        adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
-        if adapter is not None:
-            reason = f"SGLang loads adapters by requests of their own, and not as weights: {adapter!r}; save_hf them"
-            raise TargetError.at("begin", reason)
+        refuse_adapters(layout, "SGLang loads adapters by requests of their own")
         self._failure, self._sent, self._has_begun = None, None, False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")

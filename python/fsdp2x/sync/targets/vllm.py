@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from fsdp2x.arguments import checked
 from fsdp2x.sync.engine_tcp import SCHEME, own_host
-from fsdp2x.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, WireLayout, refuse_adapters
 from fsdp2x.sync.targets.peer import Peer
 from fsdp2x.sync.targets.routes import ControlError, Routes, phase
 from fsdp2x.sync.vllm_worker import place_of_process
@@ -44,6 +44,8 @@ class Vllm(EngineTarget):
     Tested with vLLM 0.32.0 on CPUs, whose sleep gives no memory back; accelerators and quantised weights against
     stand-ins alone: compare the log-probabilities of a few fixed tokens, trainer and engine, after the first push.
     """
+
+    whole_only = "vLLM loads whole tensors and repacks them"
 
     @checked
     def __init__(
@@ -95,12 +97,6 @@ class Vllm(EngineTarget):
         self._acts = bool(self._controls) if self._rank is None else rank == self._rank
         return self._acts
 
-    def check(self, caller: str, deltas: bool) -> None:
-        if deltas:
-            raise NotImplementedError(
-                f"{caller}: vLLM loads whole tensors and repacks them, it takes no deltas; connect with deltas=False"
-            )
-
     # ---- between pushes
 
     @checked
@@ -143,12 +139,7 @@ class Vllm(EngineTarget):
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         self._layout, self._timeout_s, self._is_committing = layout, timeout_s, False
-        adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
-        if adapter is not None:
-            reason = (
-                f"vLLM loads adapters by its own requests, from files, and not as weights: {adapter!r}; save_hf them"
-            )
-            raise TargetError.at("begin", reason)
+        refuse_adapters(layout, "vLLM loads adapters by its own requests, from files")
         with phase("begin"):
             for control in self._controls:
                 control.timeout_s = timeout_s
