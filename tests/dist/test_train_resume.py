@@ -5,20 +5,28 @@ import torch
 import torch.distributed as dist
 
 from harness import dist_run, distributed
+from reference import full, same
 from training import Said, losses, run, settings, shared_folder, weights, write_text
+
+MUON = {"name": "muon", "lr": 1e-2, "adamw_lr": 5e-3, "momentum": 0.9, "moments_dtype": "int8"}
 
 
 @distributed(world_sizes=(1, pytest.param(2, marks=pytest.mark.full), 3))
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ctx):
+@pytest.mark.parametrize("optimizer", [{}, MUON], ids=["adamw", "muon"])
+@pytest.mark.each_value
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ctx, optimizer):
     with shared_folder(ctx) as folder:
-        whole = run(settings(folder / "text", folder / "whole"))
+        whole = run(settings(folder / "text", folder / "whole", optimizer=optimizer))
         checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003")}
-        resumed = run(settings(folder / "text", folder / "resumed", checkpoint=checkpoint))
+        resumed = run(settings(folder / "text", folder / "resumed", optimizer=optimizer, checkpoint=checkpoint))
         dist.barrier()
         assert list(losses(folder / "whole")) == [1, 2, 3, 4, 5, 6]
         assert losses(folder / "resumed") == {step: losses(folder / "whole")[step] for step in (4, 5, 6)}
         for one, other in zip(weights(whole), weights(resumed), strict=True):
             assert torch.equal(one, other)
+        states, expected = (full(one.optimizer.state_dict()["state"]) for one in (resumed, whole))
+        for number, state in expected.items():
+            same(dict(sorted(states[number].items())), dict(sorted(state.items())), f"state {number}")
 
 
 def train(ctx, config):
