@@ -5,7 +5,12 @@
 
 A ZIP archive of stored records, always with 64-bit fields. The place of each tensor follows from dtypes and shapes
 alone: checksums stand behind the data, in the descriptors and in the directory, and the pickled tree comes last.
-`torch.load` reads it, with `weights_only=True` and with `mmap=True`, and so does any ZIP program."""
+`torch.load` reads it, with `weights_only=True` and with `mmap=True`, and so does any ZIP program.
+
+No library writes it. `torch.save` under `torch.serialization.skip_data` lays a file out without its data, but leaves
+checksums of 0, which `load` and ZIP programs take for damage. `torch.save` into a stream and `zipfile` let no other
+rank write its rows, and need a second pass for the checksum of the file. safetensors holds no optimizer groups.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 
 from fsdp2x.arguments import checked
 from fsdp2x.checkpoint.directory import ASSETS_FOLDER, resolve
-from fsdp2x.convert.inverse import Undone, undo_loading, values_of
 from fsdp2x.convert.stored import match, open_dcp, open_ranks, without_groups
 from fsdp2x.errors import CheckpointError
 from fsdp2x.hf.empty import empty_model, read_config
@@ -24,7 +23,8 @@ from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.hf.layout import Layout, Writer, layout_of, make_files, plan_layout
 from fsdp2x.hf.names import TensorSpec, source_families
-from fsdp2x.hf.sources import RemoteTensor
+from fsdp2x.hf.recipes import Undone, undo_loading
+from fsdp2x.hf.sources import RemoteTensor, differ
 from fsdp2x.hf.targets import Target, find_targets
 from fsdp2x.reading.safe_files import OpenFiles
 from fsdp2x.reading.tensors import Source
@@ -148,9 +148,8 @@ class _Output:
         names = {name for target in targets for name in target.names} | set(stored_in)
         keys = match(tensors, names, prefix, where)
         stored = {name: tensors[key] for name, key in keys.items()}
-        stored |= {alias: stored[kept] for alias, kept in aliases.items() if kept in stored and alias not in stored}
-        held = values_of(targets, stored, where)
-        undone = undo_loading(model, stored_in, targets, held)
+        held = _values_of(targets, stored, aliases, where)
+        undone = undo_loading(model, stored_in, _shapes(targets), held)
         self.values = undone.values
         for name in stored_in:
             # Also keys that are names of the files, such as those of single experts that the class fuses today.
@@ -193,18 +192,10 @@ class _Output:
 
     def write(self) -> Path:
         """Writes everything under a temporary name and gives it its own; returns the folder."""
-        layout, dtypes = self._layout()
-        with written(self.out, "convert", self.force) as folder:
-            make_files(folder, layout)
-            with Writer(folder, layout) as writer:
-                for file in layout.files:
-                    for name in file.offsets:
-                        writer.copy(name, self.values[name], dtypes[name])
-            copy_assets(self.origin, folder)
-            self._name_dtype(folder)
-        return self.out
+        layout, specs = self._layout()
+        return _write(self.out, self.force, layout, specs, self.values, self.origin, self.dtype)
 
-    def _layout(self) -> tuple[Layout, dict[str, torch.dtype]]:
+    def _layout(self) -> tuple[Layout, list[TensorSpec]]:
         parts: dict[str, list[TensorSpec]] = {}
         for file, names in self.files.names_in.items():
             name = file.name
@@ -215,21 +206,34 @@ class _Output:
         last = next(reversed(parts.values()))
         last += [TensorSpec(spec.name, spec.shape, self._dtype(spec)) for spec in self.extra]
         is_indexed = len(parts) > 1 or any(self.origin.glob("*.index.json"))
-        return layout_of(parts, is_indexed=is_indexed), {
-            spec.name: spec.dtype for part in parts.values() for spec in part
-        }
+        return layout_of(parts, is_indexed=is_indexed), [spec for part in parts.values() for spec in part]
 
     def _dtype(self, described: Source | TensorSpec) -> torch.dtype:
         return self.dtype if self.dtype is not None and described.dtype.is_floating_point else described.dtype
 
-    def _name_dtype(self, folder: Path) -> None:
-        path = folder / "config.json"
-        if self.dtype is None:
-            return
-        config = read_config(path)
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
-        path.write_text(json.dumps(config, indent=2) + "\n")
+
+def _write(
+    out: Path,
+    force: bool,
+    layout: Layout,
+    specs: list[TensorSpec],
+    values: Mapping[str, Source],
+    assets: Path,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Writes a folder that appears when it is complete. ``dtype``: what its config.json names instead of its own."""
+    with written(out, "convert", force) as folder:
+        make_files(folder, layout)
+        with Writer(folder, layout) as writer:
+            for spec in specs:
+                writer.copy(spec.name, values[spec.name], spec.dtype)
+        copy_assets(assets, folder)
+        if dtype is not None:
+            config = read_config(folder / "config.json")
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return out
 
 
 def copy_assets(origin: Path, folder: Path) -> None:
@@ -261,32 +265,14 @@ def export_checkpoint(
         tensors, aliases = open_dcp(source, files)
         model = empty_model(assets)
         targets = find_targets(model)
-        held = _held(tensors, aliases, targets, str(source))
+        names = [name for target in targets for name in target.names]
+        stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
+        held = _values_of(targets, stored, aliases, str(source))
+        missing = [target.fqn for target in targets if target.names[0] not in held]
+        if missing:
+            raise CheckpointError(f"{source}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
         values, specs = _tensors(model, targets, held)
-        layout = plan_layout(specs, max_shard_size, "model")
-        with written(out, "export", force) as folder:
-            make_files(folder, layout)
-            with Writer(folder, layout) as writer:
-                for spec in specs:
-                    writer.copy(spec.name, values[spec.name], spec.dtype)
-            for file in assets.iterdir():
-                if file.is_file():
-                    shutil.copyfile(file, folder / file.name)
-    return out
-
-
-def _held(
-    tensors: Mapping[str, Source], aliases: Mapping[str, str], targets: list[Target], where: str
-) -> dict[str, Source]:
-    """The weights by every name of each target."""
-    names = [name for target in targets for name in target.names]
-    stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
-    stored |= {alias: stored[kept] for alias, kept in aliases.items() if kept in stored and alias not in stored}
-    held = values_of(targets, stored, where)
-    missing = [target.fqn for target in targets if target.names[0] not in held]
-    if missing:
-        raise CheckpointError(f"{where}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
-    return held
+        return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
 
 
 def _tensors(
@@ -304,9 +290,43 @@ def _tensors(
     specs += [
         TensorSpec(target.names[0], torch.Size(target.shape), target.dtype) for target in kept if target.is_buffer
     ]
-    written = {spec.name: RemoteTensor(tuple(spec.shape), spec.dtype) for spec in specs}
-    values = undo_loading(model, written, targets, held).values
-    lost = sorted(set(written) - set(values))
+    names: dict[str, Source] = {spec.name: RemoteTensor(tuple(spec.shape), spec.dtype) for spec in specs}
+    values = undo_loading(model, names, _shapes(targets), held).values
+    lost = sorted(set(names) - set(values))
     if lost:
         raise CheckpointError(f"{type(model).__name__} would not load {', '.join(lost[:5])} from the files it writes")
     return values, specs
+
+
+def _shapes(targets: list[Target]) -> dict[str, tuple[int, ...]]:
+    return {name: target.shape for target in targets for name in target.names}
+
+
+def _values_of(
+    targets: list[Target], stored: Mapping[str, Source], aliases: Mapping[str, str], where: str
+) -> dict[str, Source]:
+    """Each name of a target -> its values, from ``stored`` under any of its names.
+
+    Raises:
+        CheckpointError: tied weights that differ; a weight of another shape than the model's.
+    """
+    stored = {**{alias: stored[kept] for alias, kept in aliases.items() if kept in stored}, **stored}
+    found: dict[str, Source] = {}
+    for target in targets:
+        held = [name for name in target.names if name in stored]
+        if not held:
+            continue
+        first = stored[held[0]]
+        for name in held:
+            if stored[name].shape != target.shape:
+                raise CheckpointError(
+                    f"{where}: {name} has shape {list(stored[name].shape)}, the origin's model {list(target.shape)}"
+                )
+            is_other = stored[name] is not first
+            if is_other and differ(first, stored[name], [0] * len(target.shape), target.shape):
+                raise CheckpointError(
+                    f"{where}: {held[0]} and {name} are tied in the origin's model, but differ; set "
+                    "tie_word_embeddings to false in its config.json to keep both"
+                )
+        found.update(dict.fromkeys(target.names, first))
+    return found

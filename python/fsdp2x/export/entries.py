@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.runtime import torch_private
+from fsdp2x.runtime.memory_file import tensor_at
 from fsdp2x.runtime.native import _C
 
 
@@ -83,11 +84,11 @@ class Entry:
 
     def whole(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """The whole tensor in a buffer of bytes."""
-        return buffer[start : start + self.whole_bytes].view(self.dtype).view(self.param.shape)
+        return tensor_at(buffer, start, self.param.shape, self.dtype)
 
     def part(self, buffer: torch.Tensor, start: int, num_rows: int) -> torch.Tensor:
         """A shard of ``num_rows`` rows in a buffer of bytes."""
-        return buffer[start : start + self.num_bytes(num_rows)].view(self.dtype).view(self.shape(num_rows))
+        return tensor_at(buffer, start, self.shape(num_rows), self.dtype)
 
     def alone(self) -> torch.Tensor:
         """The whole tensor in memory of its own; collective for a parameter that is sharded over several axes."""

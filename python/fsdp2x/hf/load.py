@@ -2,13 +2,18 @@
 
 Every rank plans alike from names and shapes; then either each rank reads its own rows, or rank 0 reads and sends each
 rank its rows, a bucket of parameters at a time. Between two meetings of the ranks nothing is collective, so an error
-anywhere is raised everywhere.
+anywhere is raised everywhere. What rank r is sent for a bucket; the same length for every rank, all starts aligned:
+
+    | flag |pad| rows of r of p0 |pad| rows of r of p1 |pad| ...        flag 1: rank 0 failed, nothing follows
+
+Rank 0 holds one bucket (or one larger parameter) at a time, the others their part of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +25,9 @@ from torch import nn
 
 from fsdp2x.arguments import checked
 from fsdp2x.errors import CheckpointError
-from fsdp2x.hf.broadcast import send_from_rank_0
 from fsdp2x.hf.files import Checkpoint
 from fsdp2x.hf.initialise import check_buffers, initial_values
+from fsdp2x.hf.layout import in_runs
 from fsdp2x.hf.names import hf_base, is_adapter, is_quantized, is_transformers, original_classes, remember_source
 from fsdp2x.hf.progress import ProgressBar
 from fsdp2x.hf.recipes import Recipes, kind_of, make_recipes
@@ -31,11 +36,93 @@ from fsdp2x.hf.targets import Target, check_ties, find_targets, materialize
 from fsdp2x.reading.safe_files import read_json
 from fsdp2x.reading.tensors import Source
 from fsdp2x.runtime.calls import named_call
-from fsdp2x.runtime.failures import on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.runtime.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.runtime.memory_file import aligned_starts, tensor_at
+from fsdp2x.runtime.native import _C
 from fsdp2x.runtime.optimizer_hooks import why_swapped
 from fsdp2x.runtime.replicas import check_again
 from fsdp2x.runtime.tree import unit_states
 from fsdp2x.units.names import unsharded_class
+
+BUCKET_BYTES = 16 << 20
+
+Box = tuple[list[int], list[int]]
+
+
+@torch.no_grad()
+def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: str) -> None:
+    """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group.
+
+    Raises:
+        CheckpointError: on every rank, when reading failed on rank 0.
+    """
+    rank, world = rank_and_size()
+    mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
+    boxes: list[list[Box]] = exchange(mine)
+    error: Exception | None = None
+    for bucket in in_runs(range(len(steps)), lambda index: steps[index][0].num_bytes, BUCKET_BYTES):
+        sizes = [_place_bucket(bucket, steps, boxes[other])[1] for other in range(world)]
+        sent = None
+        if rank == 0:
+            sent = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
+            try:
+                _read_bucket(bucket, steps, boxes, sent)
+            except Exception as failed:
+                error = failed
+                for part in sent:
+                    part[0] = 1
+        received = _scatter(sent, max(sizes))
+        if received[0]:
+            break
+        for index, start in zip(bucket, _place_bucket(bucket, steps, mine)[0], strict=True):
+            target = steps[index][0]
+            part = tensor_at(received, start, mine[index][1], target.dtype)
+            if target.box() is None:
+                target.fill_from_whole(part)
+            else:
+                target.local.copy_(part)
+            bar.add(target.num_bytes)
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all_ranks(tell, what=what)
+
+
+def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
+    if rank_and_size()[1] == 1:
+        return sent[0]
+    # Without a CPU backend the bytes travel through the accelerator.
+    device = torch.device("cpu")
+    if "cpu" not in dist.get_backend_config():
+        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+        sent = None if sent is None else [part.to(device) for part in sent]
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    dist.scatter(received, sent, src=0)
+    return received.cpu()
+
+
+def _place_bucket(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
+    sizes = (math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize for index in bucket)
+    return aligned_starts(sizes, begin=_C.ALIGN_BYTES)
+
+
+def _read_bucket(bucket: list[int], steps: list, boxes: list[list[Box]], sent: list[torch.Tensor]) -> None:
+    places = [_place_bucket(bucket, steps, boxes[rank])[0] for rank in range(len(sent))]
+    for position, index in enumerate(bucket):
+        target, sources = steps[index]
+        done: dict[tuple, torch.Tensor] = {}
+        for rank, part in enumerate(sent):
+            box = boxes[rank][index]
+            view = tensor_at(part, places[rank][position], box[1], target.dtype)
+            key = (tuple(box[0]), tuple(box[1]))
+            if key in done:
+                view.copy_(done[key])  # a replica
+            else:
+                sources[0].read(box[0], view)
+                done[key] = view
+
 
 logger = logging.getLogger("fsdp2x")
 Mode = Literal["auto", "each", "broadcast"]

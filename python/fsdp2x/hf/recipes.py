@@ -1,8 +1,12 @@
-"""Which tensors of the files make up which weights of a model, by transformers' own tables of renamings and fusions.
+"""Which tensors of the files make up which weights of a model, by transformers' tables of conversions, and back.
 
 Reads names and shapes only. What transformers fuses while loading is described by sources, so that a rank can read its
 rows of the fused weight; a conversion that is not made of stacking, joining, cutting and turning is run on whole
 tensors by transformers itself.
+
+``undo_loading`` goes back along the same recipes: they say which part of a weight is which tensor of the files. It is
+not ``source_families`` of ``hf.names``, which asks transformers what the files of a model would be named: files that
+exist may be named otherwise, such as GPT-2's without ``transformer.``, and what is written has their names.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2x.errors import CheckpointError, first_line
-from fsdp2x.hf.names import is_transformers, original_classes, run_converter
+from fsdp2x.hf.names import Family, is_transformers, original_classes, run_converter, source_families
 from fsdp2x.hf.sources import Computed, Joined, Piece, Stacked, Turned
 from fsdp2x.reading.tensors import Source
 
@@ -163,3 +167,84 @@ def _only(values: dict[str, list[Source]]) -> Source:
     if len(values) != 1 or len(next(iter(values.values()))) != 1:
         raise _NotDescribable
     return next(iter(values.values()))[0]
+
+
+@dataclass
+class Undone:
+    """``values``: of the files' tensors by name. ``used``: those that loading uses, for the model's ``weights``."""
+
+    values: dict[str, Source] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
+
+
+def undo_loading(
+    model: Any, files: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Source]
+) -> Undone:
+    """What tensors the files of a model have whose weights are ``held``.
+
+    Args:
+        model: on the meta device.
+        files: the tensors of the folder to write; only names, shapes and dtypes are looked at.
+        shapes: of the weights, by each of their names.
+        held: by every name of each weight.
+    """
+    recipes = make_recipes(model, files, shapes)
+    if recipes.mismatched:
+        name, (there, here) = next(iter(recipes.mismatched.items()))
+        raise CheckpointError(f"the origin's config.json and files disagree: {name} is {there} there and {here} here")
+    names = {id(source): name for name, source in files.items()}
+    undone = Undone(weights=set(recipes.sources))
+    values, used = undone.values, undone.used
+    parts: dict[int, tuple[Source, dict[tuple[int, int], Source]]] = {}
+    computed: list[str] = []
+
+    def undo(source: Source, value: Source | None, weight: str) -> None:
+        if id(source) in names:
+            used.add(names[id(source)])
+            if value is not None:
+                values[names[id(source)]] = value
+            return
+        steps = source.undo(value if value is not None else source)
+        if steps is None and value is None:
+            raise CheckpointError(f"the checkpoint lacks {weight}")
+        if steps is None:
+            computed.append(weight)
+            return
+        for inner, part_value, part in steps:
+            if value is None or part is None:
+                undo(inner, None if value is None else part_value, weight)
+            else:
+                parts.setdefault(id(inner), (inner, {}))[1][part] = part_value
+
+    for weight, source in recipes.sources.items():
+        undo(source, held.get(weight), weight)
+    while parts:
+        inner, pieces = parts.popitem()[1]
+        (dim,) = {dim for dim, _ in pieces}
+        whole = Joined([value for _, value in sorted(pieces.items(), key=lambda item: item[0][1])], dim)
+        undo(inner, whole if whole.shape == inner.shape else None, "")
+    if computed:
+        for name, value in _convert_back(model, computed, shapes, held).items():
+            if name in files:
+                values[name] = value
+                used.add(name)
+    return undone
+
+
+def _convert_back(model: Any, weights: list[str], shapes: Mapping, held: Mapping[str, Source]) -> dict[str, Source]:
+    """Conversions that need whole tensors, run backwards by transformers; results are made when they are read."""
+    described = {name: (torch.Size(shapes[name]), held[name].dtype) for name in weights if name in held}
+    values: dict[str, Source] = {}
+    for family in source_families(model, described):
+        pending: dict[str, torch.Tensor] = {}
+
+        def take(name: str, family: Family = family, pending: dict[str, torch.Tensor] = pending) -> torch.Tensor:
+            if name not in pending:
+                made = family.convert([held[one].whole() for one in family.params])
+                pending.update(zip((spec.name for spec in family.outputs), made, strict=True))
+            return pending.pop(name)
+
+        for spec in family.outputs:
+            values[spec.name] = Computed(tuple(spec.shape), spec.dtype, lambda name=spec.name, take=take: take(name))
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.collectives import explained
+from fsdp2x.runtime.memory_file import aligned_starts, tensor_at
 
 # Writes a block; to nowhere where a replica sends it.
 Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]
@@ -18,37 +20,31 @@ Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]
 Arrival = Callable[[], Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]]
 Wholes = list[tuple[MatrixJob, Tensor]]
 
-# Blocks begin at multiples of this, so that each can be viewed in its dtype.
-_ALIGN_BYTES = 16
-
 
 class _Parcels:
     """What one rank sends to all, or receives from all: bytes by peer, blocks in the order of jobs."""
 
-    def __init__(self, world: int, itemsize: int) -> None:
+    def __init__(self, world: int, dtype: torch.dtype) -> None:
         self._by_peer: list[list[tuple[MatrixJob, MatrixBlock]]] = [[] for _ in range(world)]
-        self._itemsize = itemsize
+        self._dtype = dtype
 
     def add(self, peer: int, job: MatrixJob, block: MatrixBlock) -> None:
         self._by_peer[peer].append((job, block))
 
     @property
     def split_bytes(self) -> list[int]:
-        return [sum(self._num_bytes(block) for _, block in parcels) for parcels in self._by_peer]
+        return [self._starts(parcels)[1] for parcels in self._by_peer]
 
-    def blocks(self, buffer: Tensor, dtype: torch.dtype) -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
+    def blocks(self, buffer: Tensor) -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
         """Each block with its memory in ``buffer``, of the block's shape."""
-        at = 0
+        begin = 0
         for parcels in self._by_peer:
-            for job, block in parcels:
-                num, rows, columns = block.shape
-                end = at + num * rows * columns * self._itemsize
-                yield job, block, buffer[at:end].view(dtype).view(block.shape)
-                at += self._num_bytes(block)
+            starts, begin = self._starts(parcels, begin)
+            for (job, block), start in zip(parcels, starts, strict=True):
+                yield job, block, tensor_at(buffer, start, block.shape, self._dtype)
 
-    def _num_bytes(self, block: MatrixBlock) -> int:
-        num, rows, columns = block.shape
-        return -(-num * rows * columns * self._itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+    def _starts(self, parcels: list[tuple[MatrixJob, MatrixBlock]], begin: int = 0) -> tuple[list[int], int]:
+        return aligned_starts((math.prod(block.shape) * self._dtype.itemsize for _, block in parcels), begin)
 
 
 class Round:
@@ -60,7 +56,7 @@ class Round:
         self._group, self._dtype, self._device = group, dtype, device
         world, rank = group.size(), group.rank()
         self.owned = [job for job in jobs if job.owner == rank]
-        self._sent, self._received, self._returned, self._awaited = (_Parcels(world, dtype.itemsize) for _ in range(4))
+        self._sent, self._received, self._returned, self._awaited = (_Parcels(world, dtype) for _ in range(4))
         self._held_alike: list[tuple[MatrixJob, MatrixBlock]] = []  # blocks of this rank that a replica of it sends
         for job in jobs:
             for block in job.blocks:
@@ -106,7 +102,7 @@ class Round:
     def _start(self, outgoing: _Parcels, incoming: _Parcels, fill: Fill) -> Arrival:
         sent, received = outgoing.split_bytes, incoming.split_bytes
         source, target = (torch.empty(sum(split), dtype=torch.uint8, device=self._device) for split in (sent, received))
-        for job, block, part in outgoing.blocks(source, self._dtype):
+        for job, block, part in outgoing.blocks(source):
             fill(job, block, part)
         what = "exchange of matrices of optim.Muon"
         with torch_private.unobserved(), explained(self._group, what):
@@ -117,7 +113,7 @@ class Round:
                 work.wait()
             nonlocal source
             source = None
-            return incoming.blocks(target, self._dtype)
+            return incoming.blocks(target)
 
         return arrive
 

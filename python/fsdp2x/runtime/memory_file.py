@@ -1,11 +1,18 @@
-"""Memory in whole pages that others can map by its descriptor, and where tensors lie in memory."""
+"""Memory in whole pages that others can map by its descriptor, and several tensors packed into one buffer of bytes.
+
+    buffer | tensor 0 |pad| tensor 1 |pad| ...        so that one collective or one copy moves them all
+
+The segments of the engine (``csrc/core/layout.cpp``) are laid out apart from this: they hold rows of all ranks in one
+dtype, by rules that gathers, reductions and resting shards share.
+"""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,6 +31,11 @@ def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int
         starts.append(end)
         end += _C.align_up(size)
     return starts, end
+
+
+def tensor_at(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the tensor that begins at byte ``start`` of a buffer of bytes."""
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class MemoryFile:
