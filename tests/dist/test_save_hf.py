@@ -49,6 +49,12 @@ def test_round_trip(ctx, name):
                 {"generation_config.json"} if again.can_generate() else set()
             )
             assert {file.name for file in out.iterdir()} == names
+        if name in HALF:  # masters in float32 of files in bfloat16
+            masters = fsdp2x.from_pretrained(source, dtype=torch.float32, progress=False)
+            same(tensors(fsdp2x.save_hf(masters, folder / "same")), tensors(source))
+            full = fsdp2x.save_hf(masters, folder / "full", dtype=torch.float32)
+            same(tensors(full), {key: tensor.float() for key, tensor in tensors(source).items()})
+            assert '"float32"' in (full / "config.json").read_text()
 
 
 @distributed(world_sizes=(1, 3))
@@ -95,67 +101,24 @@ def test_two_axes(ctx):
         same(tensors(folder / "out"), tensors(folder / "source"))
 
 
-@distributed(world_sizes=(2,))
-def test_dtype_of_the_source_by_default(ctx):
-    with shared_folder() as folder:
-        write_source(ctx, folder / "source", "qwen3_moe", dtype=torch.bfloat16)
-        masters = fsdp2x.from_pretrained(folder / "source", dtype=torch.float32, progress=False)
-        fsdp2x.save_hf(masters, folder / "same")
-        same(tensors(folder / "same"), tensors(folder / "source"))
-        fsdp2x.save_hf(masters, folder / "full", dtype=torch.float32)
-        same(
-            tensors(folder / "full"),
-            {name: tensor.float() for name, tensor in tensors(folder / "source").items()},
-        )
-        assert '"float32"' in (folder / "full" / "config.json").read_text()
-
-
 def with_adapter(model):
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-@distributed(world_sizes=(2,))
-def test_adapters(ctx):
-    from peft import PeftModel
-
-    with shared_folder() as folder:
-        write_source(ctx, folder / "base", "llama")
-        model = tiny_lora()
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(param)
-        if ctx.rank == 0:
-            model.save_pretrained(folder / "source")
-        dist.barrier()
-        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-        fsdp2x.fully_shard(model)
-        fsdp2x.save_hf(model, folder / "out")
-        same(tensors(folder / "out"), tensors(folder / "source"))
-        again = PeftModel.from_pretrained(build("llama"), folder / "out")
-        same({name: param.detach() for name, param in again.named_parameters()}, expected)
-        fsdp2x.save_hf(model, folder / "whole", weights="base")
-        same(tensors(folder / "whole"), tensors(folder / "base"))
-        write_source(ctx, folder / "experts", "qwen3_moe")
-        loaded = fsdp2x.from_pretrained(folder / "experts", prepare=with_adapter, progress=False)
-        fsdp2x.save_hf(loaded, folder / "adapter")
-        fsdp2x.load_hf(loaded, folder / "adapter", strict=True, progress=False)
-        fsdp2x.save_hf(loaded, folder / "again", weights="base")
-        same(tensors(folder / "again"), tensors(folder / "experts"))
-
-
 @distributed(world_sizes=(2, 3))
-def test_adapter_only_round_trip(ctx):
-    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16; the base is not written."""
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_adapters(ctx, name):
+    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16, each written alone."""
     from peft import PeftModel
 
     with shared_folder() as folder:
-        write_source(ctx, folder / "base", "llama", dtype=torch.bfloat16)
+        write_source(ctx, folder / "base", name, dtype=torch.bfloat16)
         if ctx.rank == 0:
-            source = with_adapter(build("llama", dtype=torch.bfloat16))
-            for name, param in source.named_parameters():
-                if "lora_" in name:
+            source = with_adapter(build(name, dtype=torch.bfloat16))
+            for key, param in source.named_parameters():
+                if "lora_" in key:
                     param.data = torch.randn(param.shape)
             source.save_pretrained(folder / "adapter")
         dist.barrier()
@@ -164,13 +127,10 @@ def test_adapter_only_round_trip(ctx):
         assert not report.missing_keys and not report.unexpected_keys
         fsdp2x.save_hf(model, folder / "out", dtype=torch.float32)
         same(tensors(folder / "out"), tensors(folder / "adapter"))
-        assert {file.name for file in (folder / "out").iterdir()} == {
-            "adapter_model.safetensors",
-            "adapter_config.json",
-        }
-        plain = PeftModel.from_pretrained(build("llama", dtype=torch.bfloat16), folder / "out")
-        got = {name: value for name, value in fsdp2x.full_tensors(model) if "lora_" not in name}
-        same(got, {name: param.detach() for name, param in plain.named_parameters() if "lora_" not in name})
+        files = {file.name for file in (folder / "out").iterdir()}
+        assert files == {"adapter_model.safetensors", "adapter_config.json"}
+        plain = PeftModel.from_pretrained(build(name, dtype=torch.bfloat16), folder / "out")
+        same(dict(fsdp2x.full_tensors(model)), {key: param.detach() for key, param in plain.named_parameters()})
         fsdp2x.save_hf(model, folder / "whole", weights="base")
         same(tensors(folder / "whole"), tensors(folder / "base"))
 

@@ -1,11 +1,13 @@
-"""The planned layout is what the safetensors library reads."""
+"""What is written by a planned layout is what the safetensors library reads; a bar counts its bytes."""
 
 import pytest
 import torch
+import tqdm.auto
 from safetensors.torch import load_file
 
-from fsdp2x.hf.layout import parse_size, plan_layout
+from fsdp2x.hf.layout import Writer, make_files, parse_size, plan_layout
 from fsdp2x.hf.names import TensorSpec
+from fsdp2x.hf.progress import ProgressBar
 
 TENSORS = {
     "a": torch.arange(5, dtype=torch.uint8),
@@ -18,17 +20,32 @@ TENSORS = {
 SPECS = [TensorSpec(name, tensor.shape, tensor.dtype) for name, tensor in TENSORS.items()]
 
 
+class Bar:
+    def __init__(self, **options):
+        self.options, self.num_bytes, self.is_open = options, 0, True
+
+    def update(self, num_bytes):
+        self.num_bytes += num_bytes
+
+    def close(self):
+        self.is_open = False
+
+
 @pytest.mark.parametrize("limit", ["1GB", 60, 1])
-def test_read_by_the_library(tmp_path, limit):
+def test_read_by_the_library(tmp_path, monkeypatch, capfd, limit):
+    ProgressBar(100, "Loading weights").close()
+    assert capfd.readouterr() == ("", ""), "shown where nobody looks"
+    bars = []
+    monkeypatch.setattr(tqdm.auto, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
     layout = plan_layout(SPECS, limit, "model")
-    for file in layout.files:
-        (tmp_path / file.name).write_bytes(file.header + bytes(file.num_bytes - len(file.header)))
-    for name, tensor in TENSORS.items():
-        index, offset = layout.place[name]
-        assert offset % tensor.element_size() == 0
-        with open(tmp_path / layout.files[index].name, "r+b") as file:
-            file.seek(offset)
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    make_files(tmp_path, layout)
+    with Writer(tmp_path, layout) as writer:
+        for name, tensor in TENSORS.items():
+            assert layout.place[name][1] % tensor.element_size() == 0
+            writer.write(name, tensor)
+    (bar,) = bars
+    assert bar.num_bytes == sum(tensor.nbytes for tensor in TENSORS.values()) <= bar.options["total"]
+    assert bar.options["disable"] is None and not bar.is_open
     read = {}
     for file in layout.files:
         part = load_file(tmp_path / file.name)

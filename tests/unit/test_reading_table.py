@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -66,22 +65,17 @@ def test_what_dcp_writes_is_read(saved):
     assert table.entries["model.w"] == ((3, 4), torch.float32) and table.entries["note.step"] is None
 
 
-def test_a_pickle_that_calls_is_refused_unexecuted(saved, tmp_path):
+def test_a_table_that_calls_is_refused_unexecuted(saved, tmp_path):
     target = tmp_path / "made"
-    (saved / ".metadata").write_bytes(pickle.dumps(Evil(target)))
-    with pytest.raises(CorruptFile, match=r"\.metadata: .* it refers to (posix|nt)\.mkdir, which no checkpoint needs"):
-        read_table(saved)
-    assert not target.exists()
+    table = pickle.loads((saved / ".metadata").read_bytes())
+    table.planner_data["x"] = Evil(target)
+    for attack in (table, Evil(target)):
+        (saved / ".metadata").write_bytes(pickle.dumps(attack))
+        with pytest.raises(CorruptFile, match=r"\.metadata: .* refers to (posix|nt)\.mkdir, which no checkpoint"):
+            read_table(saved)
+        assert not target.exists()
     pickle.loads((saved / ".metadata").read_bytes())  # the attack itself works: plain pickle would have run it
     assert target.is_dir()
-
-
-def test_a_call_hidden_inside_a_real_table_is_refused(saved, tmp_path):
-    target = tmp_path / "made"
-    edit(saved, lambda metadata: metadata.planner_data.update(x=Evil(target)))
-    with pytest.raises(CheckpointError, match="mkdir"):
-        read_table(saved)
-    assert not target.exists()
 
 
 def test_classes_are_not_touched(saved):
@@ -187,21 +181,16 @@ def test_names_that_may_share_bytes(saved):
         read_table(saved, tied=[])
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense", pickle.dumps({"a": 1}), pickle.dumps(None)])
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense", pickle.dumps({"a": 1}), pickle.dumps(None), None])
 def test_tables_that_are_none_are_named(saved, content):
-    (saved / ".metadata").write_bytes(content)
-    with pytest.raises(CorruptFile, match=r"\.metadata: .*not the metadata of a checkpoint"):
+    (saved / ".metadata").unlink() if content is None else (saved / ".metadata").write_bytes(content)
+    reason = "No such file" if content is None else ".*not the metadata of a checkpoint"
+    with pytest.raises(CorruptFile, match=rf"\.metadata: {reason}"):
         read_table(saved)
 
 
-def test_missing_and_cut_files_are_named(saved):
+def test_a_cut_file_is_named(saved):
     (data,) = saved.glob("*.distcp")
-    whole = data.read_bytes()
-    data.write_bytes(whole[: len(whole) // 2])
+    os.truncate(data, data.stat().st_size // 2)
     with pytest.raises(CorruptFile, match=rf"would lie at .* of {data.name}, which has"):
         load(saved)
-    data.unlink()
-    with pytest.raises(CorruptFile, match=f"{data.name}: No such file"):
-        load(saved)
-    with pytest.raises(CheckpointError, match=r"\.metadata: No such file"):
-        read_table(Path("/no/such"))

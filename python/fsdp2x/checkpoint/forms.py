@@ -18,7 +18,7 @@ import pickle
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class Form:
     def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
         """What all ranks do together before they write."""
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
-        """Writes the data of `chunks`."""
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+        """Writes the bytes of `chunks`, which come one after the other."""
         raise NotImplementedError
 
     def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
@@ -90,7 +90,7 @@ class Sharded(Form):
         self.plan, self.rank = plan, rank
         self.chunks = plan.mine
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
         entries: list[tuple] = []
         files: Files = {}
         step = contents.manifest["step"]
@@ -156,7 +156,7 @@ class PerRank(Form):
         tree["owner"] = {"rank": rank, **{key: contents.manifest[key] for key in ("world_size", "step")}}
         self._archive = Archive(tree, list(stored.values()))
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
         file = rank_file(self.rank)
         return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data))})
 
@@ -236,7 +236,7 @@ class Full(Form):
 
         self._starts = on_rank_0(lay_out, group=group)
 
-    def write(self, folder: Path, contents: Contents, data: Sequence[torch.Tensor]) -> Written:
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
         pieces = []
         path = folder / self.file_name
         file = os.open(path, os.O_WRONLY)

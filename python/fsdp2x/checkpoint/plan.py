@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -137,38 +136,49 @@ def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:
     return _chunks(local_plan(flat).items)
 
 
-def make_plan(state: State, group: dist.ProcessGroup | None) -> Plan:
+def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: tuple = ()) -> Plan:
     """Agrees with all ranks; collective. Raises `CheckpointError` when chunks overlap or leave holes."""
     local: list[SavePlan] = []
 
     def describe() -> tuple[SavePlan, Mapping[str, tuple]]:
-        local.append(local_plan(state.flat))
-        return local[0], state.paths
+        local.append(local_plan(flat))
+        return local[0], paths
 
-    everything = gather_on_rank_0(describe, group=group)
+    everything = gather_on_rank_0(describe)
     metadata: list[Metadata] = []
 
     def assign() -> list[list[tuple]]:
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner({}, is_coordinator=True)
-        try:
-            plans, described = planner.create_global_plan([plan for plan, _ in everything])
-        except ValueError as error:
-            raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
+        plans, described = _global_plan([plan for plan, _ in everything])
         metadata.append(described)
         whole = _first_holders([plan for plan, _ in everything])
         dealt = [[_key(item) for item in plan.items if item.type == WriteItemType.SHARD] for plan in plans]
         return [[*keys, *(key for key, owner in whole.items() if owner == rank)] for rank, keys in enumerate(dealt)]
 
-    assigned = on_rank_0(assign, group=group)
-    rank, _ = rank_and_size(group)
+    assigned = on_rank_0(assign)
+    rank, _ = rank_and_size()
     mine = _kept(local[0], assigned[rank])
     objects = [item.index.fqn for item in mine if item.type == WriteItemType.BYTE_IO]
-    plan = Plan(state.signature, _chunks(local[0].items), _chunks(mine), objects)
+    plan = Plan(signature, _chunks(local[0].items), _chunks(mine), objects)
     if rank == 0:
         plan.metadata = metadata[0]
         plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
     return plan
+
+
+def plan_alone(tensors: Mapping[str, torch.Tensor], paths: Mapping[str, KeyPath]) -> Plan:
+    """The plan of a process that writes everything by itself. No collective."""
+    local = local_plan(tensors)
+    chunks = _chunks(local.items)
+    return Plan((), chunks, chunks, [], _global_plan([local])[1], paths)
+
+
+def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    try:
+        return planner.create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
 
 
 def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:

@@ -124,7 +124,16 @@ def save(
 
         state, plan, sources = _agree(saver, begin, what)
         saver.roots.add(root)
-    job = Job(target, form, plan, state, what, lost_ranks, _manifest(model, state, form, target.step), write_assets)
+    manifest = make_manifest(
+        step=target.step,
+        world_size=rank_and_size()[1],
+        mesh=_mesh_of(state.model_names),
+        aliases=state.aliases,
+        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
+        form=form,
+        layouts=state.layouts,
+    )
+    job = Job(target, form, plan, state, what, lost_ranks, manifest, write_assets)
     data = [bytes_of(sources[chunk.name]) for chunk in job.form.chunks]
     saved = Saved(target.final, target.step, form, sum(part.numel() for part in data))
     if async_save:
@@ -354,22 +363,10 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
     known, plain = zip(*gather_all(is_known, what=what), strict=True)
     if not all(known):
         require_same_cut(plain, what)
-        saver.plan = plan = make_plan(state, None)
+        saver.plan = plan = make_plan(state.flat, state.paths, state.signature)
         sources = run_on_all_ranks(lambda: data_of(plan), what=what)
     assert state is not None and saver.plan is not None
     return state, saver.plan, sources
-
-
-def _manifest(model: torch.nn.Module, state: State, form: str, step: int) -> dict[str, Any]:
-    return make_manifest(
-        step=step,
-        world_size=rank_and_size()[1],
-        mesh=_mesh_of(state.model_names),
-        aliases=state.aliases,
-        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
-        form=form,
-        layouts=state.layouts,
-    )
 
 
 def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:
