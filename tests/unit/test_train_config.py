@@ -348,7 +348,7 @@ def test_experts_that_transformers_has_fused_need_no_units(model_type):
     else:
         sizes.update(num_experts=4, moe_intermediate_size=12)
     config = parse_config({"model": {"config": sizes}, "data": {"files": ["text"]}})
-    model = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+    model = build_on_meta(config.model, torch.float32)
     named = ParallelConfig(expert_units=[FUSED[model_type]])
     assert unit_policy(model, named) == unit_policy(model, ParallelConfig())
     assert "fused" in idle_expert_units(model, named)[FUSED[model_type]]
@@ -361,7 +361,7 @@ def test_units_of_experts_in_a_model_without_any_are_refused():
     import fsdp2x.units.wrap
 
     config = parse_config({"model": {"config": {**MODEL, "vocab_size": 16}}, "data": {"files": ["text"]}})
-    model = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+    model = build_on_meta(config.model, torch.float32)
     named = ParallelConfig(expert_units=["Qwen3MoeMLP"])
     assert idle_expert_units(model, named) == {}
     with pytest.raises(ValueError, match="Qwen3MoeMLP"):

@@ -264,7 +264,7 @@ def _read_training(
         asked["optimizer"] = "none"
     dtype = getattr(torch, given.get("dtype") or config.model.dtype)
     tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
-    model = prepare(build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=None), config)
+    model = prepare(build_on_meta(config.model, dtype, tokenizer), config)
     asked["auto_wrap"] = unit_policy(model, parallel)
     return model, asked, trains and config.checkpoint.async_save
 

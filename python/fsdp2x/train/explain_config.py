@@ -126,7 +126,7 @@ def _find_units(found: Explanation, config: TrainConfig) -> None:
         name = choose_tokenizer(config.data.tokenizer, None)
         tokenizer = make_tokenizer(name) if name == "bytes" or Path(name).is_dir() else None
     dtype, attention = getattr(torch, config.model.dtype), config.model.attn_implementation
-    model = prepare(build_on_meta(config.model, dtype, tokenizer=tokenizer, attn_implementation=attention), config)
+    model = prepare(build_on_meta(config.model, dtype, tokenizer, attention), config)
     idle = idle_expert_units(model, config.parallel)
     found.idle += [f"parallel.expert_units={name}: {why}" for name, why in idle.items()]
     with as_config_error("parallel.auto_wrap"):

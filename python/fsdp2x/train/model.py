@@ -80,7 +80,7 @@ def _check_whole(model: torch.nn.Module, folder: Path, missing: list[str]) -> No
 
 
 def build_on_meta(
-    config: ModelConfig, dtype: torch.dtype, *, tokenizer: Tokenizer | None, attn_implementation: str | None
+    config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None = None, attn_implementation: str | None = None
 ) -> torch.nn.Module:
     """The model without weights, in a moment; the vocabulary is a default where there is no tokenizer to ask.
 
@@ -205,7 +205,7 @@ def make_sharded(
     if model is None:
         if parallel.expert_parallel > 1:
             raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
-        empty = build_on_meta(config.model, torch.float32, tokenizer=None, attn_implementation=None)
+        empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
         with as_config_error("model"):
             model = fsdp2x.from_pretrained(

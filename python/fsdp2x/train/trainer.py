@@ -139,12 +139,8 @@ class Trainer:
         if config.model.path is not None:
             check_folder(config.model)
             choose_tokenizer(config.data.tokenizer, config.model.path)
-        build_on_meta(
-            config.model,
-            getattr(torch, config.model.dtype),
-            tokenizer=None,
-            attn_implementation=config.model.attn_implementation,
-        )
+        attention = config.model.attn_implementation
+        build_on_meta(config.model, getattr(torch, config.model.dtype), attn_implementation=attention)
         if config.logging.tensorboard and config.logging.tensorboard_dir and self.world.is_main:
             check_writable("logging.tensorboard_dir", Path(config.logging.tensorboard_dir).expanduser())
 
