@@ -238,6 +238,8 @@ void TensorEffects::leave_pass(const std::string& why) noexcept {
 void TensorEffects::warn_of_zeroed() { waiting_.warn_of_zeroed(root_.schedule().units()); }
 
 void TensorEffects::begin_forward(uint64_t number) {
+  static const std::string name = "FSDP::root_pre_forward";
+  const ProfileRange range(name);
   for (const auto& shared : shared_groups_) shared->enter_forward(number);
   release_unused_gradients();
   const PyRef after = std::exchange(post_optimizer_event_, PyRef());
