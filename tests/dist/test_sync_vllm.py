@@ -126,28 +126,18 @@ def test_an_llm_on_every_rank(ctx):
         core.stop()
 
 
-@pytest.mark.parametrize("way", ["server", "llm"])
-@distributed(world_sizes=(2,))
-def test_the_order_of_a_push(ctx, way):
-    model = make_model(ctx)
-    with engine(ctx, way) as (target, core), fsdp2x.sync.connect(model, target) as sync:
-        sync.push(version=1)
-        if core is not None:
-            after = AFTER if way == "server" else [("reset_prefix_cache", False), *AFTER[1:]]
-            pause, resume = ([("pause", "keep")], [("resume",)]) if way == "server" else ([], [])
-            assert core.events == [*BEFORE, *pause, RECEIVE, *after, *resume]
-            assert core.version == "1"
-
-
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("way", ["server", "llm"])
 @distributed(world_sizes=(2,))
 def test_the_order_of_a_push_to_one_that_sleeps(ctx, way, level):
     """Weights wake first, then comes the pause; the KV cache wakes when the weights are committed."""
     model = make_model(ctx)
+    after = AFTER if way == "server" else [("reset_prefix_cache", False), *AFTER[1:]]
+    pause, resume = ([("pause", "keep")], [("resume",)]) if way == "server" else ([], [])
     with engine(ctx, way) as (target, core), fsdp2x.sync.connect(model, target) as sync:
-        sync.push(version=0)
+        sync.push(version=1)
         if core is not None:
+            assert core.events == [*BEFORE, *pause, RECEIVE, *after, *resume] and core.version == "1"
             core.events.clear()
         target.sleep(level)
         if level == 2 and core is not None:
@@ -157,8 +147,6 @@ def test_the_order_of_a_push_to_one_that_sleeps(ctx, way, level):
         sync.push(version=1)
         holds(model, core)
         if core is not None:
-            after = AFTER if way == "server" else [("reset_prefix_cache", False), *AFTER[1:]]
-            pause, resume = ([("pause", "keep")], [("resume",)]) if way == "server" else ([], [])
             weights, cache = [("wake_up", ["weights"])], [("wake_up", ["kv_cache"])]
             assert core.events == [("sleep", level), *BEFORE, *weights, *pause, RECEIVE, *after, *cache, *resume]
             assert core.generate() == ("1", "1")

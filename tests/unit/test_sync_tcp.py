@@ -111,13 +111,6 @@ def test_strangers_who_send_a_byte_now_and_then_keep_nobody_out(monkeypatch):
             thread.join(10)
 
 
-def test_a_second_trainer_is_told():
-    with Served(ANY_PORT, Store()) as served, trainer(served.receiver), dial(served.receiver) as second:
-        greet_engine(second, SECRET, 60)
-        answer = receive_frame(second, time.monotonic() + 60)[1]
-        assert not answer["ok"] and answer["error"] == "another trainer is connected"
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "reason"), [(12, "before the group was joined"), (1256, "the trainer is gone in the middle")]
 )
