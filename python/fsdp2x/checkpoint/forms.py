@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from fsdp2x.errors import CheckpointError
 from fsdp2x.reading.dcp import METADATA, label
 from fsdp2x.reading.records import LABEL
+from fsdp2x.reading.tensors import runs_of_box
 from fsdp2x.runtime import torch_private
 from fsdp2x.runtime.failures import on_rank_0
 
@@ -296,29 +297,10 @@ class Full(Form):
 
 def runs(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
     """(first byte in the whole tensor, first byte in the chunk, number of bytes) of each run of bytes of a chunk."""
-    if chunk.num_bytes == 0:
-        return
-    shape, sizes, offsets = chunk.shape, chunk.sizes, chunk.offsets
-    last = len(shape)
-    while last > 0 and sizes[last - 1] == shape[last - 1]:
-        last -= 1
-    # Dims from `last` on are whole: one run reaches over dim last - 1.
-    outer = max(last - 1, 0)
-    inner_bytes = chunk.dtype.itemsize * torch.Size(shape[last:]).numel()
-    run_bytes = inner_bytes * (sizes[outer] if last else 1)
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) * chunk.dtype.itemsize
-    index = [0] * outer
-    for number in range(torch.Size(sizes[:outer]).numel()):
-        begin = sum(i * stride for i, stride in zip(index, strides[:outer], strict=True)) * chunk.dtype.itemsize
-        yield base + begin, number * run_bytes, run_bytes
-        for dim in range(outer - 1, -1, -1):
-            index[dim] += 1
-            if index[dim] < sizes[dim]:
-                break
-            index[dim] = 0
+    found = [first * chunk.dtype.itemsize for _, first in runs_of_box(chunk.shape, chunk.offsets, chunk.sizes)]
+    for number, begin in enumerate(found):
+        run_bytes = chunk.num_bytes // len(found)
+        yield begin, number * run_bytes, run_bytes
 
 
 def _write(file: int, path: Path, source: torch.Tensor, offset: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,23 @@ class Source:
         return out
 
 
+def runs_of_box(
+    shape: Sequence[int], start: Sequence[int], box: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The runs of elements of a box in a row-major tensor: the index in the box, and the first element in the tensor.
+
+    All runs are equally long. An empty box has none.
+    """
+    if 0 in box:
+        return
+    # Rows below `outer` are one run: every later dim is complete.
+    outer = max((dim for dim in range(len(box)) if box[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(first * stride for first, stride in zip(start, strides, strict=True))
+    for index in itertools.product(*(range(size) for size in box[:outer])):
+        yield index, base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+
+
 class FileTensor(Source):
     """A row-major tensor at a byte offset of a file. Whoever makes it has checked that the file is long enough.
 
@@ -77,18 +94,7 @@ class FileTensor(Source):
         self._files, self._path = files, path
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
-        if out.numel() == 0:
-            return
-        box = tuple(out.shape)
-        # Rows below `outer` are one run of bytes: every later dim is whole.
-        outer = max((dim for dim in range(len(box)) if box[dim] != self.shape[dim]), default=0)
-        if not box:
-            self._read_run(self.offset, out)
-            return
-        inner = math.prod(self.shape[outer + 1 :])
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(outer + 1)]
-        for index in itertools.product(*(range(size) for size in box[:outer])):
-            first = sum((start[dim] + i) * strides[dim] for dim, i in enumerate(index)) + start[outer] * inner
+        for index, first in runs_of_box(self.shape, start, out.shape):
             self._read_run(self.offset + first * self.dtype.itemsize, out[index])
 
     def _read_run(self, offset: int, out: torch.Tensor) -> None:
