@@ -1,4 +1,4 @@
-"""The folders of a run: they belong to one living run at a time, and a new run never goes into those of an old one.
+"""Locks the folders of a run, so that one living run at a time writes there, and keeps the work of earlier runs.
 
     out/run/run.lock      JSON: the host and the pids of the run's ranks there
 
@@ -40,7 +40,7 @@ class RunFolder:
         self._is_owner = False
 
     def claim(self, pids: Sequence[int]) -> None:
-        """Locks the folders for this run; makes them where they are missing. Rank 0 calls it before the others join.
+        """Locks the folders for this run and makes missing ones. Rank 0 calls it before the other ranks join.
 
         Raises:
             ConfigError: a folder cannot be written, or a living run has it.
@@ -54,7 +54,7 @@ class RunFolder:
                 raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
 
     def join(self) -> None:
-        """Holds the lock as well, if this rank sees the folders of rank 0."""
+        """Holds the lock as well, if this rank sees the folders of rank 0. For the other ranks."""
         for setting, folder in self._folders().items():
             if (folder / LOCK).exists() and folder / LOCK not in self._locks:
                 self._lock(setting, folder)
@@ -87,7 +87,7 @@ class RunFolder:
         self._locks[path] = file
 
     def refuse_former_run(self, resume_from: str | None, overwrite: bool) -> None:
-        """A run that saves begins in empty folders, or goes on with the one that is there.
+        """Lets a run that saves begin in empty folders, or continue the run that is there.
 
         Raises:
             ConfigError: there is another run's work, and it is neither resumed nor to be overwritten.
@@ -113,7 +113,7 @@ class RunFolder:
             )
 
     def delete_former_run(self) -> None:
-        """Deletes what a run writes, and nothing else that may be in the folders."""
+        """Deletes the files that a run writes. Other files in the folders stay."""
         assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
         doomed = [self.output / name for name in _WRITTEN]
         doomed += [self.checkpoints / LATEST, *whole_checkpoints(self.checkpoints)]
@@ -133,7 +133,7 @@ class RunFolder:
 
 
 def _living(lock: Path) -> str:
-    """What a lock says of its run, and what to do about it."""
+    """Names the run that holds a lock, and says how to end it."""
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))
         pids, host = " ".join(map(str, owner["pids"])), owner["host"]
@@ -143,7 +143,7 @@ def _living(lock: Path) -> str:
 
 
 def check_writable(setting: str, folder: Path) -> None:
-    """Makes a folder where it is missing; raises `ConfigError` when nothing can be written there."""
+    """Makes a folder if it is missing; raises `ConfigError` if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -152,7 +152,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 def former_work(output: Path, checkpoints: Path) -> str:
-    """What a run left in these folders that another would mix with or delete; empty when there is nothing."""
+    """Names the work in these folders that another run would mix with or delete; empty if there is none."""
     saved = [path.name for path in candidates(checkpoints)]
     parts = [f"{checkpoints} has {saved[0]}"] if saved else []
     path = output / METRICS
